@@ -1,1 +1,1 @@
-"""Checkpoints: written, found, verified, read, resumed from."""
+"""Write, find, verify and read checkpoints, and resume runs from them."""

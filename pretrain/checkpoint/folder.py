@@ -1,4 +1,7 @@
-"""Checkpoints as folders: their manifests, hashes, a good one to resume from, publishing. No torch; tensors are ``reader``'s."""
+"""Checkpoints as folders: manifests, hashes, the search for a good one to resume from, publishing.
+
+No torch. `pretrain.checkpoint.reader` reads the tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,13 @@ from fem_common.files import sha256, sync_file, sync_folder, write_whole
 from pretrain.checkpoint.manifest import NewerVersion, fault
 
 MANIFEST = "manifest.json"
-HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of all of it, taken while it was written
-PARTS = "parts.json"  # file -> where a tensor's archive begins in it -> XXH3-64 of the tensor's bytes; older checkpoints have none
-TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own
-MIRROR_STATE = "mirror.json"  # in a run directory: how far its mirror is
-WRITING = ".writing_"  # what the names of folders begin with while they are written
+HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of its bytes, computed while it is written
+# File -> offset of a tensor's archive -> XXH3-64 of the tensor's bytes; older checkpoints have
+# none.
+PARTS = "parts.json"
+TENSORS = ".distcp"  # suffix of tensor files, which contain their own checksums
+MIRROR_STATE = "mirror.json"  # in a run directory: the state of its mirror
+WRITING = ".writing_"  # prefix of the names of folders that are being written
 _STEP = re.compile(r"step_(\d{8,})$")
 _BLOCK = 8 * 2**20
 Say = Callable[[str], None]
@@ -33,12 +38,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change.
+    """The trainer's state besides tensors.
 
-    recent: of ``pretrain.spikes``, how the steps before went. rewound: () or the step of the last spike that training went back from,
-    and how often it went back from thereabouts. batch_changes: of `Schedule.of`, the steps after which the batch size became another
-    one, a fork or a stage began, and the samples consumed until then.
-    A fork of other data, sequence length or batch size counts in samples of its own length from where it begins.
+    Positions are in samples, so a layout or batch size may change.
+
+    recent: results of the previous steps, for ``pretrain.spikes``. rewound: () or the step of the
+    last spike that the training rewound from, and the number of rewinds near that step.
+    batch_changes: for `Schedule.of`, one (step, samples) pair for each change of the batch size,
+    fork and stage: the step after which it happened and the samples consumed until then. A fork
+    with other data, another sequence length or batch size counts in samples of the new length from
+    its first step on.
     """
 
     step: int
@@ -48,18 +57,20 @@ class Progress:
     bad_steps_in_a_row: int = 0
     recent: tuple[float, ...] = ()
     rewound: tuple[int, ...] = ()
-    passed_over: int = (
-        0  # samples of the order that nothing was learnt from, going back from spikes
-    )
-    begin_step: int = 0  # where the run begins: the step of a fork's parent
-    begin_samples: int = 0  # consumed until then
-    order_begin: int = 0  # consumed before the first sample of the order
-    stage: int = 0  # from 0 on
-    drawn: str = ""  # a hash of what decides the stage's samples; empty: no stages
+    # Samples of the order that were passed over, going back from spikes.
+    passed_over: int = 0
+    begin_step: int = 0  # first step of the run: the step of a fork's parent
+    begin_samples: int = 0  # samples consumed before begin_step
+    order_begin: int = 0  # samples consumed before the first sample of the order
+    stage: int = 0  # index from 0
+    drawn: str = ""  # hash of everything that decides the stage's samples; empty without stages
     batch_changes: tuple[tuple[int, int], ...] = ()
 
     def begun(self, before: int, length: int) -> Progress:
-        """The start of a fork or a stage here, which counts in samples of ``length`` tokens after those of ``before`` tokens."""
+        """Return the start of a fork or stage at this position.
+
+        Samples of ``before`` tokens are converted to samples of ``length`` tokens.
+        """
         consumed, *earlier = (
             -(-n * before // length)
             for n in (self.consumed_samples, *(n for _, n in self.batch_changes))
@@ -79,11 +90,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Inherited:
-    """What is known of weights and computed with by nobody here; it goes along with them, by ``checkpoint.load`` too.
+    """Facts about the weights that training passes on without computing with them.
 
-    context_length: the longest sequences that they were trained on, in tokens. special_ids: bos_token_id, eos_token_id (one or several)
-    and pad_token_id, as far as the Hugging Face folder names them that the weights come from. foreign: another project's model, which has
-    not been trained here.
+    They are also passed on through ``checkpoint.load``.
+
+    context_length: the longest sequences that the weights were trained on, in tokens. special_ids:
+    bos_token_id, eos_token_id (one or several) and pad_token_id, as far as the Hugging Face folder
+    that the weights come from names them. foreign: True for another project's model that this code
+    has not trained.
     """
 
     context_length: int
@@ -100,11 +114,10 @@ class Found:
 
     @property
     def progress(self) -> Progress:
-        """The trainer's memory."""
+        """The trainer's state that the manifest records."""
         told = self.manifest["progress"]
-        begin = (
-            [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []
-        )  # all that an older checkpoint knows
+        # An older manifest records only this one change.
+        begin = [(told["begin_step"], told["begin_samples"])] if told.get("begin_step") else []
         told = told | {
             "batch_changes": tuple(
                 (step, samples) for step, samples in told.get("batch_changes", begin)
@@ -114,7 +127,10 @@ class Found:
 
     @property
     def inherited(self) -> Inherited:
-        """What the weights bring along; of a checkpoint that is older than this record, what its configuration tells."""
+        """The inherited facts that the manifest records.
+
+        For an older manifest they are the sequence length of its configuration.
+        """
         return Inherited(
             **{
                 "context_length": self.manifest["config"]["data"]["seq_length"],
@@ -124,10 +140,13 @@ class Found:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint folder (see `manifest.fault`), or None. Sizes of all files, hashes of the pickles.
+    """Return what is wrong with the checkpoint folder, or None.
+
+    See `manifest.fault` for the manifest's own faults. Checks the sizes of all files and the hashes
+    of the pickles.
 
     Raises:
-        OSError: a file system fails, which says nothing about the checkpoint.
+        OSError: a file system failed, so the checkpoint's state is unknown.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -150,25 +169,29 @@ def damage(path: Path) -> str | None:
         for name, expected in manifest["sha256"].items():
             if sha256(path / name) != expected:
                 return f"{name} does not match the hash recorded when it was saved"
-    except FileNotFoundError:  # its run deletes it at this moment
+    except FileNotFoundError:  # its run is deleting it
         return f"{name} is missing"
     return None
 
 
 class HashedFile(io.BufferedWriter):
-    """A file that is written from its front to its end; closed, its XXH3-128 is beside it (`hash_beside`), and those of its parts."""
+    """A file that is written sequentially and hashed meanwhile.
+
+    Leaving its ``with`` block without an error writes its XXH3-128 and those of its tensors to a
+    second file.
+    """
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:
         super().__init__(io.FileIO(path, mode))
         self._path, self._hash, self._parts = Path(path), xxhash.xxh3_128(), list[str]()
 
     def write(self, content: Any) -> int:
-        """As any file's; all of it is taken."""
+        """Write all of ``content`` and update the hash."""
         self._hash.update(content)
         return super().write(content)
 
     def mark(self, begin: int, content: Any) -> None:
-        """From ``begin`` on a tensor was written whose bytes are ``content``."""
+        """Record that a tensor with the bytes ``content`` was written at offset ``begin``."""
         self._parts.append(f"{begin} {xxhash.xxh3_64_hexdigest(content)}")
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
@@ -178,12 +201,15 @@ class HashedFile(io.BufferedWriter):
 
 
 def hash_beside(path: Path) -> Path:
-    """Where a `HashedFile` leaves its hash; a checkpoint's go into its manifest."""
+    """Return the path of the hash that a `HashedFile` writes.
+
+    For checkpoints `publish_step` moves it into the manifest.
+    """
     return path.with_name(f"{path.name}.{HASHES}")
 
 
 def hash_of(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
-    """A file's XXH3-128; ``advance`` hears the bytes read."""
+    """Return a file's XXH3-128; ``advance`` is called with the number of bytes read."""
     hashed = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -194,17 +220,23 @@ def hash_of(path: Path, advance: Callable[[int], object] = lambda count: None) -
 
 
 def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[str, str]]:
-    """(File, what is wrong with it) by the hashes in a good checkpoint's manifest; ``advance`` hears the bytes read."""
+    """Yield (file, what is wrong with it) for each file that does not match its recorded hash.
+
+    The hashes are those in a good checkpoint's manifest. ``advance`` is called with the number of
+    bytes read.
+    """
     for name, expected in hashes_of(path).items():
         if hash_of(path / name, advance) != expected:
             yield name, f"{name} does not match the hash taken while it was written"
 
 
 def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[str]:
-    """What is wrong with files of a folder that have their hashes beside them, as an export's weights; ``advance`` as above.
+    """Yield what is wrong with the files of a folder that have a hash file next to them.
+
+    An export's weights have hash files. ``advance`` is called with the number of bytes read.
 
     Raises:
-        OSError: a file system fails, or such a file is gone.
+        OSError: a file system failed, or a hashed file is missing.
     """
     for beside in sorted(folder.glob(f"*.{HASHES}")):
         if hash_of(beside.with_suffix(""), advance) != beside.read_text():
@@ -212,13 +244,16 @@ def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[s
 
 
 def hashes_of(path: Path) -> dict[str, str]:
-    """The hashes in a good checkpoint's manifest: of all files, of some, or of none in older ones."""
+    """Return the hashes in a good checkpoint's manifest.
+
+    Older manifests have them for some files or for none.
+    """
     hashes: dict[str, str] = json.loads((path / MANIFEST).read_text()).get(HASHES, {})
     return hashes
 
 
 def parts_of(path: Path) -> dict[str, dict[str, str]]:
-    """The hashes of a good checkpoint's tensors (see PARTS); of an older one none."""
+    """Return the hashes of a good checkpoint's tensors (see PARTS); empty for an older one."""
     with suppress(FileNotFoundError):
         parts: dict[str, dict[str, str]] = json.loads((path / PARTS).read_text())
         return parts
@@ -226,11 +261,13 @@ def parts_of(path: Path) -> dict[str, dict[str, str]]:
 
 
 def find(path: Path) -> Found:
-    """The checkpoint at ``path``: a step's folder, or a run directory, whose newest good one is taken.
+    """Return the checkpoint at ``path``.
+
+    ``path`` is a step's folder, or a run directory, of which the newest good checkpoint is taken.
 
     Raises:
-        ConfigError: there is none, or the folder named is damaged.
-        OSError: a file system fails.
+        ConfigError: no checkpoint exists, or the folder that is named is damaged.
+        OSError: a file system failed.
     """
     if _STEP.search(path.name):
         wrong = flaw(path)
@@ -244,24 +281,25 @@ def find(path: Path) -> Found:
             return found
     if damaged:
         step, wrong = next(iter(damaged.items()))
-        raise ConfigError(
-            f"{path}: no good checkpoint there: checkpoint {step} is damaged ({wrong})"
-        )
+        raise ConfigError(f"{path} has no good checkpoint: checkpoint {step} is damaged ({wrong})")
     raise ConfigError(
-        f"{path}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some"
+        f"{path} has no checkpoint; expected a folder step_NNNNNNNN or a run directory with "
+        "checkpoints"
     )
 
 
 def newest_good(
     folder: Path, damaged: dict[Path, str], say: Say = lambda text: None
 ) -> Found | None:
-    """The newest undamaged checkpoint in ``folder``, as far as sizes and hashes tell.
+    """Return the newest undamaged checkpoint in ``folder``, judged by sizes and hashes.
 
-    damaged: those to pass over, with what is wrong; others that are found damaged are added, and named through ``say``.
+    damaged: checkpoints to pass over, with what is wrong. Others that are found damaged are added
+    and logged.
 
     Raises:
-        ConfigError: a newer version of this code wrote the newest one: an older one in its place would be trained over it.
-        OSError: a file system fails.
+        ConfigError: a newer version of this code wrote the newest one. Training from an older one
+            would overwrite it.
+        OSError: a file system failed.
     """
     for path in newest_first(folder):
         if path in damaged:
@@ -275,27 +313,37 @@ def newest_good(
 
 
 def flaw(path: Path) -> str | None:
-    """As `damage`. Raises ConfigError where a newer version of this code wrote the checkpoint."""
+    """Return what `damage` finds.
+
+    Raises ConfigError if a newer version of this code wrote the checkpoint.
+    """
     return refuse_newer(path, damage(path))
 
 
 def refuse_newer(path: object, wrong: str | None) -> str | None:
-    """What `damage` found at ``path``. Raises ConfigError where that is a newer version's checkpoint."""
+    """Return ``wrong``, the result of `damage` for ``path``.
+
+    Raises ConfigError if it is a `NewerVersion`.
+    """
     if isinstance(wrong, NewerVersion):
         raise ConfigError(
-            f"checkpoint {path} was written by a newer version of this code ({wrong}): use that version, or move the checkpoint to another "
-            "folder to continue from an older one"
+            f"checkpoint {path} was written by a newer version of this code ({wrong}): use that "
+            "version, or move the checkpoint to another folder to continue from an older one"
         )
     return wrong
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The folders of steps in ``folder``, good or not."""
+    """Return the step folders in ``folder``, good or not, newest first."""
     return sorted((path for path in folder.glob("step_*") if _STEP.search(path.name)), reverse=True)
 
 
 def rewind(step: Path) -> Found | None:
-    """An undamaged checkpoint, later ones of its run removed, as those of other steps than come now; None: it is not there, or damaged."""
+    """Return the checkpoint of a step after deleting the run's later ones.
+
+    Training will write the later ones again. Returns None, without deleting any, if the checkpoint
+    is missing or damaged.
+    """
     if damage(step) is not None:
         return None
     for later in newest_first(step.parent):
@@ -306,7 +354,7 @@ def rewind(step: Path) -> Found | None:
 
 
 def newest_before_bad_steps(folder: Path) -> Path | None:
-    """The newest undamaged checkpoint whose last step was finite."""
+    """Return the newest undamaged checkpoint whose last step was finite."""
     for path in newest_first(folder):
         if (
             damage(path) is None
@@ -325,11 +373,14 @@ def publish_step(
     keep_last: int | None,
     in_use: Collection[Path] = (),
 ) -> None:
-    """Manifest last, everything synced, one rename; then ``latest``; then older checkpoints go, beyond ``keep_last`` (None: none goes).
+    """Publish a written folder as a checkpoint, and delete the oldest checkpoints.
 
-    Those ``in_use`` stay; damaged ones are never deleted, but renamed.
+    Only the newest ``keep_last`` remain (None: all). The manifest is written last, everything is
+    synced, one rename publishes the folder, and ``latest`` names it. Checkpoints ``in_use`` stay;
+    damaged ones are never deleted, but renamed.
 
-    Amid steps that are not finite the newest from before them stays, however many are written: it may be the last that is any good.
+    While steps are not finite, the newest checkpoint from before them stays, however many are
+    written later: it may be the last usable one.
     """
     hashes = {path.stem: path for path in temporary.glob(f"*.{HASHES}")}
     taken, parts = dict[str, str](), dict[str, dict[str, str]]()
@@ -341,9 +392,8 @@ def publish_step(
         (temporary / PARTS).write_text(json.dumps(parts, indent=1))
     names = sorted(p.name for p in temporary.iterdir() if p.is_file())
     small = {name: hash_of(temporary / name) for name in names if not name.endswith(TENSORS)}
-    known = {
-        name: value for name, value in manifest.get(HASHES, {}).items() if name in names
-    }  # of what they are linked from
+    # Hashes that the manifest has already, of linked files.
+    known = {name: value for name, value in manifest.get(HASHES, {}).items() if name in names}
     manifest[HASHES] = {**known, **taken, **small}
     manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
     manifest["sha256"] = {
@@ -361,23 +411,35 @@ def publish_step(
         if manifest["progress"]["bad_steps_in_a_row"]
         else None
     )
-    for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
-        if old != spared and old not in in_use:
-            wrong = damage(old)
-            if not isinstance(wrong, NewerVersion):
-                _remove(old) if wrong is None else set_aside(old)
+    if keep_last is None:
+        return
+    for old in newest_first(final.parent)[keep_last:]:
+        if old == spared or old in in_use:
+            continue
+        wrong = damage(old)
+        if wrong is None:
+            _remove(old)
+        elif not isinstance(wrong, NewerVersion):
+            set_aside(old)
 
 
 def _remove(step: Path) -> None:
-    """Deletes a checkpoint, under another name: what a kill or a fault leaves of it is swept, and never taken for a damaged one."""
+    """Delete a checkpoint under another name.
+
+    So an interrupted deletion is never taken for a damaged checkpoint. A later sweep deletes what a
+    kill or a fault leaves of it.
+    """
     with suppress(OSError):
         leaving = step.rename(step.with_name(f"{WRITING}{step.name}"))
-        for _ in range(2):  # the second goes over what the first met a fault at
+        for _ in range(2):  # the second pass deletes what the first failed on
             shutil.rmtree(leaving, ignore_errors=True)
 
 
 def set_aside(step: Path) -> Path:
-    """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
+    """Rename a damaged checkpoint so that no search finds it, and return the new path.
+
+    A person decides what can be recovered from it.
+    """
     names = (
         f"damaged_{step.name}{again}"
         for again in itertools.chain([""], (f".{count}" for count in itertools.count(2)))

@@ -1,6 +1,7 @@
-"""What a checkpoint's manifest must look like before anything of it is used: keys, types, ranges. No torch.
+"""Checks of a checkpoint's manifest before any of it is used: keys, types, ranges. No torch.
 
-A manifest that is valid JSON may still be odd: edited by hand, damaged, or written by a newer version of this code.
+A manifest that is valid JSON may still be wrong: edited, damaged, or written by a newer version of
+this code.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from typing import Any
 from pretrain.config import RunConfig
 
 FORMAT = 1
-RNG_DEVICE = (
-    "rng_device"  # the kind of device that a checkpoint's random states belong to: cpu, cuda
-)
+# Manifest key: the kind of device that a checkpoint's random states belong to, cpu or cuda.
+RNG_DEVICE = "rng_device"
 PICKLES = (".metadata", "common.pt")
 _KEYS = {"progress": dict, "data": str, "config": dict, "files": dict, "sha256": dict}
 _OPTIONAL = {
@@ -32,20 +32,24 @@ _OPTIONAL = {
 
 
 class NewerVersion(str):
-    """Why a checkpoint is not one of this version's but a newer one's: it may be good, so nobody uses, renames or deletes it."""
+    """Reason why a checkpoint belongs to a newer version of this code.
+
+    It may be good, so this version never uses, renames or deletes it.
+    """
 
 
 def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> str | None:
-    """What is wrong with a manifest, a `NewerVersion` where a newer version wrote it, or None.
+    """Return what is wrong with a manifest (a `NewerVersion` if a newer version wrote it), or None.
 
-    progress, inherited: the dataclasses that it holds. step: the one in its folder's name; None: the folder has another name.
+    progress, inherited: the dataclasses that it contains. step: the one in its folder's name, None
+    if the folder has another name.
     """
     if not isinstance(manifest, dict):
-        return "is no mapping"
+        return "is not a mapping"
     form, records = manifest.get("format", FORMAT), {"progress": progress, "inherited": inherited}
     if type(form) is int and form > FORMAT:
         return NewerVersion(f"has format {form}, this version reads {FORMAT}")
-    whole = "format" in manifest  # a run writes it, with the layout and all sections
+    whole = "format" in manifest  # written by a run, with the layout and all sections
     for key, kind in (_KEYS | _OPTIONAL).items():
         if key not in manifest and (key in _KEYS or (whole and key == "layout")):
             return f"has no {key}"
@@ -65,14 +69,19 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
     ):
         return wrong
     if step is not None and manifest["progress"]["step"] != step:
-        return f"is of step {manifest['progress']['step']}, its folder of step {step}"
+        return f"is for step {manifest['progress']['step']}, its folder for step {step}"
     return _files_fault(manifest)
 
 
 def record_fault(
     cls: type, values: Mapping[str, Any], name: str, *, partial: bool = False
 ) -> str | None:
-    """What is wrong with the plain values of a dataclass whose whole numbers are 0 or more; ``partial``: none of its keys is required."""
+    """Return what is wrong with the plain values of a dataclass, or None.
+
+    Integers must be 0 or more.
+
+    partial: no key is required.
+    """
     hints = _hints(cls)
     for item in fields(cls):
         if item.name in values:
@@ -89,7 +98,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of a type; a tuple is a list there."""
+    """Return True if a JSON value has the type ``kind``; a tuple is a list in JSON."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, each) for each in arguments)
@@ -111,7 +120,11 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
-    """What is wrong with a configuration's sections, or with what is read of it by name."""
+    """Return what is wrong with a configuration's sections, or None.
+
+    Also checks the values that are read from the configuration directly. The last argument is True
+    for the manifest of a run, which has all sections.
+    """
     if missing := [
         key
         for key in ("model", "data", *(("train", "parallel") if whole else ()))
@@ -126,7 +139,10 @@ def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
 
 
 def _section_fault(cls: type, values: Mapping[str, Any], name: str) -> str | None:
-    """Where a section of today is not a mapping, or a single value is one; older and newer keys may be anything."""
+    """Return an error text if a known section is not a mapping, or a single value is one.
+
+    Unknown keys may have any value.
+    """
     hints = _hints(cls)
     for key, value in values.items():
         kind = hints.get(key, Any)
@@ -141,6 +157,7 @@ def _section_fault(cls: type, values: Mapping[str, Any], name: str) -> str | Non
 
 
 def _files_fault(manifest: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the manifest's file sizes and hashes, or None."""
     files = manifest["files"]
     if not all(_fits(size, int) for size in files.values()):
         return "has a wrong size in files"

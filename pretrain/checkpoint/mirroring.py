@@ -1,6 +1,7 @@
-"""The run's mirror: ``tools.checkpoint mirror`` beside the training, which knows it by its command line and by RUN_DIR/mirror.json.
+"""The run's mirror: ``tools.checkpoint mirror``, a separate process next to rank 0.
 
-It is a process beside rank 0.
+The training process controls it through its command line and reads its state from
+RUN_DIR/mirror.json.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from pretrain.checkpoint.folder import MIRROR_STATE, Say, newest_first, set_asid
 from pretrain.config import CheckpointConfig
 from pretrain.run_directory import RUN_ID
 
-FETCHED = (
-    ".fetched"  # in a run directory: what comes from a mirror, until it is known to be of this run
-)
+# In a run directory: files from a mirror that is not yet known to belong to this run.
+FETCHED = ".fetched"
 
-_FETCH_PATIENCE = 60.0  # seconds that a store has to answer at the start
-_LOOK = 0.1  # seconds between two looks at whether it has ended
-_GRACE = 30.0  # seconds that a run which a signal stopped waits for its last checkpoint to be sent
+_FETCH_PATIENCE = 60.0  # seconds within which a store must answer at the start
+_LOOK = 0.1  # seconds between two checks if the process has ended
+# Seconds that a run waits for its last checkpoint to be sent after a signal has stopped it.
+_GRACE = 30.0
 
 
 class Mirroring:
-    """On rank 0 alone."""
+    """Copies between the run directory and its mirror, made by separate processes.
+
+    Only rank 0 has one.
+    """
 
     def __init__(self, settings: CheckpointConfig, url: str, run_dir: Path, say: Say) -> None:
         self.settings, self.run_dir, self.url, self.say = settings, run_dir, url, say
@@ -41,13 +45,16 @@ class Mirroring:
         self.began = 0
 
     def fetch(self, damaged: Collection[str] = ()) -> None:
-        """Bring the newest good checkpoint into the run directory, where it is newer than all good ones there but the ``damaged``.
+        """Copy the mirror's newest good checkpoint to the run directory if it is newer.
 
-        Where the mirror is not known to be this run's, it stays in FETCHED.
+        It must be newer than all good local checkpoints. The local checkpoints named in ``damaged``
+        do not count as good. If the mirror is not known to belong to this run, the copy stays in
+        the folder FETCHED.
 
         Raises:
-            ConfigError: the mirror is no place, or another run's. StorageError: it cannot be read, or all there is damaged, and there is no
-                other checkpoint.
+            ConfigError: the mirror is not a valid location, or belongs to another run.
+            StorageError: the mirror cannot be read, or contains only damaged checkpoints while no
+                local one is good.
         """
         named = [word for name in damaged for word in ("--damaged", name)]
         command = self._command("fetch", "--aside", "--patience", str(_FETCH_PATIENCE), *named)
@@ -59,7 +66,10 @@ class Mirroring:
         beside.check(done, "tools.checkpoint", "checkpoint.mirror: ")
 
     def start(self, step: int) -> None:
-        """Send what is newer from here on; ``step``: where the attempt begins."""
+        """Start the process that sends new checkpoints to the mirror.
+
+        ``step`` is the first step of this attempt.
+        """
         self.began = step
         keep, interval = self.settings.mirror_keep_last, self.settings.mirror_interval
         options = [
@@ -68,7 +78,7 @@ class Mirroring:
             str(interval),
             *([] if keep is None else ["--keep-last", str(keep)]),
         ]
-        # A session of its own: Ctrl-C at the training's terminal is not for it.
+        # A separate process session: Ctrl-C at the training's terminal does not reach it.
         self.process = subprocess.Popen(
             self._command("mirror", *options),
             stdin=subprocess.PIPE,
@@ -77,11 +87,11 @@ class Mirroring:
         )
 
     def check(self, step: int) -> None:
-        """Raise an error where the mirror does not take this run's checkpoints.
+        """Raise an error if the mirror does not accept this run's checkpoints.
 
         Raises:
-            ConfigError: the sender has found that the place is another run's. StorageError: the mirror is more than
-                ``checkpoint.max_unsaved_steps`` behind.
+            ConfigError: the sending process has found that the location belongs to another run.
+            StorageError: the mirror is more than ``checkpoint.max_unsaved_steps`` behind ``step``.
         """
         self._check_sender()
         limit, said = self.settings.max_unsaved_steps, self._state()
@@ -89,12 +99,16 @@ class Mirroring:
         if limit is not None and step - newest > limit:
             why = said.get("fault") or "it is too slow"
             raise StorageError(
-                f"checkpoint.mirror = {self.url} is {step - newest} steps behind (checkpoint.max_unsaved_steps = {limit}): {why}; "
-                "the same command continues"
+                f"checkpoint.mirror = {self.url} is {step - newest} steps behind "
+                f"(checkpoint.max_unsaved_steps = {limit}): {why}; the same command continues"
             )
 
     def close(self, stopped: Callable[[], bool]) -> None:
-        """The run ends: what is not sent yet is now, for as long as that is tried; for a short time once a signal has stopped the run."""
+        """Wait until the sending process has sent the remaining checkpoints and ended.
+
+        The wait is unlimited, but after ``stopped`` reports that a signal has stopped the run it
+        lasts at most ``_GRACE`` seconds.
+        """
         assert self.process is not None and self.process.stdin is not None
         self._check_sender()
         with suppress(OSError):
@@ -108,16 +122,19 @@ class Mirroring:
             self.say(f"the mirror {self.url} lacks the last checkpoint, which is in {self.run_dir}")
 
     def end(self) -> None:
-        """Whatever it still does: the next attempt does it again."""
+        """Kill the sending process. The next attempt sends again what is missing."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     def _check_sender(self) -> None:
-        """Raises ConfigError: the sender has ended before its time, because the place is not this run's."""
+        """Raise ConfigError if the sending process has ended because the location is not this
+        run's.
+        """
         if self.process is not None and self.process.poll() == Exit.WRONG_INPUT:
             raise ConfigError(
-                f"checkpoint.mirror = {self.url} cannot be used by this run, as its sender says above; name another place"
+                f"checkpoint.mirror = {self.url} cannot be used by this run (see its message "
+                "above); set another location"
             )
 
     def _command(self, verb: str, *options: str) -> list[str]:
@@ -131,11 +148,14 @@ class Mirroring:
 
 
 def take_in(run_dir: Path) -> None:
-    """Move what is in FETCHED to its place in the run directory: a checkpoint, the run's id, and the records that are missing there."""
+    """Move the contents of FETCHED to their places in the run directory.
+
+    These are a checkpoint, the run's id, and the records that the run directory lacks.
+    """
     fetched, folder = run_dir / FETCHED, run_dir / "checkpoints"
     for step in newest_first(fetched):
         folder.mkdir(exist_ok=True)
-        if (folder / step.name).exists():  # damaged: else it would be newest there
+        if (folder / step.name).exists():  # damaged, since otherwise it would be the newest
             set_aside(folder / step.name)
         step.rename(folder / step.name)
         sync_folder(folder)

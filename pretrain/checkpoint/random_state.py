@@ -1,7 +1,7 @@
-"""The random states in a checkpoint, stored as tensors, so that reading them runs no code.
+"""Random states in a checkpoint, stored as tensors, so that reading them runs no code.
 
-On a GPU there are others than on a CPU: the generator of the device itself (``cuda``), and states
-of 16 instead of 5,056 bytes in Megatron's tracker. The manifest names the kind of device.
+A GPU run has other states than a CPU run: also the device's own generator (``cuda``), and states of
+16 instead of 5,056 bytes in Megatron's tracker. The manifest names the kind of device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PREFIX, _TRACKER = "rng.", "tracker."
 
 
 def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
-    """This rank's random states as uint8 tensors, one slot for each (pipeline, tensor) rank."""
+    """Return this rank's random states as uint8 tensors, one slot per (pipeline, tensor) rank."""
     state = platform.rng_state()
     flat: dict[str, torch.Tensor] = {key: state[key] for key in ("torch", "cuda") if key in state}
     flat |= {f"{_TRACKER}{name}": value for name, value in state["tracker"].items()}
@@ -46,15 +46,15 @@ def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
 
 
 def kind_of(tensors: Mapping[str, object]) -> str:
-    """The kind of device, ``cuda`` or ``cpu``, that random states of these names belong to."""
+    """Return the kind of device, ``cuda`` or ``cpu``, of random states with these names."""
     return "cuda" if "cuda" in tensors else "cpu"
 
 
 def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
     """Set this rank's random states to those in a checkpoint of the same layout; collective.
 
-    Where the checkpoint was written on another kind of device they are seeded from ``train.seed``,
-    as at the start of a run, and rank 0 reports it.
+    If the checkpoint was written on another kind of device, the states are seeded from
+    ``train.seed``, as at the start of a run, and rank 0 reports it.
 
     Args:
         read: reads the tensors of a state dictionary from the checkpoint.
@@ -67,7 +67,8 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
     if written != here:
         platform.seed_rng(config.train.seed)
         say(
-            f"random states are seeded from train.seed: {found.path} was written on {written}, this run is on {here}"
+            f"random states are seeded from train.seed: {found.path} was written on {written}, "
+            f"this run is on {here}"
         )
         return
     flat: dict[str, torch.Tensor] = read({"rng": wanted})["rng"]
@@ -79,7 +80,10 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
 
 
 def _written_on(found: Found) -> str:
-    """The kind of device that wrote a checkpoint; an older manifest does not name it."""
+    """Return the kind of device that wrote a checkpoint.
+
+    If the manifest is too old to record it, the names of the tensors decide.
+    """
     if RNG_DEVICE in found.manifest:
         return str(found.manifest[RNG_DEVICE])
 

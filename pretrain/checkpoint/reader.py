@@ -1,7 +1,9 @@
-"""A checkpoint's tensors as they lie on disk, without Megatron: its weights one at a time, in one process, whatever the layout.
+"""Read a checkpoint's tensors from disk without Megatron.
 
-Reading executes nothing: ``.metadata``, which the format stores as a pickle, may name a few classes alone, and tensors are read with
-torch's ``weights_only``; every tensor's checksum is compared. Writing, and reading into an engine, is ``pretrain.checkpoint.store``'s.
+Tensors of any layout are read one at a time, in one process. Reading executes no code:
+``.metadata``, which the format stores as a pickle, may name only a few classes, and tensors are
+read with torch's ``weights_only``. Every tensor's checksum is compared. `pretrain.checkpoint.store`
+writes checkpoints and reads them into an engine.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _METADATA_NAMES = {
     ("pathlib", "PosixPath"),
     ("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
 }
-# What archives and pickles raise that are not as they were written.
+# Exceptions that damaged archives and pickles raise.
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -65,16 +67,20 @@ _DAMAGE = (
 
 
 class DamagedCheckpoint(ConfigError):
-    """What a checkpoint holds is not what was written."""
+    """Error: a checkpoint's contents differ from what was written."""
 
 
 class Weights:
-    """The weights of the checkpoint in a step's folder, whole, by their names in the model, whatever the layout that wrote them.
+    """The full (unsharded) weights of a checkpoint of any layout, by their names in the model.
 
-    shapes, dtypes: of every weight, in the order in which they were written. Tensors are on the CPU, in their stored type.
+    The checkpoint is a step's folder.
+
+    shapes, dtypes: those of every weight, in the order in which they were written. Tensors are on
+    the CPU, in their stored dtype.
 
     Raises:
-        ConfigError: ``.metadata`` is missing, damaged, or names what no checkpoint of ours contains.
+        ConfigError: ``.metadata`` is missing or damaged, or names a class that no checkpoint of
+            this code contains.
     """
 
     def __init__(self, step: Path) -> None:
@@ -92,18 +98,21 @@ class Weights:
         }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The weights of these names. What is held besides while one is read: its part that one rank had, where it had not all.
+        """Return the weights with these names.
+
+        A sharded weight needs extra memory for one shard while it is read.
 
         Raises:
-            DamagedCheckpoint: a weight's bytes are not as they were written, or parts of it are missing. StorageError: a file system
-                failed.
+            DamagedCheckpoint: a weight's bytes differ from what was written, or shards of it are
+                missing.
+            StorageError: a file system failed.
         """
         return {name: self._whole(name) for name in names}
 
     def _whole(self, name: str) -> Tensor:
         stored = self._stored[name]
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
-            raise self._damaged(name, "its parts are not the whole")
+            raise self._damaged(name, "its shards do not cover it")
         if len(stored.chunks) == 1:
             return self._part(name, stored.chunks[0])
         whole = torch.empty(stored.size, dtype=self.dtypes[name])
@@ -118,7 +127,7 @@ class Weights:
     def _part(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         place = self._places.get(MetadataIndex(name, chunk.offsets))
         if place is None or Path(place.relative_path).name != place.relative_path:
-            raise self._damaged(name, "no file of the folder holds it")
+            raise self._damaged(name, "no file of the folder contains it")
         try:
             with (self.step / place.relative_path).open("rb", buffering=0) as file:
                 part = read_part(file, place)
@@ -127,7 +136,9 @@ class Weights:
         except DamagedCheckpoint as error:
             raise self._damaged(name, str(error)) from None
         if part.shape != chunk.sizes or part.dtype != self.dtypes[name]:
-            raise self._damaged(name, f"{place.relative_path} holds another tensor in its place")
+            raise self._damaged(
+                name, f"{place.relative_path} contains another tensor at its offset"
+            )
         return part
 
     def _damaged(self, name: str, why: str) -> DamagedCheckpoint:
@@ -135,13 +146,15 @@ class Weights:
 
 
 def read_part(file: IO[bytes], place: Any) -> Tensor:
-    """A tensor, or the part of one that a rank had, from its place in an open file (a `_StorageInfo` of ``.metadata``), on the CPU.
+    """Return a tensor, or one rank's shard of it, on the CPU.
 
-    It is an archive of its own, with a checksum for each of its members. torch compares none: here all are, the tensor's own over what
-    was read anyhow.
+    ``place`` is the `_StorageInfo` from ``.metadata`` that locates it in the open file. Every
+    tensor is a separate zip archive with a checksum for each member. torch compares none of them;
+    this function compares all.
 
     Raises:
-        DamagedCheckpoint: its bytes are not as they were written. OSError: a file system fails.
+        DamagedCheckpoint: the bytes differ from what was written.
+        OSError: a file system failed.
     """
     part, checksum = _unchecked_part(file, place)
     compare(part, checksum, place)
@@ -149,7 +162,10 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
 
 
 def compare(part: Tensor, checksum: int | str, place: Any) -> None:
-    """Raises DamagedCheckpoint: a tensor's bytes, to the end of its storage, do not match the CRC-32 in its archive, or their XXH3-64."""
+    """Raise DamagedCheckpoint unless the bytes of a tensor's storage match a checksum.
+
+    An int is the CRC-32 from the tensor's archive; a string is the XXH3-64 of the bytes.
+    """
     content = stored(part)
     if (
         zlib.crc32(content) if isinstance(checksum, int) else xxhash.xxh3_64_hexdigest(content)
@@ -158,7 +174,7 @@ def compare(part: Tensor, checksum: int | str, place: Any) -> None:
 
 
 def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
-    """As `read_part`; the tensor's checksum is not compared yet."""
+    """Return a tensor as `read_part` does, and the CRC-32 of its bytes, without comparing it."""
     whole = _Stretch(file, place.offset, place.length)
     stretch = cast(IO[bytes], whole)
     try:
@@ -169,7 +185,7 @@ def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
                 if member.filename.split("/")[1:] == ["data", "0"]
             ]
             for member in archive.infolist():
-                if member is not tensor:  # the others are a few bytes; reading compares
+                if member is not tensor:  # other members are a few bytes; reading compares them
                     archive.read(member)
         stretch.seek(0)
         part = torch.load(stretch, map_location="cpu", weights_only=True)
@@ -184,15 +200,18 @@ def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
 
 
 def _position(place: Any) -> tuple[str, int]:
-    """By which places in a folder are sorted to be read from the front of each file to its end."""
+    """Sort key with which each file is read from its beginning to its end."""
     return place.relative_path, place.offset
 
 
 def damaged_tensors(step: Path, advance: Callable[[int], None]) -> Iterator[str]:
-    """Reads every tensor of a step's folder and says what is wrong, a text for each that is damaged; ``advance`` hears the bytes read.
+    """Read every tensor of a step's folder and yield an error text for each damaged one.
+
+    ``advance`` is called with the number of bytes read.
 
     Raises:
-        ConfigError: ``.metadata`` is missing or damaged. OSError: a file system fails.
+        ConfigError: ``.metadata`` is missing or damaged.
+        OSError: a file system failed.
     """
     places = read_metadata(step / ".metadata").storage_data
     for index, place in sorted(places.items(), key=lambda entry: _position(entry[1])):
@@ -205,21 +224,30 @@ def damaged_tensors(step: Path, advance: Callable[[int], None]) -> Iterator[str]
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a step's folder, for Megatron, but that it runs no code and compares every tensor with its XXH3, or its CRC-32."""
+    """torch's reader of a step's folder, for Megatron, which runs no code and checks all tensors.
+
+    Every tensor is compared with its XXH3-64 or CRC-32.
+    """
 
     @cached_property
     def _metadata(self) -> Metadata:
         return read_metadata(Path(self.path) / ".metadata")
 
     def read_metadata(self, *unused: Any, **unused_too: Any) -> Metadata:
-        """Read once. Raises ConfigError (see `read_metadata`)."""
+        """Return the metadata, which is read once.
+
+        Raises ConfigError (see the function `read_metadata`).
+        """
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """What this rank needs, each file from its front to its end; a thread compares a part while the next ones are read.
+        """Read what this rank needs, each file from its beginning to its end.
+
+        A thread compares one tensor while the next one is read.
 
         Raises:
-            DamagedCheckpoint: bytes are not as they were written. OSError: a file system fails.
+            DamagedCheckpoint: bytes differ from what was written.
+            OSError: a file system failed.
         """
         with ThreadPoolExecutor(1) as beside:
             compared = list[Future[None]]()
@@ -238,7 +266,10 @@ class CheckedReader(FileSystemReader):
     def _read(
         self, plan: LoadPlan, planner: LoadPlanner
     ) -> Iterator[tuple[Tensor, int | str, Any]]:
-        """Every part that is needed, its checksum and its place, when it is read and on its way to where it belongs."""
+        """Yield every stored tensor that the plan needs with its checksum and place.
+
+        After each yield the tensor is copied to its targets.
+        """
         known = parts_of(Path(self.path))
         items = sorted(
             ((self.storage_data[item.storage_index], item) for item in plan.items),
@@ -247,8 +278,10 @@ class CheckedReader(FileSystemReader):
         for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
             with (Path(self.path) / name).open("rb", buffering=0) as file:
                 for _, wanted in groupby(
-                    entries, key=lambda entry: entry[0].offset
-                ):  # often several stretches of one part
+                    entries,
+                    key=lambda entry: entry[0].offset,
+                    # Often several stretches of one shard.
+                ):
                     places = list(wanted)
                     place = places[0][0]
                     part, checksum = _unchecked_part(file, place)
@@ -265,12 +298,14 @@ class CheckedReader(FileSystemReader):
 def load_full_model_state(
     path: str | Path,
 ) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:
-    """Whole (unsharded) weights by their names in the model, from a checkpoint of any layout, on the CPU, in one process.
+    """Return the full (unsharded) weights of a checkpoint of any layout on the CPU.
 
-    Returns the weights in their stored dtype, the model's configuration, and the checkpoint's manifest.
+    Runs in one process. Returns the weights by their names in the model in their stored dtype, the
+    model's configuration, and the checkpoint's manifest.
 
     Raises:
-        ConfigError: there is no good checkpoint at ``path``. StorageError: a file system failed.
+        ConfigError: ``path`` has no good checkpoint.
+        StorageError: a file system failed.
     """
     found = find(Path(path))
     weights = Weights(found.path)
@@ -282,7 +317,10 @@ def load_full_model_state(
 
 
 class _Stretch(io.RawIOBase):
-    """A stretch of a file as a file: every tensor in it is a zip archive of its own. failure: what a read raised, which torch hides."""
+    """A section of a file, presented as a file, because each section is a separate zip archive.
+
+    failure: the exception that a read raised, which torch hides.
+    """
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         super().__init__()
@@ -304,11 +342,13 @@ class _Stretch(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """As many bytes as there are and fit: straight to their place, without a copy."""
+        """Read as many bytes as are left and fit, directly into ``buffer`` without a copy."""
         view, got = memoryview(buffer).cast("B")[: max(0, self.length - self.position)], 0
         try:
             self.file.seek(self.start + self.position)
-            while got < len(view) and (count := self.file.readinto(view[got:])):  # type: ignore[attr-defined]  # one call reads 2 GiB at most
+            readinto = self.file.readinto  # type: ignore[attr-defined]
+            # One call reads at most 2 GiB.
+            while got < len(view) and (count := readinto(view[got:])):
                 got += count
         except BaseException as error:
             self.failure = error
@@ -318,7 +358,7 @@ class _Stretch(io.RawIOBase):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds nothing but what a torch_dist ``.metadata`` consists of."""
+    """Unpickler that builds only the classes of a torch_dist ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = (
@@ -335,16 +375,18 @@ class _MetadataUnpickler(pickle.Unpickler):
             or (module == "torch" and isinstance(found, torch.dtype))
         ):
             raise ConfigError(
-                f".metadata names {module}.{name}, which no checkpoint of ours contains: not reading it"
+                f".metadata names {module}.{name}, which no checkpoint of this code contains: not "
+                "reading it"
             )
         return found
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a ``.metadata`` file says, and nothing else that it could do.
+    """Return the contents of a ``.metadata`` file without executing anything else that it names.
 
     Raises:
-        ConfigError: it is missing or damaged, or names what no checkpoint of ours contains.
+        ConfigError: the file is missing or damaged, or names a class that no checkpoint of this
+            code contains.
     """
     try:
         with path.open("rb") as file:
@@ -367,16 +409,18 @@ def read_metadata(path: Path) -> Metadata:
         ) from None
     if not isinstance(metadata, Metadata):
         raise ConfigError(
-            f"checkpoint {path.parent}: {path.name} is damaged (it holds a {type(metadata).__name__})"
+            f"checkpoint {path.parent}: {path.name} is damaged (it contains a "
+            f"{type(metadata).__name__})"
         )
     return metadata
 
 
 def read_common(step: Path) -> dict[str, Any]:
-    """What ``common.pt`` of a step's folder says: the optimizer's groups and steps.
+    """Return the contents of ``common.pt`` in a step's folder: the optimizer's groups and steps.
 
     Raises:
-        ConfigError: it is missing or damaged. StorageError: a file system failed.
+        ConfigError: the file is missing or damaged.
+        StorageError: a file system failed.
     """
     try:
         common = torch.load(step / "common.pt", map_location="cpu", weights_only=True)
@@ -395,6 +439,6 @@ def read_common(step: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(common, dict):
         raise ConfigError(
-            f"checkpoint {step}: common.pt is damaged (it holds a {type(common).__name__})"
+            f"checkpoint {step}: common.pt is damaged (it contains a {type(common).__name__})"
         )
     return common

@@ -1,4 +1,7 @@
-"""What may change when a run resumes: one rule for every key of its configuration, in one table. No torch."""
+"""Rules for what may change when a run resumes: one table with a rule for every configuration key.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,36 @@ from pretrain.config import RunConfig
 FREE = "free"  # changes no number of the training: recorded, not printed
 TOLD = "told"  # may change: printed and recorded
 
-_ANEW = "{keys}; restore it, or start a new run (another run_dir) from the weights alone with checkpoint.load={checkpoint}"
-_ORDER = "drew the order of its samples from it: " + _ANEW
+_ANEW = (
+    "{keys}; restore it, or start a new run (another run_dir) from the weights alone with "
+    "checkpoint.load={checkpoint}"
+)
+_ORDER = "was written with another order of samples: " + _ANEW
 _WEIGHTS = re.compile(r"model\.(?!rope_scaling\.)")
-_OPTIMIZER = "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine {engine}{plain} --out ANOTHER_RUN_DIR"
+_OPTIMIZER = (
+    "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine "
+    "{engine}{plain} --out ANOTHER_RUN_DIR"
+)
 
-# Key or section -> FREE, TOLD, or, where a change is refused, what the checkpoint does with the key and the way out. The longest entry that
-# fits a key is its rule; positions in a list are left out (data.train.weight).
+# Key or section -> a constant above, or, if a change is refused, how the checkpoint uses the key
+# and the way out. The rule of a key is that of the longest matching entry; positions in a list are
+# omitted (data.train.weight).
 RULES: dict[str, str] = {
     "name": FREE,
     "run_dir": FREE,
-    "model": "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load",
+    "model": (
+        "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load"
+    ),
     "model.attention_backend": TOLD,
-    "model.rope_scaling": "was trained with another RoPE: {keys}; restore it, or go on in another folder with --fork",
-    "data.train.prefix": TOLD,  # where the data lies; what it holds is compared apart
+    "model.rope_scaling": (
+        "was trained with another RoPE: {keys}; restore it, or continue in another folder with "
+        "--fork"
+    ),
+    "data.train.prefix": TOLD,  # the location of the data; its contents are compared separately
     "data.train.weight": _ORDER,
     "data.valid": TOLD,
     "data.test": FREE,
-    "data.seq_length": "counts its position in the data in sequences of it: " + _ANEW,
+    "data.seq_length": "counts its position in the data in sequences of another length: " + _ANEW,
     "data.packing": _ORDER,
     "data.documents": TOLD,
     "data.reset_positions": TOLD,
@@ -46,16 +61,17 @@ RULES: dict[str, str] = {
     "data.store_cache_gb": FREE,
     "parallel": TOLD,
     "parallel.world_size": FREE,
-    "parallel.use_distributed_optimizer": "names the optimizer's state by it: " + _OPTIMIZER,
+    "parallel.use_distributed_optimizer": "stores the optimizer's state under other names: "
+    + _OPTIMIZER,
     "parallel.collective_timeout_minutes": FREE,
     "engine": TOLD,
     "train": TOLD,
-    "train.precision": "stores its weights in it: " + _ANEW,
+    "train.precision": "stores its weights in another precision: " + _ANEW,
     "train.seed": _ORDER,
     "optimizer": TOLD,
-    "optimizer.name": "keeps that optimizer's moments: " + _ANEW,
+    "optimizer.name": "contains the moments of another optimizer: " + _ANEW,
     "checkpoint": FREE,
-    "stages": TOLD,  # what those up to a checkpoint's own have read is compared apart
+    "stages": TOLD,  # the data read by the stages so far is compared separately
     "log": FREE,
     "evaluate": FREE,
 }
@@ -63,7 +79,7 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is another one than in the attempt that wrote the checkpoint."""
+    """A key whose value differs from that of the attempt that wrote the checkpoint."""
 
     key: str
     old: Any
@@ -71,7 +87,10 @@ class Change:
 
     @property
     def rule(self) -> str:
-        """What the table says of it; a section that is gone since has no entry."""
+        """The table's rule for the key.
+
+        A key of a removed section, which has no entry, may change and is printed.
+        """
         try:
             return rule(self.key)
         except KeyError:
@@ -82,7 +101,7 @@ class Change:
 
 
 def rule(key: str) -> str:
-    """The rule of a dotted key. Raises KeyError: the table has none."""
+    """Return the rule of a dotted key. Raises KeyError if the table has none."""
     words = [word for word in key.split(".") if not word.isdecimal() and word != "N"]
     for length in range(len(words), 0, -1):
         found = RULES.get(".".join(words[:length]))
@@ -92,9 +111,10 @@ def rule(key: str) -> str:
 
 
 def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
-    """What differs between the configuration in a checkpoint's manifest and this one, in the order of the keys.
+    """Return the differences between the configuration in a checkpoint's manifest and this one.
 
-    A key that the manifest does not know, being older, counts as at today's default, which is what the field does when unset.
+    They have the order of the keys. A key that an older manifest lacks counts as set to today's
+    default, which is the behaviour of the field when unset.
     """
     known = (
         {**written, "model": moved(written["model"], ModelConfig.moved)}
@@ -109,16 +129,17 @@ def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
 
 def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
-    """Refuse what the table refuses.
+    """Refuse the changes that the table refuses.
 
     Raises:
-        ConfigError: a key has changed that must not; every such key is named, with the way out.
+        ConfigError: a key has changed that must not. The message names every such key and the way
+            out.
     """
     ways: dict[str, list[str]] = {}
     for change in found:
         if change.rule not in (FREE, TOLD):
             ways.setdefault(change.rule, []).append(
-                f"{change.key} is {shown(change.old)} there, {shown(change.new)} here"
+                f"{change.key} is {shown(change.old)} in the checkpoint, {shown(change.new)} now"
             )
     if not ways:
         return
@@ -131,7 +152,10 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """As `check`, of the model alone, its RoPE's scaling aside: what taking over weights asks for."""
+    """Check the model section alone, without its RoPE scaling.
+
+    This is what loading weights from another run requires.
+    """
     check(
         checkpoint,
         [change for change in changes(written, config) if _WEIGHTS.match(change.key)],
@@ -140,7 +164,7 @@ def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig)
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it in YAML."""
+    """Return a value in the form that YAML uses."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -150,7 +174,10 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is not a section; lists of sections by their positions."""
+    """Yield (dotted key, value) of everything that is not a section.
+
+    Lists of sections are numbered by position.
+    """
     if isinstance(values, dict) and values:
         items = list(values.items())
     elif isinstance(values, list) and values and isinstance(values[0], dict):
@@ -163,7 +190,7 @@ def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _completed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with what it lacks, in sections inside it too, from ``defaults``."""
+    """Return ``given`` with the missing keys, also of nested sections, taken from ``defaults``."""
     inner = {
         key: _completed(value, defaults[key])
         for key, value in given.items()

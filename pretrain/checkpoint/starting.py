@@ -1,4 +1,8 @@
-"""Where an attempt starts: at the run's own newest good checkpoint, at the weights of another, or anew; collective."""
+"""Decide how an attempt starts; collective.
+
+It starts from the run's own newest good checkpoint, from the weights of another checkpoint, or from
+new weights.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +28,38 @@ from pretrain.schedule import Schedule
 from pretrain.spikes import carried_over
 from pretrain.stages import Part, drawn_by, facts_of
 
-_FORKS_OWN = re.compile(
-    r"data\.|train\.seed$|model\.rope_scaling\."
-)  # what a fork may change although a resume may not
-_ORDER = re.compile(
-    r"data\.(train\..*weight|seq_length|packing)$|train\.seed$"
-)  # what decides an order of samples beside its data
-_SAME_RUN = re.compile(
-    r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$"
-)  # what may change while a run directory is lost
+# Settings that a fork may change although a resume may not.
+_FORKS_OWN = re.compile(r"data\.|train\.seed$|model\.rope_scaling\.")
+# Settings that decide an order of samples, besides its data.
+_ORDER = re.compile(r"data\.(train\..*weight|seq_length|packing)$|train\.seed$")
+# Settings that may change while a lost run directory is restored from its mirror.
+_SAME_RUN = re.compile(r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$")
 
 
 @dataclass(frozen=True)
 class Start:
-    """A position, and the checkpoint to read for it (None: anew)."""
+    """A position in the run, and the checkpoint to read for it (None: start with new weights)."""
 
     progress: Progress
     found: Found | None = None
-    own: bool = False  # of this run: its optimizer and random states are read too
-    forked: bool = False  # of another run, and they are read as well
-    changed: list[Change] = field(default_factory=list)  # in the configuration since
+    own: bool = False  # True: of this run; its optimizer and random states are read too
+    forked: bool = False  # True: of another run; those are read as well
+    # Configuration changes since the checkpoint was written.
+    changed: list[Change] = field(default_factory=list)
 
 
 def find_start(
     parts: Sequence[Part], facts: DataFacts, contents: Contents, checkpoints: Checkpoints
 ) -> tuple[Start, Part]:
-    """The start of an attempt, and the stage that it is in; asked again after `Checkpoints.pass_over`, the next one.
+    """Return the start of an attempt and the stage that it is in.
+
+    Call it again after `Checkpoints.pass_over` to get the next candidate.
 
     facts, contents: of the data of all stages.
 
     Raises:
-        ConfigError: the configuration does not fit the checkpoint. StorageError: there are checkpoints, and none is good.
+        ConfigError: the configuration does not fit the checkpoint.
+        StorageError: checkpoints exist, and none is good.
     """
     own = checkpoints.newest()
     part = parts[min(own.progress.stage, len(parts) - 1) if own else 0]
@@ -101,19 +106,21 @@ def find_start(
 def _judged(
     own: Found, changed: Sequence[Change], config: RunConfig, checkpoints: Checkpoints
 ) -> Iterator[None]:
-    """Check a checkpoint that may come from another run's mirror more strictly than the run's own; a refused one is removed.
+    """Check a fetched checkpoint more strictly than a local one, and delete a refused one.
+
+    A fetched checkpoint may belong to another run. Local checkpoints are not checked by this
+    context manager.
 
     Raises:
-        ConfigError: the block's own, or a setting differs that makes it another run.
+        ConfigError: the block's own error, or a setting differs that only another run can have.
     """
     fetched, mirror = own.path.parent == checkpoints.fetching, mirror_of(config)
     try:
         yield
         if not fetched:
             return
-        recorded = from_rank_0(
-            lambda: (checkpoints.fetching / RUN_ID).is_file()
-        )  # with the same run directory as here
+        # A fetched run id belongs to a run with this run directory.
+        recorded = from_rank_0(lambda: (checkpoints.fetching / RUN_ID).is_file())
         others = [
             str(it)
             for it in changed
@@ -125,25 +132,24 @@ def _judged(
     except ConfigError as error:
         if not fetched:
             raise
-        what, _, hard = (
-            str(error)
-            .replace(f"checkpoint {own.path}", own.path.name)
-            .replace(str(own.path), own.path.name)
-            .partition("; ")
-        )
-        way = (
-            ""
-            if hard
-            else f", or, if it is this run, take it over: python -m tools.checkpoint fetch {own.path.parent.parent} {mirror}"
-        )
+        message = str(error).replace(f"checkpoint {own.path}", own.path.name)
+        message = message.replace(str(own.path), own.path.name)
+        what, _, fix = message.partition("; ")
+        way = ""
+        if not fix:  # the message proposes no fix yet
+            run_dir = own.path.parent.parent
+            way = (
+                ", or, if it is this run, take it over: python -m tools.checkpoint fetch "
+                f"{run_dir} {mirror}"
+            )
         from_rank_0(lambda: shutil.rmtree(checkpoints.fetching))
         raise ConfigError(
-            f"checkpoint.mirror = {mirror}: {what}; restore them, or name another place{way}"
+            f"checkpoint.mirror = {mirror}: {what}; restore them, or set another location{way}"
         ) from None
 
 
 def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Contents:
-    """What the data of the stages up to this one hold."""
+    """Return the contents of the data of the stages up to and including ``part``."""
     if not part.name:
         return contents
     used = {
@@ -161,6 +167,7 @@ def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Conten
 
 
 def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
+    """Return the hash of what decides the samples of the stages up to and including ``part``."""
     held = {
         source.prefix: source.idx_sha256 for source in contents.sources if source.split == "train"
     }
@@ -171,26 +178,35 @@ def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
 
 
 def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Contents) -> None:
-    """Raises ConfigError where stages up to the checkpoint's own, which decide what it has read, are others now."""
+    """Raise ConfigError if stages up to the checkpoint's own have changed.
+
+    These stages decide which samples it has read.
+    """
     same = own.progress.stage < len(parts) and own.progress.drawn == _drawn(parts, part, contents)
     if same and (not part.name or part.resumed(own.progress) == own.progress):
         return
     raise ConfigError(
-        f"checkpoint {own.path} is in stage {own.progress.stage} of a run whose stages up to it had other lengths, batches or data; "
-        "restore them (later ones may change), or start a new run (another run_dir) with --fork and stages=[]"
+        f"checkpoint {own.path} is in stage {own.progress.stage} of a run in which the stages up "
+        "to it had other lengths, batches or data; restore them (later stages may change), or "
+        "start a new run (another run_dir) with --fork and stages=[]"
     )
 
 
 def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir: Path) -> Start:
-    """The start of a run that goes on from another's checkpoint: in its order of samples, or in one of its own where the data are others.
+    """Return the start of a run that continues from another run's checkpoint.
+
+    The fork continues the parent's order of samples if data, seed and packing are the same;
+    otherwise it draws a new order.
 
     Raises:
-        ConfigError: there is no such checkpoint, the configuration does not fit it, or nothing is left to do.
+        ConfigError: the checkpoint does not exist, the configuration does not fit it, or no steps
+            are left.
     """
     found = from_rank_0(lambda: _parent(config, run_dir))
     if found.manifest.get("contents") == WEIGHTS_ALONE:
         raise ConfigError(
-            f"checkpoint.fork = {found.path} holds weights alone: start from them with checkpoint.load={found.path}"
+            f"checkpoint.fork = {found.path} contains only weights: start from them with "
+            f"checkpoint.load={found.path}"
         )
     changed = changes(found.manifest["config"], config)
     check(found.path, [change for change in changed if not _FORKS_OWN.match(change.key)], config)
@@ -203,8 +219,9 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
     consumed, schedule = progress.consumed_samples, Schedule.of(config, progress.batch_changes)
     if schedule.steps <= parent.step:
         raise ConfigError(
-            f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step {schedule.steps}, and checkpoint.fork = "
-            f"{found.path} is at step {parent.step}: steps and tokens count the parent's; give more"
+            f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step "
+            f"{schedule.steps}, and checkpoint.fork = {found.path} is at step {parent.step}: steps "
+            "and tokens include the parent's; increase them"
         )
     if (
         _trained_on(found, contents)
@@ -226,33 +243,42 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
 
 
 def _parent(config: RunConfig, run_dir: Path) -> Found:
-    """The checkpoint that a fork begins at: the one that an earlier attempt of it began at, whatever came after it."""
+    """Return the checkpoint that a fork begins at.
+
+    It is the one that the fork's earlier attempts began at, even if the parent has newer ones.
+    """
     record, fork = read_fork(run_dir), config.checkpoint.fork
     assert fork is not None
     if record and str(Path(fork).resolve()) not in (record["parent"], record["checkpoint"]):
-        record = None  # of another parent, before anything came of it
+        record = None  # written for another parent, before the run had checkpoints
     found = find(Path(record["checkpoint"] if record else fork))
     if record and sha256(found.path / MANIFEST) != record["manifest_sha256"]:
         raise ConfigError(
-            f"{found.path} is not the checkpoint that {run_dir} began at ({FORK} has another hash): choose another run_dir"
+            f"{found.path} is not the checkpoint that {run_dir} began at ({FORK} has another "
+            "hash): choose another run_dir"
         )
     return found
 
 
 def _check_is_wanted(config: RunConfig, own: Found) -> None:
+    """Raise ConfigError if ``checkpoint.resume`` is none, or the checkpoint has only weights."""
     if config.checkpoint.resume == "none":
         raise ConfigError(
-            f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to continue, or another run_dir to start anew"
+            f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to "
+            "continue, or another run_dir to start a new run"
         )
     if own.manifest.get("contents") == WEIGHTS_ALONE:
         raise ConfigError(
-            f"{own.path} holds weights alone, no optimizer's state to resume from: start from them with checkpoint.load={own.path} in "
-            "another run_dir"
+            f"{own.path} contains only weights, no optimizer state to resume from: start from them "
+            f"with checkpoint.load={own.path} in another run_dir"
         )
 
 
 def _trained_on(found: Found, contents: Contents) -> bool:
-    """Whether the training data are those of the checkpoint; an older manifest has one key of training and validation data together."""
+    """Return True if the training data are those of the checkpoint.
+
+    An older manifest has one key for training and validation data together, which is then compared.
+    """
     name = "training_data" if "training_data" in found.manifest else "data"
     return bool(found.manifest[name] == contents.keys[name])
 
@@ -265,36 +291,35 @@ def _check_resumable(
     contents: Contents,
     schedule: Schedule,
 ) -> None:
+    """Raise ConfigError if data, a setting or the length of the run prevent a resume."""
     if not _trained_on(found, contents):
         older = (
             ""
             if "training_data" in found.manifest
-            else " (or data.valid, which its older manifest does not tell apart)"
+            else " (or data.valid, which its older manifest does not distinguish)"
         )
         raise ConfigError(
-            f"checkpoint {found.path} was trained on other data than data.train names now{older}; restore the data, or start a new "
-            f"run (another run_dir) from its weights with checkpoint.load={found.path}"
+            f"checkpoint {found.path} was trained on other data than data.train names now{older}; "
+            "restore the data, or start a new run (another run_dir) from its weights with "
+            f"checkpoint.load={found.path}"
         )
     check(found.path, changed, config)
     _check_order(found, schedule.total_samples - found.progress.order_begin, config, facts)
 
 
 def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
-    """Raises ConfigError where the checkpoint's order of samples has no such beginning of ``samples`` samples."""
+    """Raise ConfigError unless an order of ``samples`` samples begins with the checkpoint's."""
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:
-        both = zip(
-            config.data.train,
-            *(passes_drawn(config, facts, each) for each in (drawn, samples)),
-            strict=True,
-        )
-        prefix = next(
-            (source.prefix for source, before, after in both if before != after),
-            config.data.train[0].prefix,
-        )
+        passes_before = passes_drawn(config, facts, drawn)
+        passes_now = passes_drawn(config, facts, samples)
+        compared = zip(config.data.train, passes_before, passes_now, strict=True)
+        reshuffled = [source.prefix for source, before, now in compared if before != now]
+        prefix = reshuffled[0] if reshuffled else config.data.train[0].prefix
         raise ConfigError(
-            f"the run is now {samples} samples long, but its data order was drawn for {drawn}: beyond {longest} samples {prefix} would be "
-            f"shuffled anew, and samples already seen would come again; keep the run within {longest} samples, or start a new run from "
+            f"the run is now {samples} samples long, but its data order was drawn for {drawn}: "
+            f"beyond {longest} samples {prefix} would be reshuffled, and samples already seen "
+            f"would repeat; keep the run within {longest} samples, or start a new run from "
             f"checkpoint.load={found.path}"
         )

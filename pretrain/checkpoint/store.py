@@ -1,9 +1,13 @@
-"""Checkpoints: written beside, synced, renamed, named in ``latest`` last; verified before they are read; readable at any layout.
+"""Checkpoints of a run.
 
-The tensors are megatron.core.dist_checkpointing's ``torch_dist`` format. What the trainer itself must remember is in ``manifest.json``,
-with every file's size and the hashes of the files that are pickles. Reading executes nothing: tensors carry no code, ``common.pt`` is read
-by torch with ``weights_only``, and ``.metadata``, which the format stores as a pickle, is first checked against its recorded hash and then
-against a list of the few classes it may name (``pretrain.checkpoint.reader``).
+They are written under a temporary name, synced, renamed, and last named in ``latest``. They are
+verified before they are read, and readable at any layout.
+
+The tensors are in megatron.core.dist_checkpointing's ``torch_dist`` format. The trainer's own state
+is in ``manifest.json``, with every file's size and the hashes of the files that are pickles.
+Reading executes no code: tensors carry none, ``common.pt`` is read by torch with ``weights_only``,
+and ``.metadata``, which the format stores as a pickle, is first checked against its recorded hash
+and then against a list of the few classes it may name (``pretrain.checkpoint.reader``).
 """
 
 from __future__ import annotations
@@ -65,10 +69,11 @@ from pretrain.ranks import from_rank_0
 from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 
-_NUMBER = re.compile(
-    r"^(Worker failure: )?(\[Errno \d+\] )?"
-)  # what Megatron and Python put before the file system's words
-WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
+# Prefix that Megatron and Python put before the file system's message.
+_NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")
+# manifest["contents"] of a checkpoint without optimizer and random state; checkpoints of a run have
+# no such key.
+WEIGHTS_ALONE = "weights"
 
 
 class Checkpoints:
@@ -76,21 +81,17 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
         self.folder, self.config, self.say = folder, config, say
-        self.alert: Say = lambda text: (
-            None
-        )  # called with the message of a failed save after which training goes on
+        # Called with the message of a failed save if training continues.
+        self.alert: Say = lambda text: None
         self.inherited = Inherited(config.data.seq_length)
-        self.last: Path | None = None  # the newest that is known to be complete
-        self.in_use: set[Path] = (
-            set()
-        )  # what something else reads stays, however many newer ones there are
-        self.damaged: dict[Path, str] = {}  # those passed over, and what is wrong
-        self.fetched: set[Path] = (
-            set()
-        )  # those that were damaged here, and came from the mirror instead
-        self.saved = self.begun = (
-            0  # steps: of the newest that is complete, of the newest that was to be
-        )
+        self.last: Path | None = None  # the newest complete checkpoint
+        # Checkpoints that another reader uses, which are never deleted.
+        self.in_use: set[Path] = set()
+        self.damaged: dict[Path, str] = {}  # checkpoints passed over, and what is wrong with them
+        # Checkpoints that were damaged and have been fetched from the mirror.
+        self.fetched: set[Path] = set()
+        # Steps of the newest complete checkpoint, and of the newest one begun.
+        self.saved = self.begun = 0
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
         self.run_id = ""  # see `pretrain.run_directory.identify`
@@ -103,11 +104,11 @@ class Checkpoints:
         )
 
     def enter(self, config: RunConfig) -> None:
-        """From here on checkpoints are of a run of this configuration, a stage's; none is being written."""
+        """Use the configuration of another stage from now on. No checkpoint may be in progress."""
         self.config, self.queue = config, AsyncCallsQueue()
 
     def sweep(self) -> None:
-        """Removes what killed attempts left half written; the run directory is claimed."""
+        """Delete the incomplete files of killed attempts. The run directory must be claimed."""
         if self.rank == 0:
             for path in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -115,12 +116,18 @@ class Checkpoints:
             remove_leftovers(self.folder)
 
     def fetch(self) -> None:
-        """Bring a newer checkpoint from the mirror, if there is one. Raises ConfigError, StorageError (see `Mirroring`)."""
+        """Fetch a newer checkpoint from the mirror, if it has one.
+
+        Raises ConfigError, StorageError (see `Mirroring`).
+        """
         if self.config.checkpoint.mirror:
             from_rank_0(lambda: self.mirror.fetch() if self.mirror else None)
 
     def accept(self, own: Found) -> Found:
-        """The checkpoint, in the run directory also where it was fetched: it is this run's."""
+        """Return the checkpoint as one of this run.
+
+        A fetched one is first moved into the run directory.
+        """
         if own.path.parent != self.fetching:
             return own
         from_rank_0(lambda: take_in(self.folder.parent))
@@ -129,10 +136,11 @@ class Checkpoints:
         return replace(own, path=self.last)
 
     def newest(self) -> Found | None:
-        """The newest good checkpoint, as rank 0 sees it; None where there are none at all.
+        """Return the newest good checkpoint, as rank 0 finds it, or None if no checkpoint exists.
 
         Raises:
-            StorageError: there are some, and none is good: a run is never started anew over them.
+            StorageError: checkpoints exist, and none is good. A run never starts from scratch over
+                them.
         """
         found = from_rank_0(self._newest)
         self.last, self.saved = (found.path, found.progress.step) if found else (None, 0)
@@ -143,14 +151,19 @@ class Checkpoints:
         if found is None and self.damaged:
             path, wrong = next(iter(self.damaged.items()))
             raise StorageError(
-                f"no checkpoint in {self.folder} is good ({path.name}: {wrong}), and the run is not started anew over them; if the file "
-                "system had a fault, the same command continues after it; else start a new run in another run_dir, from weights elsewhere "
-                f"with checkpoint.load, or move {self.folder} away to start anew here"
+                f"no checkpoint in {self.folder} is good ({path.name}: {wrong}), and the run does "
+                "not start again over them; if the file system had a fault, the same command "
+                "continues after it; otherwise start a new run in another run_dir, from other "
+                f"weights with checkpoint.load, or move {self.folder} away to start again in this "
+                "one"
             )
         return found
 
     def newest_before_bad_steps(self) -> Path | None:
-        """The newest good checkpoint that was not written amid steps that are not finite; no later one deletes it."""
+        """Return the newest good checkpoint that was not written amid non-finite steps.
+
+        No later one deletes it.
+        """
         return from_rank_0(lambda: newest_before_bad_steps(self.folder))
 
     def save(
@@ -161,12 +174,15 @@ class Checkpoints:
         *,
         needed: bool = True,
     ) -> None:
-        """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
+        """Write ``step_NNNNNNNN``.
+
+        With async_save a later call completes the files and gives them their final name.
 
         Raises:
-            StorageError: the file system does not take it, told by rank 0, on all ranks; unless it is not ``needed`` and
-                ``checkpoint.max_unsaved_steps`` is not reached. Or the mirror has not taken any for too long.
-            ConfigError: the mirror is another run's (see `Mirroring.check`).
+            StorageError: on all ranks, with rank 0's reason: the file system refuses the files,
+                unless the save is not ``needed`` and ``checkpoint.max_unsaved_steps`` is not
+                reached. Also if the mirror is too far behind.
+            ConfigError: the mirror belongs to another run (see `Mirroring.check`).
         """
         self.complete(blocking=True)
         self.begun = progress.step
@@ -228,7 +244,7 @@ class Checkpoints:
             published.execute_sync()
 
     def _to_go_back_to(self, step: int) -> set[Path]:
-        """What a spike after ``step`` may have the run go back to, or a later one."""
+        """Return the checkpoints that a spike at a step after ``step`` may rewind the run to."""
         train, interval = self.config.train, self.config.checkpoint.interval
         if train.on_spike != "rewind":
             return set()
@@ -236,7 +252,9 @@ class Checkpoints:
         return {path for path in newest_first(self.folder) if path.name >= first}
 
     def rewind(self, engine: Engine, step: int) -> Found | None:
-        """Go back to the checkpoint of a step: later ones are removed, the engine is as it was. None: there is no good one.
+        """Go back to the checkpoint of a step: delete later checkpoints and restore the engine.
+
+        Returns None if no good one exists.
 
         Raises:
             DamagedCheckpoint, StorageError: see `load`.
@@ -249,41 +267,50 @@ class Checkpoints:
         return found
 
     def _go_on_without(self, error: StorageError, *, needed: bool) -> None:
-        """A save has failed, and nothing is left of it. Raises ``error``, unless training may go on."""
+        """Report a failed save if training may continue.
+
+        Raises ``error`` otherwise. The incomplete files are already deleted.
+        """
         limit, unsaved = self.config.checkpoint.max_unsaved_steps, self.begun - self.saved
         if needed or limit is None or unsaved > limit:
             raise error from None
         for report in (self.say, self.alert):
             report(
-                f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})"
+                f"{error}; training continues, {unsaved} steps are not saved "
+                f"(checkpoint.max_unsaved_steps = {limit})"
             )
 
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
-        """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises as :meth:`save` does."""
+        """Publish asynchronous saves that have finished.
+
+        ``blocking``: wait for all of them. Raises as :meth:`save` does.
+        """
         try:
             self.queue.maybe_finalize_async_calls(blocking=blocking)
         except StorageError as error:
             self._go_on_without(error, needed=needed)
 
     def close(self) -> None:
-        """Wait for everything and stop the writer."""
+        """Wait for all saves and stop the writer."""
         self.complete(blocking=True, needed=True)
         self.queue.close()
 
     def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
-        """Read ``found`` into the engine, resharding to this run's layout, and the random states (see `restore_rng`).
+        """Read ``found`` into the engine, resharded to this run's layout.
 
-        From a step of its own the run goes on: later ones, which are damaged, are set aside under another name. That it
-        fits this run's configuration is for `pretrain.checkpoint.resume` to say.
+        Also restores the random states (see `restore_rng`). If ``found`` is the run's own, its
+        later checkpoints, which are damaged, are renamed. `pretrain.checkpoint.resume` checks that
+        it fits this run's configuration.
 
         Raises:
-            DamagedCheckpoint: on all ranks; the engine may have been read into in part, which another checkpoint, read whole, makes good.
+            DamagedCheckpoint: on all ranks. Part of the engine may have been overwritten; reading
+                another checkpoint completely repairs that.
             StorageError: a file system failed.
         """
         longest = max(found.inherited.context_length, self.config.data.seq_length)
         self.inherited = replace(found.inherited, context_length=longest, foreign=False)
         platform.read_checkpoints_with(CheckedReader)
-        # What several data-parallel ranks need is read by one of them, which sends it to the others.
+        # One data-parallel rank reads the data that several need and sends it to the others.
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(found.path)), _data_parallel()
         )
@@ -309,16 +336,18 @@ class Checkpoints:
         if found.manifest.get("layout") == _layout(self.config) and not model_only:
             restore_rng(read, found, self.config, self.say)
         if found.path.parent == self.folder:
-            from_rank_0(
-                lambda: [
-                    set_aside(path)
-                    for path in newest_first(self.folder)
-                    if path.name > found.path.name
-                ]
-            )
+            from_rank_0(lambda: self._set_later_aside(found.path))
+
+    def _set_later_aside(self, step: Path) -> None:
+        """Rename the checkpoints of later steps, which are damaged. Only rank 0 calls it."""
+        for path in newest_first(self.folder):
+            if path.name > step.name:
+                set_aside(path)
 
     def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
-        """``found`` is not what :meth:`newest` gives any more, but where the mirror has a good copy, which is brought.
+        """Exclude ``found`` from what :meth:`newest` returns.
+
+        If the mirror has a good copy, that is fetched instead.
 
         Raises:
             ConfigError, StorageError: see `Mirroring.fetch`.
@@ -331,7 +360,7 @@ class Checkpoints:
                 del self.damaged[found.path]
 
     def _fetch_again(self, path: Path) -> bool:
-        """Whether a copy of the mirror's stands in the place of what is damaged."""
+        """Fetch from the mirror and return True if its copy has replaced the damaged checkpoint."""
         assert self.mirror is not None
         before = path.stat().st_ino
         self.mirror.fetch(damaged=[path.name for path in self.damaged])
@@ -339,7 +368,10 @@ class Checkpoints:
 
 
 def _read_failure(step: Path, error: CheckpointException) -> BaseException:
-    """What to raise for the failures that ranks had while they read: all ranks know them all, and raise the same."""
+    """Return the exception to raise for the ranks' read failures.
+
+    All ranks know all failures and raise the same one.
+    """
     for _, (failure, _) in sorted(error.failures.items()):
         if isinstance(failure, DamagedCheckpoint):
             return DamagedCheckpoint(f"checkpoint {step} is damaged: {failure}")
@@ -352,9 +384,11 @@ def _read_failure(step: Path, error: CheckpointException) -> BaseException:
 
 @contextmanager
 def _written(final: Path, temporary: Path) -> Iterator[None]:
-    """Whatever the file system refuses within, told to all ranks, is its failure: the run has written beside it before.
+    """Turn every error of the block into a StorageError on all ranks.
 
-    What is half written goes at once: on a full file system the run needs the room to tell of it.
+    The run has written to this folder before, so an error is not a mistake in the input. Rank 0
+    deletes the incomplete folder at once: on a full file system the run needs the space to report
+    the error.
     """
     try:
         yield
@@ -367,12 +401,14 @@ def _written(final: Path, temporary: Path) -> Iterator[None]:
 def write_tensors(
     state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False
 ) -> AsyncRequest:
-    """Megatron's ``dist_checkpointing.save`` in parts, so that a failure of one rank's is told to all; collective.
+    """Run Megatron's ``dist_checkpointing.save`` in separate steps; collective.
 
-    The small files are written here, the tensors when the request is executed or scheduled.
+    So one rank's failure reaches all ranks. The small files are written at once, the tensors when
+    the returned request is executed or scheduled.
 
     Raises:
-        ConfigError, StorageError: on all ranks, here and at the request's end, where the file system refuses one.
+        ConfigError, StorageError: on all ranks, in this function and at the request's end, if the
+            file system refuses a rank's files.
     """
     platform.write_checkpoints_with(HashedFile, asynchronous=asynchronous)
     tensors, common = save_preprocess(state)
@@ -391,21 +427,27 @@ def write_tensors(
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
-    """Writes ``common.pt``. Raises OSError: torch, given the path, hides what the file system says behind an error of its own."""
+    """Write ``common.pt``. Raises OSError.
+
+    torch serializes into memory: given the path, it would hide the file system's error behind an
+    exception of another type.
+    """
     whole = io.BytesIO()
     torch.save(common, whole)
     (folder / "common.pt").write_bytes(whole.getbuffer())
 
 
 def _told_to_all(finish: Callable[[], None]) -> None:
-    """The end of Megatron's save. Raises StorageError on all ranks where one could not write."""
+    """Finish Megatron's save. Raises StorageError on all ranks if one could not write."""
     why = ""
     try:
         finish()
-    except CheckpointException as error:  # on all ranks, with the failures on rank 0
+    except CheckpointException as error:  # on all ranks; rank 0 has the failures
         for rank, (failure, _) in sorted(error.failures.items())[:1]:
             why = f"{_NUMBER.sub('', str(failure))} (rank {rank})"
-    except OSError as error:  # rank 0's at .metadata, before it tells the others, who wait (state_dict_saver.py:253, 0.16.1)
+    except OSError as error:
+        # rank 0's failure at .metadata, before it notifies the other ranks, which wait
+        # (state_dict_saver.py:253, 0.16.1)
         torch.distributed.broadcast(torch.ones(1, dtype=torch.int, device=platform.device()), src=0)
         why = reason(error)
 
@@ -422,7 +464,10 @@ def manifest_of(
     keys: Mapping[str, str],
     inherited: Inherited | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint's manifest says before its files are there (see ``publish_step``); inherited None: this run's own alone."""
+    """Return a checkpoint's manifest without its files, which ``publish_step`` adds.
+
+    inherited: None if the weights come from this run alone.
+    """
     return {
         "format": FORMAT,
         "progress": asdict(progress),
@@ -438,6 +483,7 @@ def _data_parallel() -> torch.distributed.ProcessGroup:
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
+    """Return the layout for a manifest: the parallel section with the actual world size."""
     layout = {
         key: value
         for key, value in plain(config.parallel).items()
@@ -452,7 +498,7 @@ def _layout(config: RunConfig) -> dict[str, Any]:
 
 
 def _without_objects(state: Any) -> Any:
-    """Drop Megatron's empty ``_extra_state`` objects, which would be stored as pickles among the tensors."""
+    """Drop Megatron's empty ``_extra_state`` objects, which would be stored as pickles."""
     if isinstance(state, dict):
         return {
             key: _without_objects(value)

@@ -1,7 +1,8 @@
-"""A checkpoint of weights alone, written in one process from whole tensors: what ``checkpoint.load`` starts from, at any layout.
+"""Write a checkpoint that contains only weights, in one process, from full tensors.
 
-In the trainer's own format, by its own last steps (``publish_step``). No optimizer, no random state, no model is built; of the weights one
-is in memory at a time, where they come one at a time.
+``checkpoint.load`` starts from it at any layout. The files have the trainer's own format and are
+published by the same function (``publish_step``). No optimizer state, random state or model is
+built. If ``weights`` is a generator, only one weight is in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pretrain.checkpoint.folder import (
 from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_common
 from pretrain.config import RunConfig
 
-_FILE = f"__0_0{TENSORS}"  # rank 0's first
+_FILE = f"__0_0{TENSORS}"  # name of rank 0's first file
 
 
 def save_weights(
@@ -48,13 +49,18 @@ def save_weights(
     heldout_loss: float | None = None,
     inherited: Inherited | None = None,
 ) -> Path:
-    """Writes ``folder/step_NNNNNNNN`` with whole weights by their names in the model; returns its path.
+    """Write ``folder/step_NNNNNNNN`` with full weights, and return its path.
 
-    config: of the run that the weights are of, its model section as the tensors are. content_key: of the data that they were trained on, ""
-    where nobody knows. Nothing that is there is deleted.
+    The weights have their names in the model. Existing checkpoints are never deleted.
+
+    Args:
+        config: the configuration of the run that the weights belong to; its model section fits the
+            tensors.
+        content_key: the key of the data that they were trained on, "" if unknown.
 
     Raises:
-        ConfigError: the folder cannot be written to. StorageError: a file system failed.
+        ConfigError: the folder cannot be written to.
+        StorageError: a file system failed.
     """
     told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
     return write_weights(
@@ -65,7 +71,10 @@ def save_weights(
 def write_weights(
     folder: Path, weights: Iterable[tuple[str, torch.Tensor]], manifest: dict[str, Any]
 ) -> Path:
-    """As `save_weights`, of a manifest that says all but what ``publish_step`` adds and that these are weights alone."""
+    """Write weights as `save_weights` does, with a given manifest.
+
+    This function adds the key ``contents``; ``publish_step`` adds the files and hashes.
+    """
     final = folder / f"step_{manifest['progress']['step']:08d}"
     temporary = folder / f"{WRITING}{final.name}"
     try:
@@ -81,15 +90,18 @@ def write_weights(
 
 
 def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """The files of torch's format: tensors one after another, each an archive of its own, and ``.metadata``, which says where."""
+    """Write the files of torch's format.
+
+    These are the tensors, each a separate archive in one file, and ``.metadata``, which locates
+    them.
+    """
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     with HashedFile(folder / _FILE) as file:
         for name, weight in weights:
             start, begin = torch.Size([0] * weight.dim()), file.tell()
-            whole = weight.detach().clone(
-                memory_format=torch.contiguous_format
-            )  # a view would bring its whole storage along
+            # A copy, since torch would save the complete storage of a view.
+            whole = weight.detach().clone(memory_format=torch.contiguous_format)
             torch.save(whole, file)
             file.mark(begin, stored(whole))
             tensors[name] = TensorStorageMetadata(

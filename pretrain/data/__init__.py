@@ -1,1 +1,1 @@
-"""What is trained on: its facts on disk, its index cache, its batches."""
+"""Training data: its facts on disk, its index cache, its batches."""

@@ -1,7 +1,8 @@
-"""Batches from Megatron .bin/.idx files: megatron-core's GPTDataset and blends, an index cache keyed by content, an exact position.
+"""Batches from Megatron .bin/.idx files at an exact position.
 
-The order of training samples is a function of the data, the seed and the number of samples the order was drawn for; position ``n`` in it
-is all that a checkpoint has to remember. Knows no model.
+They use megatron-core's GPTDataset and blends, and an index cache keyed by content. The order of
+training samples is a function of the data, the seed and the number of samples the order was drawn
+for. A checkpoint only needs the position ``n`` in it. This module does not depend on a model.
 """
 
 from __future__ import annotations
@@ -41,18 +42,17 @@ from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
 
 Batch = dict[str, Any]
-FIELDS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "position_ids",
-)  # of a sample; a blend's samples name their source too
-_AHEAD = 16  # micro-batches that are asked of a store before they are used
+# Fields of a sample; the samples of a blend also name their source.
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+_AHEAD = 16  # micro-batches requested from a store before they are used
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What GPTDataset asks of a tokenizer. No padding: sequences are cut from one stream, so no id may be taken for padding."""
+    """The part of a tokenizer that GPTDataset reads.
+
+    Sequences are cut from one stream without padding, so ``pad`` is not a valid id.
+    """
 
     vocab_size: int
     eod: int
@@ -62,10 +62,11 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The blends of a run; ``train_samples`` is the number of samples that the training order was drawn for.
+    """The blends of a run.
 
-    ``reader`` reads what of them lies in stores, ``ends`` are the documents'. ``cache`` is the folder of their index, ``built``: it was
-    built just now.
+    train_samples: number of samples that the training order was drawn for. cache: folder of the
+    index. built: True if this call built it. reader: reader of the sources in stores. ends:
+    handling of document ends, see `Ends`.
     """
 
     train: GPTDataset
@@ -91,11 +92,12 @@ def build_datasets(
 ) -> Datasets:
     """Open (and on first use index) the training and validation blends; collective over all ranks.
 
-    ``contents`` identifies what the files hold: a regenerated .bin at the same path never meets a stale index. ``needs``: source -> tokens
-    of each stage up to this one, which reads what the others left (`stage_documents`).
+    ``contents`` identifies the files' contents: a regenerated .bin at the same path never uses a
+    stale index. ``needs``: for each stage up to this one, source -> tokens; this stage reads
+    documents that the earlier ones left (`stage_documents`).
 
     Raises:
-        ConfigError: the index cache's place is wrong, or not to be written to.
+        ConfigError: the index cache's location is invalid or not writable.
         StorageError: a file system failed.
     """
     sizes = samples_of_splits(config, train_samples)
@@ -124,8 +126,11 @@ def build_datasets(
 
 @dataclass(frozen=True)
 class Ends:
-    """What a document's end, the token ``eod_id``, is to the model: whether documents are read apart, begin at position 0, and whether
-    what follows an end counts in the loss."""
+    """Effect of a document's end, the token ``eod_id``, on the model.
+
+    The flags are, in their order: each document is read separately; each document begins at
+    position 0; the prediction after an end counts in the loss.
+    """
 
     eod_id: int
     apart: bool
@@ -134,7 +139,7 @@ class Ends:
 
     @classmethod
     def of(cls, data: DataConfig, eod_id: int) -> Ends | None:
-        """As the configuration has it; None: nothing at all."""
+        """Return the document handling from the configuration, or None if ends have no effect."""
         apart = data.documents == "separate"
         made = cls(
             eod_id,
@@ -145,11 +150,13 @@ class Ends:
         return made if made.apart or made.positions or not made.loss else None
 
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Leaves ends out of ``loss_mask``, of a batch on the CPU; ``context``, what mixers know of documents, on the device."""
-        ends, after = (
-            batch["tokens"] == self.eod_id,
-            batch["loss_mask"] == 0,
-        )  # behind which no document goes on
+        """Return the ``context`` for the model's mixers, and remove ends that do not count.
+
+        They are removed from ``loss_mask`` in place. The batch is on the CPU, the context on
+        ``device``. Returns {} if the mixers need no context.
+        """
+        # Positions after which no document continues.
+        ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0
         ends = (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
         if not self.loss:
             batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
@@ -165,18 +172,23 @@ class Ends:
 
 
 class PackedGPTDataset(GPTDataset):
-    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first, shuffle_index has whole epochs.
+    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first.
 
-    What is left of a sequence is padding, of token 0. Its labels do not count, and neither does the first token of a cut document's rest
-    behind another document's end: nobody could know it. ``apart``: it reads some of the source's documents alone.
+    ``shuffle_index`` contains complete epochs. The rest of a sequence is padding with token 0,
+    whose labels do not count. The first token of a cut document's continuation does not count
+    either if it follows another document's end, since it cannot be predicted. A subclass of which
+    stages read different documents packs only those in ``indices``.
     """
 
     apart = False
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
-        base = f"{self.config.path_to_cache}/{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        base = (
+            f"{self.config.path_to_cache}/{self.unique_description_hash}-"
+            f"{type(self).__name__}-{self.index_split.name}"
+        )
         paths = [Path(f"{base}-{name}_index.npy") for name in ("document", "sample", "shuffle")]
-        if not all(path.is_file() for path in paths):  # rank 0 is the first to look
+        if not all(path.is_file() for path in paths):  # on rank 0, which runs first
             seed = self.config.random_seed
             lengths = self.dataset.sequence_lengths
             packing = pack(
@@ -218,12 +230,15 @@ class PackedGPTDataset(GPTDataset):
 
 
 def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
-    """The class of a source; one of its own where any lies in a store: Megatron writes the name on its index files."""
+    """Return the dataset class of the sources, a subclass of ``base`` if any source is in a store.
+
+    Megatron includes the class name in its index files' names.
+    """
     if not reader.urls:
         return base
 
     class StoredGPTDataset(base):
-        """Opens a URL where its files are kept, and reads its tokens from there."""
+        """Dataset that opens the local files of a URL and reads its tokens through ``reader``."""
 
         @staticmethod
         def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
@@ -237,11 +252,11 @@ def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
 
 
 def _apart(base: type[GPTDataset], needs: Sequence[Mapping[str, int]]) -> type[GPTDataset]:
-    """The class of a source of which each stage reads other documents."""
+    """Return the dataset class of a source of which each stage reads other documents."""
     taken = [{identity(prefix): tokens for prefix, tokens in need.items()} for need in needs]
 
     class StageGPTDataset(base):
-        """The documents of the last stage, of training."""
+        """Dataset of the last stage's training documents."""
 
         apart = True
 
@@ -272,7 +287,7 @@ def _fill(
     sizes: Sequence[int],
     say: Callable[[str], None],
 ) -> bool:
-    """Build the index where it is not there whole; whether that was so. Collective."""
+    """Build the index unless a complete one exists, and return True if it was built. Collective."""
     fault = from_rank_0(cache.fault)
     if fault is None:
         return False
@@ -284,7 +299,8 @@ def _fill(
     with ExitStack() as stack:
         folder = from_rank_0(lambda: stack.enter_context(cache.building()))
         _open(folder, kind, settings, sizes)
-        torch.distributed.barrier()  # other ranks may still be opening files in a folder that is about to be renamed
+        # Other ranks may still be opening files in the folder, which is renamed next.
+        torch.distributed.barrier()
         from_rank_0(lambda: cache.publish(folder))
     say(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
     return True
@@ -293,7 +309,10 @@ def _fill(
 def _open(
     folder: Path, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int]
 ) -> list[Any]:
-    """Megatron's datasets of the three splits, their indices read from the folder, or built into it; collective."""
+    """Return Megatron's datasets of the three splits.
+
+    Collective. The indices are read from the folder or built into it.
+    """
     return BlendedMegatronDatasetBuilder(
         kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))
     ).build()
@@ -302,18 +321,18 @@ def _open(
 def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | None:
     if not sources:
         return None
-    prefixes = [
-        identity(source.prefix) for source in sources
-    ]  # Megatron names the cache's files by them
+    # Megatron includes the prefixes in the names of index files.
+    prefixes = [identity(source.prefix) for source in sources]
     return prefixes, [source.weight for source in sources] if len(sources) > 1 else None
 
 
 def _ensure_helpers() -> None:
-    """Megatron's index builder is a C++ extension; wheels carry it, a source install compiles it once a host that lacks it; collective."""
-    for compiles in (
-        torch.distributed.get_rank() == 0,
-        os.environ.get("LOCAL_RANK", "0") == "0",
-    ):  # one after another: hosts may share it
+    """Compile Megatron's C++ index builder if it is missing; collective.
+
+    Wheels contain it. After a source install it is compiled once on each host that lacks it.
+    """
+    # Rank 0 first, then one rank per host, since hosts may share the installation.
+    for compiles in (torch.distributed.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"):
         if compiles and find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
         torch.distributed.barrier()
@@ -321,7 +340,10 @@ def _ensure_helpers() -> None:
 
 
 def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
-    """The tokens of this context-parallel rank, and their positions; documents stay those of whole sequences."""
+    """Return the tokens of this context-parallel rank and their positions.
+
+    Documents remain those of full sequences.
+    """
     cut = (
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_context_parallel_rank(),
@@ -333,7 +355,10 @@ def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any
 
 
 def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> None:
-    """Raises ConfigError where a batch on the CPU has an id outside the vocabulary: an embedding that is split would pass over it."""
+    """Raise ConfigError if a batch on the CPU has an id outside the vocabulary.
+
+    A sharded embedding would silently ignore the id.
+    """
     size = dataset.config.tokenizer.vocab_size
     if all(
         least >= 0 and most < size
@@ -345,8 +370,9 @@ def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> N
         for wrong in ids[(ids < 0) | (ids >= size)][:1].tolist():
             source = dataset.datasets[sample["dataset_id"]] if "dataset_id" in sample else dataset
             raise ConfigError(
-                f"{source.dataset_path} holds token id {wrong}, but model.vocab_size = {size} has ids 0 to {size - 1}; set "
-                "model.vocab_size to that of the tokenizer that wrote the data, or write them again with this model's tokenizer"
+                f"{source.dataset_path} contains token id {wrong}, but model.vocab_size = {size} "
+                f"has ids 0 to {size - 1}; set model.vocab_size to that of the tokenizer that "
+                "wrote the data, or write the data again with this model's tokenizer"
             )
 
 
@@ -358,11 +384,12 @@ def batches(
     reader: StoreReader | None = None,
     ends: Ends | None = None,
 ) -> Iterator[Batch]:
-    """Endless micro-batches of this data-parallel rank from position ``first_sample`` on.
+    """Yield endless micro-batches of this data-parallel rank from position ``first_sample`` on.
 
-    Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r + d, r + 2d, ... so that the samples of a
-    step do not depend on the layout. Tensors are int64 [micro_batch_size, seq_length / CP]; loss_mask is float32.
-    ``reader``: the datasets', which then hears of samples before they are used. ``ends``: see `Ends.applied`.
+    Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r +
+    d, r + 2d, ... so that the samples of a step do not depend on the layout. Tensors are int64
+    [micro_batch_size, seq_length / CP]; loss_mask is float32. ``reader``: the datasets' reader,
+    which requests samples before they are used. ``ends``: see `Ends.applied`.
     """
     rank, size = (
         parallel_state.get_data_parallel_rank(),

@@ -1,4 +1,7 @@
-"""Whether a blend's sources differ: the same tokens under two names would be read twice. Compares contents, no torch."""
+"""Check that a blend's sources differ: the same tokens under two names would be read twice.
+
+Compares contents. No torch.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from pretrain.data.facts import SourceFacts, sample_digest
 def check_distinct(sources: Iterable[SourceFacts]) -> None:
     """Refuse two sources of a split with the same contents, whatever their paths.
 
-    Files are read only where the headers agree: samples of the .idx and of the .bin (`sample_digest`).
+    Files are read only if the headers agree: samples of the .idx and of the .bin (`sample_digest`).
 
     Raises:
-        ConfigError: two sources hold the same tokens.
+        ConfigError: two sources contain the same tokens.
         OSError: a file system failed.
     """
     alike = dict[tuple[object, ...], list[SourceFacts]]()
@@ -32,6 +35,7 @@ def check_distinct(sources: Iterable[SourceFacts]) -> None:
             )
             if first is not source:
                 raise ConfigError(
-                    f"{source.key} = {source.prefix} holds the same tokens as {first.key} = {first.prefix}, which would be read twice; "
-                    "name one of them alone, in a blend with the sum of the weights"
+                    f"{source.key} = {source.prefix} contains the same tokens as {first.key} = "
+                    f"{first.prefix}, which would be read twice; name only one of them, in a blend "
+                    "with the sum of the weights"
                 )

@@ -1,4 +1,7 @@
-"""Refuses data whose documents do not end in EOD, where the configuration finds documents by that token. No torch, no Megatron."""
+"""Refuse data whose documents do not end in EOD if the configuration finds documents by that token.
+
+No torch, no Megatron.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ from fem_common.stores import is_url
 from pretrain.config import RunConfig
 from pretrain.data.facts import HEADER, DataFacts, SourceFacts, sample_ranges
 
-_EVERY, _DOCUMENTS = (
-    8,
-    8,
-)  # every eighth block of a .bin's sample is read, and 8 to 15 of the documents that end in it
+# Of a .bin's sample every eighth block is read, and of the documents that end in it 8 to 15.
+_EVERY, _DOCUMENTS = 8, 8
 
 
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
-    """Read the last tokens of about a hundred documents, spread over each source, at the boundaries that the .idx records.
+    """Check the last tokens of about a hundred documents, spread over each source.
+
+    The documents' boundaries are those that the .idx records. Reads no files unless documents are
+    separate, positions restart at documents, or document ends leave the loss.
 
     Raises:
-        ConfigError: one is not EOD, and documents are read apart, positions begin anew, or ends leave the loss.
+        ConfigError: a document's last token is not EOD.
     """
     data = config.data
     asked = {
@@ -35,14 +39,20 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
         for document, token in _last_tokens(source):
             if token != facts.eod_id:
                 raise ConfigError(
-                    f"{source.key} = {source.prefix}: document {document} ends in token {token}, but {', '.join(wanted.values())} finds "
-                    f"the ends of documents by EOD ({facts.eod_id}); make the data with EOD after each document, as python -m data_prep "
-                    f"run does, name the tokenizer that it was made with in data.tokenizer, or set {' '.join(wanted)}"
+                    f"{source.key} = {source.prefix}: document {document} ends in token {token}, "
+                    f"but {', '.join(wanted.values())} finds the ends of documents by EOD "
+                    f"({facts.eod_id}); make the data with EOD after each document, as python -m "
+                    "data_prep run does, name the tokenizer that it was made with in "
+                    f"data.tokenizer, or set {' '.join(wanted)}"
                 )
 
 
 def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
-    """(document, its last token): in blocks of `sample_ranges`, since of a .bin in a store these alone are here, and the last document."""
+    """Yield (document, its last token) for documents in the source's sample and the last one.
+
+    The documents of the sample end in blocks of `sample_ranges`. Of a .bin in a store only these
+    blocks are local.
+    """
     with open(f"{source.local}.idx", "rb") as index, open(f"{source.local}.bin", "rb") as binary:
         count, size = HEADER.unpack(index.read(HEADER.size))[3], os.fstat(binary.fileno()).st_size
         width = size // source.tokens

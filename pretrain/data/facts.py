@@ -1,8 +1,11 @@
-"""What the data on disk says before anything starts: tokens, vocabulary, end-of-document id, identity. Reads headers and manifests.
+"""Facts about the data on disk that are known before anything starts.
 
-Knows the layout of Megatron's .idx files and of data_prep's manifest.json; no torch, no Megatron. ``check_data`` reads a few bytes of each
-file, in every process and for every plan; ``check_contents`` reads whole .idx files and samples of .bin files, in one process of a run.
-Long, because each of its checks ends in a message of its own.
+They are tokens, vocabulary, end-of-document id and identity. They are read from headers and
+manifests: from Megatron's .idx files and data_prep's manifest.json, without torch and Megatron.
+``check_data`` reads a few bytes of each file, in every process and for every plan.
+``check_contents`` reads entire .idx files and samples of .bin files, in one process of a run.
+
+Long, because each of its checks has a separate error message.
 """
 
 from __future__ import annotations
@@ -25,9 +28,8 @@ from pretrain.data.store_cache import bring, identity, local_prefix, store_cache
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct(
-    "<9sQBQQ"
-)  # magic, version, dtype code, sequences, entries of the document index
+# Magic, version, dtype code, sequences, entries of the document index.
+HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {
     1: ("uint8", 1),
     2: ("int8", 1),
@@ -44,7 +46,10 @@ MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """One .bin/.idx pair. The fields with a default are what the manifest beside it records, None where there is none."""
+    """One .bin/.idx pair.
+
+    The optional fields are those that the manifest in its folder records, None without a manifest.
+    """
 
     split: str
     key: str  # data.<split>.<n>.prefix
@@ -56,14 +61,15 @@ class SourceFacts:
     idx_sha256: str | None = None
     bin_sha256: str | None = None
     bin_sample: str | None = None
-    local: str = ""  # the prefix that is opened
+    local: str = ""  # path prefix of the local files
 
 
 @dataclass(frozen=True)
 class SourceContents:
-    """What a pair holds: the .idx's sha256; for the .bin, the manifest's sha256 of it, or without a manifest its size and a sample's hash.
+    """Identity of a pair's contents.
 
-    ``prefix`` is absolute, or a URL.
+    prefix: an absolute path, or a URL. idx_sha256: the .idx's SHA-256. bin: the manifest's SHA-256
+    of the .bin, or without a manifest its size and the hash of a sample.
     """
 
     split: str
@@ -74,13 +80,16 @@ class SourceContents:
 
 @dataclass(frozen=True)
 class Contents:
-    """What training and validation data hold, wherever they lie."""
+    """Identity of the contents of training and validation data, independent of their location."""
 
     sources: tuple[SourceContents, ...]
 
     @property
     def key(self) -> str:
-        """Identity of all the data, for the index cache and studies: hexadecimal, of the contents and the order of the sources alone."""
+        """Hexadecimal identity of all the data, for the index cache and studies.
+
+        It depends on the contents and the order of the sources.
+        """
         told = "".join(
             f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources
         )
@@ -88,14 +97,20 @@ class Contents:
 
     @property
     def keys(self) -> dict[str, str]:
-        """What a checkpoint's manifest records: the key of all sources and, for a resume, that of the training sources alone."""
+        """Identities that a checkpoint's manifest records.
+
+        One is that of all sources, the other, for a resume, that of the training sources alone.
+        """
         training = Contents(tuple(source for source in self.sources if source.split == "train"))
         return {"data": self.key, "training_data": training.key}
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """All of a run's data. ``vocab_size`` and ``eod_id`` are the tokenizer's, None where nothing on disk tells them."""
+    """Facts about all of a run's data.
+
+    ``vocab_size`` and ``eod_id`` are the tokenizer's, None if no file on disk contains them.
+    """
 
     vocab_size: int | None
     eod_id: int | None
@@ -104,14 +119,17 @@ class DataFacts:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Split -> tokens of all its sources."""
+        """Number of tokens of all sources of each split."""
         return {
             split: sum(source.tokens for source in self.sources if source.split == split)
             for split in SPLITS
         }
 
     def bytes_per_token(self, split: str = "valid") -> float | None:
-        """UTF-8 bytes of text a token stands for in a split of one source; None where no manifest tells, or where several are blended."""
+        """Return the mean UTF-8 bytes of text per token of a split.
+
+        Returns None if no manifest records it or the split has several sources.
+        """
         sources = [source for source in self.sources if source.split == split]
         if len(sources) != 1 or sources[0].text_bytes is None or not sources[0].tokens:
             return None
@@ -120,7 +138,10 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The part of manifest.json that is read here. tokenizer: its path, vocab_size, eod_id and sha256. splits: what is recorded of each."""
+    """The part of manifest.json that this module reads.
+
+    tokenizer: its path, vocab_size, eod_id and sha256. splits: the recorded values of each split.
+    """
 
     path: Path
     tokenizer: dict[str, Any]
@@ -130,7 +151,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """A tokenizer and the configuration key that it came by."""
+    """A tokenizer and the configuration key that names it."""
 
     key: str
     vocab_size: int
@@ -140,11 +161,13 @@ class _Tokenizer:
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """Reads the headers of every source and compares them with the manifests and the configuration; see `bring` of sources in stores.
+    """Read the headers of every source and compare them with the manifests and the configuration.
+
+    Files of sources in stores are copied first, see `bring`.
 
     Raises:
-        ConfigError: a file is missing, damaged or not what its manifest says; tokenizers differ, the vocabulary does not fit, or a source
-            is shorter than one sequence.
+        ConfigError: a file is missing, damaged or differs from its manifest; tokenizers differ, the
+            vocabulary does not fit, or a source is shorter than one sequence.
         StorageError: a store does not answer.
     """
     if not config.data.train:
@@ -162,8 +185,9 @@ def check_data(config: RunConfig) -> DataFacts:
                 facts = _source_facts(split, key, source, local, manifest)
             if facts.tokens < config.data.seq_length + 1:
                 raise ConfigError(
-                    f"data.seq_length = {config.data.seq_length} is longer than {key} = {source.prefix}, which has {facts.tokens} tokens "
-                    f"(a sequence takes seq_length + 1); the largest that fits: {max(facts.tokens - 1, 0)}"
+                    f"data.seq_length = {config.data.seq_length} is longer than {key} = "
+                    f"{source.prefix}, which has {facts.tokens} tokens (a sequence takes "
+                    f"seq_length + 1); the largest that fits: {max(facts.tokens - 1, 0)}"
                 )
             sources.append(facts)
             if manifest is not None:
@@ -180,7 +204,9 @@ def check_data(config: RunConfig) -> DataFacts:
 
 
 def check_contents(facts: DataFacts) -> Contents:
-    """Reads every .idx whole and a sample of every .bin (64 blocks of 64 KiB), and compares them with the manifests.
+    """Read all .idx files and samples of all .bin files, and compare them with the manifests.
+
+    A sample consists of 64 blocks of 64 KiB.
 
     Raises:
         ConfigError: a file is not the one that its manifest records.
@@ -199,12 +225,14 @@ def check_contents(facts: DataFacts) -> Contents:
                 continue
             if is_url(source.prefix):
                 raise ConfigError(
-                    f"{source.key} = {source.prefix}: its {path.suffix} is not the file that the manifest.json beside it records (the size "
-                    "is right, the contents differ): damaged or replaced; upload both again"
+                    f"{source.key} = {source.prefix}: its {path.suffix} is not the file that the "
+                    "manifest.json next to it records (the size is right, the contents differ): "
+                    "damaged or replaced; upload both again"
                 )
             raise ConfigError(
-                f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
-                f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+                f"{path} is not the file that {path.with_name('manifest.json')} records (the size "
+                "is right, the contents differ): damaged or replaced; check the other files with: "
+                f"python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
             )
         if source.split != "test":
             found.append(
@@ -216,12 +244,15 @@ def check_contents(facts: DataFacts) -> Contents:
 
 
 def index_bytes(facts: DataFacts) -> int:
-    """Size of all .idx files: what ``check_contents`` reads."""
+    """Return the size of all .idx files, which ``check_contents`` reads."""
     return sum(os.path.getsize(source.local + ".idx") for source in facts.sources)
 
 
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
-    """The configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in from the data where they are null."""
+    """Return the configuration with null values filled in from the data.
+
+    These are ``model.vocab_size`` and ``data.tokenizer``.
+    """
     vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     tokenizer = (
         str(facts.tokenizer)
@@ -236,7 +267,7 @@ def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
 
 
 def any_on_disk(config: RunConfig) -> bool:
-    """Whether any file of any source exists here."""
+    """Return True if any file of any source exists locally."""
     cache = store_cache(config)
     prefixes = [
         local_prefix(source.prefix, cache)
@@ -248,7 +279,7 @@ def any_on_disk(config: RunConfig) -> bool:
 
 @contextmanager
 def _place_told(key: str, prefix: str) -> Iterator[None]:
-    """Says of which URL the files are that a ConfigError names."""
+    """Add the key and the URL of the source to a ConfigError that names only local files."""
     try:
         yield
     except ConfigError as error:
@@ -273,16 +304,19 @@ def _source_facts(
         size, said = file.stat().st_size, recorded.get(f"{ending}_bytes")
         if manifest and size != said:
             raise ConfigError(
-                f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or replaced; {MAKE_DATA}"
+                f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or "
+                f"replaced; {MAKE_DATA}"
             )
     dtype, tokens, documents = _read_index(files["idx"], files["bin"])
     if manifest and dtype != manifest.dtype:
         raise ConfigError(
-            f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; {MAKE_DATA}"
+            f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; "
+            f"{MAKE_DATA}"
         )
     if manifest and tokens != recorded["tokens"]:
         raise ConfigError(
-            f"{files['idx']} describes {tokens} tokens, but {manifest.path} records {recorded['tokens']}; {MAKE_DATA}"
+            f"{files['idx']} describes {tokens} tokens, but {manifest.path} records "
+            f"{recorded['tokens']}; {MAKE_DATA}"
         )
     told = {
         field: recorded.get(field)
@@ -292,30 +326,33 @@ def _source_facts(
 
 
 def _check_merged(key: str, source: Source) -> None:
-    """Raises ConfigError where data_prep has begun to write the source's folder and not finished it."""
+    """Raise ConfigError if data_prep has not finished to write the source's folder."""
     folder = Path(source.prefix).parent
     begun = [name for name in ("plan.json", "shards/*.json") if any(folder.glob(name))]
     if begun:
         raise ConfigError(
-            f"{key} = {source.prefix}: {folder} is not finished: {begun[0]} is there, manifest.json is not; do what is left and merge it "
-            f"with: python -m data_prep run --out {folder}"
+            f"{key} = {source.prefix}: {folder} is not finished: it has {begun[0]} and no "
+            f"manifest.json; finish and merge it with: python -m data_prep run --out {folder}"
         )
 
 
 def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
-    """What the manifest records of the pair."""
+    """Return the manifest's entry for the pair."""
     name = Path(source.prefix).name
     if name not in manifest.splits:
         known = ", ".join(manifest.splits) or "none"
         raise ConfigError(
-            f"{key} = {source.prefix}: {manifest.path} records no split '{name}' (its splits: {known}); name one of these, or keep the "
-            "pair in a folder of its own"
+            f"{key} = {source.prefix}: {manifest.path} records no split '{name}' (its splits: "
+            f"{known}); name one of these, or keep the pair in a separate folder"
         )
     return manifest.splits[name]
 
 
 def sample_ranges(size: int) -> list[tuple[int, int]]:
-    """[start, end) of blocks spread evenly over a file of so many bytes; all of it up to 4 MiB."""
+    """Return [start, end) of blocks spread evenly over a file of ``size`` bytes.
+
+    They cover a file of up to 4 MiB completely.
+    """
     block = 1 << 16
     starts = (
         number * max(block, (size - block) // (SAMPLE_BLOCKS - 1))
@@ -325,7 +362,7 @@ def sample_ranges(size: int) -> list[tuple[int, int]]:
 
 
 def sample_digest(file: Path) -> str:
-    """Size and hash of a file's sample: the same after a copy, where a time stamp is not."""
+    """Return the size and hash of a file's sample, which a copy preserves, unlike a time stamp."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as stream:
         for start, end in sample_ranges(size):
@@ -349,7 +386,10 @@ def _missing_hint(prefix: str) -> str:
 
 
 def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
-    """(dtype, tokens, documents) from the ends of an .idx; no array is read through."""
+    """Return (dtype, tokens, documents) of an .idx without reading its arrays.
+
+    They follow from its header and its last entries.
+    """
     with index.open("rb") as file:
         header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(_MAGIC):
@@ -359,13 +399,15 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
         _, version, code, sequences, entries = HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
             raise ConfigError(
-                f"{index} has version {version} and dtype code {code}; readable: version 1, integer dtypes; {MAKE_DATA}"
+                f"{index} has version {version} and dtype code {code}; readable: version 1, "
+                f"integer dtypes; {MAKE_DATA}"
             )
         dtype, width = _DTYPES[code]
         size, plain = index.stat().st_size, HEADER.size + 12 * sequences + 8 * entries
         if size not in (plain, plain + sequences):
             raise ConfigError(
-                f"{index} has {size} bytes where its header asks for {plain}: it is damaged; {MAKE_DATA}"
+                f"{index} has {size} bytes, but its header requires {plain}: it is damaged; "
+                f"{MAKE_DATA}"
             )
         end = 0
         if sequences:
@@ -377,13 +419,17 @@ def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
     held = tokens_file.stat().st_size
     if held != end:
         raise ConfigError(
-            f"{tokens_file} has {held} bytes, but {index} describes {end}: truncated, or not of one pair; {MAKE_DATA}"
+            f"{tokens_file} has {held} bytes, but {index} describes {end}: truncated, or not a "
+            f"pair; {MAKE_DATA}"
         )
     return dtype, end // width, max(entries - 1, 0)
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """What data_prep recorded beside the data, None where there is no such file. Raises ConfigError where it is damaged."""
+    """Return data_prep's record of the data, or None if the file does not exist.
+
+    Raises ConfigError if it is damaged.
+    """
     if not path.is_file():
         return None
     try:
@@ -427,17 +473,17 @@ def _manifest_tokenizer(key: str, manifest: Manifest) -> _Tokenizer:
 
 
 def _given_tokenizer(folder: Path) -> _Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names, from its Hugging Face files."""
+    """Return the tokenizer that ``data.tokenizer`` names, from its Hugging Face files."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
-            f"data.tokenizer = {folder}: {file} not found; give the folder that holds tokenizer.json"
+            f"data.tokenizer = {folder}: {file} not found; give the folder that holds "
+            "tokenizer.json"
         )
     try:
         raw = json.loads(file.read_bytes())
-        vocabulary = raw["model"][
-            "vocab"
-        ]  # BPE, WordPiece, WordLevel: token -> id; Unigram: a list of [token, score]
+        # BPE, WordPiece, WordLevel: token -> id; Unigram: a list of [token, score].
+        vocabulary = raw["model"]["vocab"]
         ids = (
             dict(vocabulary)
             if isinstance(vocabulary, dict)
@@ -454,23 +500,30 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"data.tokenizer = {folder}: not a readable Hugging Face tokenizer ({type(error).__name__}: {error})"
+            f"data.tokenizer = {folder}: not a readable Hugging Face tokenizer "
+            f"({type(error).__name__}: {error})"
         ) from None
 
 
 def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
-    """The tokenizer of all sources; the first stands for all."""
+    """Return the tokenizer of all sources, or None without tokenizers.
+
+    Raises ConfigError if they differ.
+    """
     if not tokenizers:
         return None
     first = tokenizers[0]
     for other in tokenizers[1:]:
         if other.sha256 != first.sha256:
             raise ConfigError(
-                f"{other.key} has another tokenizer (sha256 {other.sha256[:12]}) than {first.key} ({first.sha256[:12]}); "
-                "all sources of a run need the same one"
+                f"{other.key} has another tokenizer (sha256 {other.sha256[:12]}) than {first.key} "
+                f"({first.sha256[:12]}); all sources of a run need the same one"
             )
         if None not in (other.eod_id, first.eod_id) and other.eod_id != first.eod_id:
-            ends = f"{other.key} ends its documents in id {other.eod_id}, {first.key} in {first.eod_id}"
+            ends = (
+                f"{other.key} ends its documents in id {other.eod_id}, {first.key} in "
+                f"{first.eod_id}"
+            )
             raise ConfigError(f"{ends}; all sources of a run need the same EOD")
     return first
 
@@ -481,8 +534,9 @@ def _check_ends(config: RunConfig, tokenizer: _Tokenizer | None) -> None:
         data.documents == "separate" or data.reset_positions or not data.eod_loss
     ):
         raise ConfigError(
-            "data.documents, data.reset_positions and data.eod_loss need the id that ends a document, which nothing beside "
-            f"{data.train[0].prefix} tells; set data.tokenizer to a folder whose tokenizer has an eos_token"
+            "data.documents, data.reset_positions and data.eod_loss need the id that ends a "
+            f"document, which no file next to {data.train[0].prefix} contains; set data.tokenizer "
+            "to a folder whose tokenizer has an eos_token"
         )
 
 
@@ -493,18 +547,18 @@ def _check_vocabulary(
     if tokenizer is None:
         if given is None:
             raise ConfigError(
-                f"model.vocab_size is null and no manifest.json beside {sources[0].key} = {sources[0].prefix} tells it; "
-                "set model.vocab_size, or data.tokenizer"
+                f"model.vocab_size is null and no manifest.json next to {sources[0].key} = "
+                f"{sources[0].prefix} records it; set model.vocab_size, or data.tokenizer"
             )
         return
     if given is not None and given < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size = {given} is less than the {tokenizer.vocab_size} entries of the tokenizer of {tokenizer.key}; "
-            f"set model.vocab_size={tokenizer.vocab_size}, or null"
+            f"model.vocab_size = {given} is less than the {tokenizer.vocab_size} entries of the "
+            f"tokenizer of {tokenizer.key}; set model.vocab_size={tokenizer.vocab_size}, or null"
         )
     for source in sources:
         if tokenizer.vocab_size > _LARGEST.get(source.dtype, 2**31):
             raise ConfigError(
-                f"{source.key} = {source.prefix} holds {source.dtype} tokens, too narrow for the {tokenizer.vocab_size} entries of the "
-                f"tokenizer of {tokenizer.key}; {MAKE_DATA}"
+                f"{source.key} = {source.prefix} holds {source.dtype} tokens, too narrow for the "
+                f"{tokenizer.vocab_size} entries of the tokenizer of {tokenizer.key}; {MAKE_DATA}"
             )

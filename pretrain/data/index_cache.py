@@ -1,7 +1,9 @@
-"""The index cache on disk: one folder for one order of samples, whole or absent, never half written. Files alone; Megatron fills them.
+"""The index cache on disk: one folder for each order of samples, complete or absent.
 
-``ROOT/<key>/`` holds Megatron's index files and ``complete.json``: what they were made from, their sizes and hashes. A folder is built
-under another name and renamed when it is whole, so that two jobs may build the same one at once. No torch.
+Handles only files; Megatron writes the contents. ``ROOT/<key>/`` contains Megatron's index files
+and ``complete.json``: the sources they were made from, their sizes and hashes. A folder is built
+under a temporary name and renamed when it is complete, so that two jobs may build the same one at
+once. No torch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ _ABANDONED_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class IndexCache:
-    """The cache of one order of samples: ``identity`` is all that decides it besides the data, as JSON can hold it."""
+    """The cache of one order of samples.
+
+    identity: JSON values of everything besides the data that decides the order.
+    """
 
     root: Path
     contents: Contents
@@ -42,7 +47,7 @@ class IndexCache:
 
     @property
     def folder(self) -> Path:
-        """Where it is when it is whole."""
+        """The final path of the complete cache."""
         key = json.dumps(
             [
                 FORMAT,
@@ -54,7 +59,10 @@ class IndexCache:
         return self.root / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def fault(self) -> str | None:
-        """Why the folder cannot be used: it is not there, or what is wrong with it; None where it can. Sizes are compared, not hashes."""
+        """Return why the folder cannot be used (it is missing, or what is wrong with it), or None.
+
+        Compares sizes, not hashes.
+        """
         complete = self.folder / COMPLETE
         try:
             raw = json.loads(complete.read_bytes())
@@ -67,14 +75,10 @@ class IndexCache:
             return f"{COMPLETE} cannot be read ({type(error).__name__})"
         for name, size in sizes.items():
             try:
-                found = (
-                    (self.folder / name).stat().st_size
-                )  # asked once: another process may be replacing the folder
-            except (
-                FileNotFoundError,
-                NotADirectoryError,
-                ValueError,
-            ):  # ValueError: a name that no file can have
+                # Read once, because another process may be replacing the folder.
+                found = (self.folder / name).stat().st_size
+            except (FileNotFoundError, NotADirectoryError, ValueError):
+                # ValueError: the name is invalid as a file name.
                 return f"{name} is missing"
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
@@ -82,11 +86,14 @@ class IndexCache:
 
     @contextmanager
     def building(self) -> Iterator[Path]:
-        """A folder of this process's own to build in; what is left of it at the end is removed, and what killed processes left is too.
+        """Yield a private folder to build in.
+
+        Its remains are deleted at the end, and those of killed processes at the start.
 
         Raises:
-            ConfigError: the place is wrong, or not to be written to, here or for what is done in the folder.
-            StorageError: the file system fails at it.
+            ConfigError: the location is invalid or not writable, for this code or for the code of
+                the block.
+            StorageError: the file system failed.
         """
         folder = self.root / f".building-{self.folder.name}-{secrets.token_hex(4)}"
         try:
@@ -103,15 +110,18 @@ class IndexCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, built: Path) -> None:
-        """Give a folder with all index files its final name, ``complete.json`` in it; a whole folder that is there already stays.
+        """Give a folder with all index files its final name, unless a complete one exists.
+
+        Its ``complete.json`` is written first.
 
         Raises:
-            ConfigError: the place is wrong, or not to be written to.
-            StorageError: the file system fails at it.
+            ConfigError: the location is invalid or not writable.
+            StorageError: the file system failed.
         """
         with _writing():
             self._seal(built)
-            # Without the lock two processes that both found damage could remove each other's whole folder.
+            # Without the lock two processes that both found damage could delete each other's
+            # complete folder.
             lock = _open_lock(self.root / ".lock")
             try:
                 _try_lock(lock, wait=True)
@@ -122,7 +132,8 @@ class IndexCache:
     def _rename(self, built: Path) -> None:
         if self.fault() is None:
             return
-        aside = self.root / f"{built.name}{_DAMAGED}"  # removed in place, it would be seen half
+        # Renamed first: other processes would see a folder that is deleted in place as incomplete.
+        aside = self.root / f"{built.name}{_DAMAGED}"
         if self.folder.exists():
             self.folder.rename(aside)
         (built / _LOCK).unlink(missing_ok=True)
@@ -148,7 +159,7 @@ class IndexCache:
 
 
 def samples_of_splits(config: RunConfig, train_samples: int) -> list[int]:
-    """Samples of training, validation and test that an order is drawn for."""
+    """Return the number of samples of training, validation and test that an order is drawn for."""
     return [
         train_samples,
         config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0,
@@ -164,16 +175,16 @@ def index_cache(
     megatron: str,
     needs: Sequence[Mapping[str, int]] = (),
 ) -> IndexCache:
-    """The cache of the order of so many samples that this configuration asks for; ``megatron``: the version that draws it.
+    """Return the cache of this configuration's order of ``train_samples`` samples.
 
-    needs: source -> tokens of each stage up to this one; none: no stages.
+    megatron: the version of megatron-core, which draws the order. needs: for each stage up to this
+    one, source -> tokens; empty without stages.
     """
     weights = [
         [source.weight for source in split] for split in (config.data.train, config.data.valid)
     ]
-    packing = (
-        [] if config.data.packing == "stream" else [config.data.packing]
-    )  # older caches know of none
+    # The default is omitted, since the keys of older caches lack it.
+    packing = [] if config.data.packing == "stream" else [config.data.packing]
     staged = (
         [[[need.get(source.prefix, 0) for source in config.data.train] for need in needs]]
         if needs
@@ -197,11 +208,14 @@ def index_cache(
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Tells what the file system refuses in one line; Megatron wraps it in an exception of its own."""
+    """Turn file system errors into one-line errors.
+
+    This includes those that Megatron wraps in its own exceptions.
+    """
     try:
         yield
     except StorageError:
-        raise  # told already
+        raise  # already one line
     except Exception as error:
         refusal = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(refusal, OSError):
@@ -209,12 +223,15 @@ def _writing() -> Iterator[None]:
         raise told(
             refusal,
             "the index cache cannot be written: ",
-            "; data.index_cache=FOLDER names another place",
+            "; data.index_cache=FOLDER sets another location",
         ) from None
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nobody builds in it any more: it is old and its lock is free or missing. Where there are no locks it is left alone."""
+    """Return True if no process builds in the folder: it is old and its lock is free or missing.
+
+    On a file system without locks a folder never counts as abandoned.
+    """
     try:
         if time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
             return False
@@ -227,15 +244,21 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """The lock's file, open for writing too: NFS gives no lock of one's own to those who only read."""
+    """Open the lock file, for writing if possible.
+
+    NFS grants no exclusive lock on a file that is opened only for reading.
+    """
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        return os.open(path, os.O_RDONLY)  # another user's
+        return os.open(path, os.O_RDONLY)  # belongs to another user
 
 
 def _try_lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Whether this process has the lock now; never where the file system has no locks."""
+    """Try to lock, and return True if this process now has the lock.
+
+    Always False on a file system without locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:

@@ -1,4 +1,7 @@
-"""When the training order of a longer run begins with that of a shorter one, by megatron-core's arithmetic. Draws nothing, no torch."""
+"""Compare the training orders of a longer and a shorter run without drawing them.
+
+Uses megatron-core's arithmetic. No torch.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ import numpy as np
 from pretrain.config import RunConfig
 from pretrain.data.facts import DataFacts
 
-_SURPLUS = 0.005  # of a blended source's samples: GPTDatasetConfig.mid_level_dataset_surplus
-_APART = 0.80  # of a pass: a last pass with fewer samples is shuffled by itself (GPTDataset)
+# Additional share of a blended source's samples: GPTDatasetConfig.mid_level_dataset_surplus.
+_SURPLUS = 0.005
+# Share of a pass: a last pass with fewer samples is shuffled separately (GPTDataset).
+_APART = 0.80
 
 
 def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tuple[int, bool]]:
-    """For each training source: the passes over it that an order of ``samples`` samples shuffles, and whether the last one is apart.
+    """Return (passes, True if the last is shuffled separately) for each training source.
 
-    They decide the order: between two lengths with the same passes it is the same.
+    The passes are those that an order of ``samples`` samples shuffles. These numbers decide the
+    order: two lengths with the same passes have the same order.
     """
     length, sources = config.data.seq_length, config.data.train
     weights = np.array([source.weight for source in sources], dtype=np.float64)
@@ -30,9 +36,8 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
         share = (
             math.ceil(math.ceil(samples * weight) * (1 + _SURPLUS)) if len(sources) > 1 else samples
         )
-        passes = max(
-            1, -(-(share * length + 1) // source.tokens)
-        )  # the last label takes one more token
+        # The last label takes one more token.
+        passes = max(1, -(-(share * length + 1) // source.tokens))
         before = ((passes - 1) * source.tokens - 1) // length
         found.append(
             (passes, passes > 1 and share - before < int(_APART * ((source.tokens - 1) // length)))
@@ -41,12 +46,14 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
 
 
 def longest_order(config: RunConfig, facts: DataFacts, drawn: int, wanted: int) -> int:
-    """The most samples, from ``drawn`` up to ``wanted``, whose order begins with the one that was drawn for ``drawn`` samples."""
-    if (
-        wanted <= drawn or config.data.packing == "best_fit"
-    ):  # of which each pass has an order of its own
+    """Return the most samples whose order begins with the one drawn for ``drawn`` samples.
+
+    The result is from ``drawn`` to ``wanted``.
+    """
+    # Each pass of best-fit packing has a separate order.
+    if wanted <= drawn or config.data.packing == "best_fit":
         return max(drawn, wanted)
-    if config.stages:  # whose documents end with the stage
+    if config.stages:  # the documents of an order end with its stage
         return drawn
     before = passes_drawn(config, facts, drawn)
     return drawn + bisect_left(

@@ -1,8 +1,12 @@
-"""Best-fit packing: which pieces of documents share a sequence, so that a document that fits into one is never cut.
+"""Best-fit packing: choose the pieces of documents that share a sequence.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). A sequence of ``length`` tokens and their labels has
-room for length + 1 tokens. A longer document fills sequences of its own until what is left of it fits; each begins with the token that
-was the last one's label. These last pieces, the largest first, go each into the fullest sequence that has room. No torch, no Megatron.
+The algorithm is that of Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv
+2404.10830). A document that fits into one sequence is never cut.
+
+A sequence of ``length`` tokens and their labels has space for length + 1 tokens. A longer document
+fills sequences alone until its rest fits; each begins with the token that was the previous
+sequence's last label. The last pieces are placed in decreasing order of size, each into the fullest
+sequence that has space. No torch, no Megatron.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Placed(NamedTuple):
-    """``each`` pieces of ``size`` tokens lie in each of the sequences [first, end)."""
+    """Placement of ``each`` pieces of ``size`` tokens in each of the sequences [first, end)."""
 
     size: int
     first: int
@@ -34,8 +38,12 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """An epoch's sequences. pieces [pieces, 2]: document, and how many sequences of its own are before this piece of it; sequence after
-    sequence. first [sequences + 1]: which piece a sequence begins with."""
+    """The sequences of one epoch.
+
+    pieces [pieces, 2]: document, and the number of sequences that the document fills before this
+    piece; in the order of the sequences. first [sequences + 1]: index of each sequence's first
+    piece.
+    """
 
     pieces: Int32
     first: Int64
@@ -43,7 +51,11 @@ class Packing:
 
 @dataclass(frozen=True)
 class Share:
-    """What packing costs a source: ``padding`` tokens of ``sequences`` of an epoch; ``cut`` of its ``documents`` are longer than one."""
+    """Cost of packing a source.
+
+    padding: padding tokens in the ``sequences`` of an epoch. cut: number of the ``documents`` that
+    are longer than one sequence.
+    """
 
     sequences: int
     padding: int
@@ -52,22 +64,30 @@ class Share:
 
 
 def cuts(lengths: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
-    """How many sequences of its own each document fills before its last piece, of 2 to length + 1 tokens where it is cut."""
+    """Return the number of sequences that each document fills alone before its last piece.
+
+    The last piece of a cut document has 2 to length + 1 tokens.
+    """
     return np.maximum(lengths - 2, 0) // length
 
 
 def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[int, int]]:
-    """Best-fit-decreasing of counts[size] pieces of each size from 1 to ``room``, all equal ones at once.
+    """Place counts[size] pieces of each size from 1 to ``room`` by best-fit-decreasing.
 
-    -> where they lie, the largest first; the number of sequences; how many of them have so many tokens left, without the full ones.
+    All pieces of a size are placed at once. Returns their placement, the largest first; the number
+    of sequences; and for each number of free tokens above 0, the sequences that have it.
 
-    Of sequences with the least room that does, each takes pieces until one has no place, and is then left with less than a half of what it
-    had: a run of alike sequences is moved at most log2(room) times, and there are two more runs a size at most.
+    Each of the sequences with the least sufficient space takes pieces until no more fit, and then
+    has less than half of its former space. So a run of equal sequences is moved at most log2(room)
+    times, and each size adds at most two runs.
     """
     placed, used, runs, spaces = list[Placed](), 0, dict[int, list[range]](), list[int]()
 
     def put(run: range, each: int) -> None:
-        """``each`` pieces, or none, into every sequence of a run of which each has ``space`` tokens left."""
+        """Place ``each`` pieces, or none, into every sequence of a run.
+
+        All of them have ``space`` free tokens.
+        """
         left = space - each * size
         if run and each:
             placed.append(Placed(size, run.start, run.stop, each))
@@ -98,27 +118,27 @@ def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[
 
 
 def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
-    """An epoch of documents of so many tokens (int32 [documents]); which of those of one size meet, and their order, are the seed's.
+    """Pack an epoch of documents with these numbers of tokens (int32 [documents]).
 
-    A document without tokens is nowhere. Uses about 40 bytes a document.
+    The seed decides which pieces of equal size share a sequence, and their order. Documents without
+    tokens are omitted. Uses about 40 bytes per document.
     """
     room = length + 1
-    order = (
-        np.random.RandomState(seed).permutation(len(lengths)).astype(np.int32)
-    )  # numpy's frozen generator
+    # RandomState is numpy's frozen generator.
+    order = np.random.RandomState(seed).permutation(len(lengths)).astype(np.int32)
     sizes = lengths[order]
     order, sizes = order[sizes > 0], sizes[sizes > 0]
     before = cuts(sizes, length).astype(np.int32)
     last = sizes - before * length
     placed, used, _ = best_fit(np.bincount(last, minlength=room + 1).tolist(), room)
-    where = np.empty(len(order), np.int32)  # the sequence of each last piece
-    small = np.uint16 if room < 2**16 else np.int32  # which numpy sorts by radix
+    where = np.empty(len(order), np.int32)  # sequence of each last piece
+    small = np.uint16 if room < 2**16 else np.int32  # numpy sorts 16-bit integers by radix
     where[np.argsort((room - last).astype(small), kind="stable")] = np.concatenate(
         [np.repeat(np.arange(first, end, dtype=np.int32), each) for _, first, end, each in placed]
     )
     first = np.concatenate(([0], np.cumsum(np.bincount(where, minlength=used))))
     place = np.argsort(where, kind="stable")
-    whole = np.flatnonzero(before)  # and the sequences that one piece fills
+    whole = np.flatnonzero(before)  # documents with pieces that fill a sequence
     alone = np.repeat(whole, before[whole])
     number = np.arange(len(alone)) - np.repeat(
         np.cumsum(before[whole]) - before[whole], before[whole]
@@ -130,7 +150,10 @@ def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
 
 
 def passes(sequences: int, samples: int, seed: int) -> npt.NDArray[np.uint32]:
-    """The order of whole epochs, as many as so many samples take: of each its own, so that a longer run begins alike."""
+    """Return the order of as many complete epochs as ``samples`` samples need.
+
+    Each epoch has a separate order, so that a longer run begins with the order of a shorter one.
+    """
     epochs = range(max(1, -(-samples // sequences)))
     return np.concatenate(
         [
@@ -141,20 +164,22 @@ def passes(sequences: int, samples: int, seed: int) -> npt.NDArray[np.uint32]:
 
 
 def share(lengths: npt.NDArray[Any], length: int) -> Share:
-    """What `pack` would cost, without doing it."""
+    """Return the cost of `pack` without packing."""
     lengths = lengths[lengths > 0]
     before = cuts(lengths, length)
     _, used, spaces = best_fit(
         np.bincount(lengths - before * length, minlength=length + 2).tolist(), length + 1
     )
-    padding = sum(
-        (space - 1) * count for space, count in spaces.items()
-    )  # of the room for length + 1, the first is a label's
+    # One of the length + 1 places of a sequence only holds a label.
+    padding = sum((space - 1) * count for space, count in spaces.items())
     return Share(used + int(before.sum()), padding, len(lengths), int(np.count_nonzero(before)))
 
 
 def told(data: DataConfig, facts: DataFacts) -> str | None:
-    """A line on what packing costs, of a blend as its weights have it; None where nothing is packed. Reads the .idx files."""
+    """Return a line on the cost of packing, or None without packing.
+
+    The cost is averaged over a blend by its weights. Reads the .idx files.
+    """
     if data.packing == "stream":
         return None
     words = []
@@ -179,7 +204,7 @@ def told(data: DataConfig, facts: DataFacts) -> str | None:
 
 
 def document_lengths(prefix: str) -> Int32:
-    """Tokens of each document of a .idx, mapped."""
+    """Return the number of tokens of each document of a .idx, memory-mapped."""
     index = Path(f"{prefix}.idx")
     with index.open("rb") as file:
         sequences = HEADER.unpack(file.read(HEADER.size))[3]

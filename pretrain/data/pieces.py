@@ -1,9 +1,12 @@
-"""How long the parts of documents are that training's sequences hold, from the documents' lengths in .idx files. No torch.
+"""Lengths of the parts of documents in training's sequences.
 
-Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a document begins anywhere in a sequence:
-at multiples of the greatest number that divides all lengths and ``seq_length``. A document of d tokens and sequences of s, in units of that
-number: 2 / s parts of every length below m = min(d, s) are expected of it, and (|d - s| + 1) / s of length m. Packed best-fit, the parts
-are counted.
+They follow from the documents' lengths in .idx files. No torch.
+
+Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a
+document begins at any position in a sequence that is a multiple of the greatest common divisor of
+all lengths and ``seq_length``. For a document of d tokens and sequences of s, in units of that
+divisor, the expected number of parts is 2 / s for every length below m = min(d, s), and (|d - s| +
+1) / s for length m. With best-fit packing, the parts are counted.
 """
 
 from __future__ import annotations
@@ -18,19 +21,18 @@ from pretrain.config import RunConfig
 from pretrain.data.facts import DataFacts
 from pretrain.data.packing import best_fit, cuts, document_lengths
 
-_DOCUMENTS, _RUN = (
-    1 << 23,
-    1 << 12,
-)  # of more documents than these so many are read, in as many runs of neighbours as it takes
-_LENGTHS = 1 << 13  # of more lengths than these so many are asked what a token costs
+# Of more documents than this only so many lengths are read, in runs of neighbours.
+_DOCUMENTS, _RUN = 1 << 23, 1 << 12
+# Of more lengths than this the cost is evaluated only for so many.
+_LENGTHS = 1 << 13
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
     """Parts of documents in training's sequences.
 
-    shares [seq_length + 1]: of all tokens, those in parts of each length. mean: tokens a document. read: documents it was found from, of
-    ``documents``.
+    shares [seq_length + 1]: share of all tokens that are in parts of each length. mean: tokens per
+    document. read: documents whose lengths were read, out of ``documents``.
     """
 
     shares: npt.NDArray[np.float64]
@@ -39,9 +41,11 @@ class Pieces:
     documents: int
 
     def mean_over(self, cost: Callable[[int], dict[str, float]]) -> dict[str, float]:
-        """The mean over all tokens of ``cost``, by name: of a token in a part of so many tokens.
+        """Return the mean of ``cost`` over all tokens, for each of its names.
 
-        Between lengths that are not asked for, where there are many, it is interpolated: exact where it is linear in the length.
+        ``cost`` maps the length of a part to the costs of one token in it. With many lengths it is
+        evaluated for some and interpolated between them, which is exact if it is linear in the
+        length.
         """
         held = np.flatnonzero(self.shares)
         asked = held
@@ -55,7 +59,10 @@ class Pieces:
 
 
 def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
-    """Of the training blend. A sequence of the .idx is taken for a document that its end-of-document token ends, as data_prep writes them.
+    """Return the parts of documents of the training blend.
+
+    Each sequence of the .idx counts as a document that an end-of-document token ends, as data_prep
+    writes them.
 
     Raises:
         OSError: an .idx cannot be read.
@@ -69,9 +76,8 @@ def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
     ]
     weights = [source.weight for source in config.data.train]
     shares = np.average([counted(lengths, length) for lengths, _ in read], axis=0, weights=weights)
-    mean = 1 / np.average(
-        [1 / lengths.mean() for lengths, _ in read], weights=weights
-    )  # documents a token are what blends
+    # Blending averages documents per token.
+    mean = 1 / np.average([1 / lengths.mean() for lengths, _ in read], weights=weights)
     return Pieces(
         shares,
         float(mean),
@@ -81,7 +87,10 @@ def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
 
 
 def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:
-    """Of the tokens of documents of these ``lengths`` [n], the share that parts of each length hold: [seq_length + 1]."""
+    """Return the share of tokens in parts of each length, [seq_length + 1].
+
+    ``lengths`` [n] are those of the documents.
+    """
     unit = int(np.gcd.reduce(lengths, initial=seq_length))
     sizes, most = lengths // unit, seq_length // unit
     documents = np.bincount(np.minimum(sizes, most), minlength=most + 1)
@@ -95,7 +104,10 @@ def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np
 
 
 def packed_shares(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:
-    """The same of sequences packed best-fit: padding is a part, too. A full sequence's last token, a label alone, counts as its part's."""
+    """Return the same shares as `shares_of` for sequences packed best-fit, with padding as a part.
+
+    The last token of a full sequence, which is only a label, counts as part of its document.
+    """
     before = cuts(lengths, seq_length)
     parts = np.bincount(lengths - before * seq_length, minlength=seq_length + 2)
     _, _, spaces = best_fit(parts.tolist(), seq_length + 1)
@@ -107,7 +119,10 @@ def packed_shares(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArra
 
 
 def _some(held: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
-    """All documents' lengths, or those of runs of documents all over the file, and how many there are."""
+    """Return documents' lengths and the number of all documents.
+
+    The lengths are all, or those of runs of documents spread over the file.
+    """
     if len(held) <= _DOCUMENTS:
         return held, len(held)
     begins = np.linspace(0, len(held) - _RUN, _DOCUMENTS // _RUN).astype(np.int64)

@@ -1,4 +1,7 @@
-"""Which documents a stage reads of a source: after those that earlier stages have read, until all are. No torch, no Megatron."""
+"""Choose the documents of a source that a stage reads.
+
+It reads those that earlier stages have left, until all are read. No torch, no Megatron.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,19 @@ import numpy.typing as npt
 def stage_documents(
     lengths: npt.NDArray[Any], needs: Sequence[int], seed: int
 ) -> npt.NDArray[np.int64]:
-    """The documents of the last of some stages, of which each takes the next ones until they have as many tokens as it ``needs``.
+    """Return the documents of the last stage.
 
-    lengths: tokens of each document of the source. They are taken in the seed's order, every pass over them in one of its own: none comes
-    again before all others have come.
+    Each stage takes the next documents until they have as many tokens as it ``needs``. Documents
+    are taken in random order, with a new order for every pass, so that no document repeats before
+    all others have been read.
+
+    lengths: tokens of each document of the source.
     """
     at, epoch, taken = 0, 0, list[npt.NDArray[np.int64]]()
 
     def shuffled() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        order = np.random.RandomState([seed, epoch]).permutation(
-            len(lengths)
-        )  # numpy's frozen generator
+        # RandomState is numpy's frozen generator.
+        order = np.random.RandomState([seed, epoch]).permutation(len(lengths))
         return order, lengths[order].cumsum(dtype=np.int64)
 
     order, ends = shuffled()

@@ -1,4 +1,7 @@
-"""Micro-batches on their way to the device: the next one is read and copied while the device still computes."""
+"""Copy micro-batches to the device.
+
+The next one is read and copied while the device still computes.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from pretrain.data.datasets import Batch
 
 
 class Staged:
-    """A stream's batches in their order. ``ahead`` has the next one ready early; it is used when it is asked for, and not before.
+    """Iterator over a stream's batches in their order; `ahead` prepares the next one early.
 
-    On a GPU its copies overlap with what is computed (`platform.Copies`).
+    On a GPU its copies overlap with the computation (`platform.Copies`).
     """
 
     def __init__(self, batches: Iterator[Batch]) -> None:
@@ -38,7 +41,11 @@ class Staged:
         return batch
 
     def ahead(self) -> None:
-        """Read the next batch and begin its copies. What goes wrong is told when the batch is asked for: until then all can be saved."""
+        """Read the next batch and begin its copies.
+
+        An error is raised only when the batch is requested, so that everything before it can be
+        saved.
+        """
         if self.waiting is None:
             try:
                 with self.copies.begun():
@@ -48,7 +55,7 @@ class Staged:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All, in whatever a batch is made of."""
+    """Yield all tensors in nested dicts, tuples, lists and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | tuple | list):

@@ -1,7 +1,8 @@
-"""Where the files of a source in a store lie here: ``CACHE/<its folder's hash>/``. A path stays what it is. No torch.
+"""Local copies of the files of sources in stores: ``CACHE/<hash of the source's folder>/``.
 
-The manifest, the tokenizer and the .idx are whole there. The .bin has holes: the blocks that a manifest's sample is of are in it, and those
-that `pretrain.data.store_client` has kept.
+No torch. A source with a local path is used directly. The manifest, the tokenizer and the .idx are
+copied completely. The .bin is a sparse file: it contains the blocks of the manifest's sample and
+those that `pretrain.data.store_client` has cached.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pretrain.config import RunConfig
 from pretrain.run_directory import run_directory
 
 CLIENT = "pretrain.data.store_client"
-_PATIENCE = 60.0  # seconds that a store has to answer at the start
+_PATIENCE = 60.0  # seconds within which a store must answer at the start
 
 
 def store_cache(config: RunConfig) -> Path:
-    """The folder of all that is kept of stores."""
+    """Return the folder of all local copies of files in stores."""
     return (
         Path(config.data.store_cache)
         if config.data.store_cache
@@ -31,7 +32,7 @@ def store_cache(config: RunConfig) -> Path:
 
 
 def local_prefix(prefix: str, cache: Path) -> str:
-    """The prefix by which the files of a source are opened."""
+    """Return the local path prefix by which the files of a source are opened."""
     if not is_url(prefix):
         return prefix
     folder, _, name = prefix.rpartition("/")
@@ -39,15 +40,18 @@ def local_prefix(prefix: str, cache: Path) -> str:
 
 
 def identity(prefix: str) -> str:
-    """What names a source wherever its files are kept: its URL, or its absolute path."""
+    """Return what identifies a source independently of its cache: its URL or absolute path."""
     return prefix if is_url(prefix) else os.path.abspath(prefix)
 
 
 def bring(config: RunConfig) -> None:
-    """Have the small files of all sources in stores here, and each .bin with its sample, as they are there now.
+    """Copy the small files of all sources in stores, and the sample of each .bin.
+
+    Outdated copies are replaced.
 
     Raises:
-        ConfigError: a place is none, has no such file, or is another's. StorageError: a store does not answer.
+        ConfigError: a location is invalid, lacks a file, or belongs to other data.
+        StorageError: a store does not answer.
     """
     named = [
         f"data.{split}.{number}.prefix={source.prefix}"

@@ -1,11 +1,13 @@
-"""``python -m pretrain.data.store_client bring|serve``: the client of the stores that a run's data lies in, a process beside it. No torch.
+"""``python -m pretrain.data.store_client bring|serve``: client process for data in stores.
 
-``bring CACHE PATIENCE KEY=URL...`` brings what is read before training: manifests, tokenizers, .idx files, a sample of each .bin.
-``serve CACHE PATIENCE BYTES URL...`` answers requests for ranges of the .bin files in their order, until its parent ends.
+``bring CACHE PATIENCE KEY=URL...`` copies the files that are read before training: manifests,
+tokenizers, .idx files, a sample of each .bin. ``serve CACHE PATIENCE BYTES URL...`` answers
+requests for ranges of the .bin files in their order, until its parent process ends. No torch.
 
-A .bin's blocks are kept at their place in a file with holes, beside a table of their hashes. A block counts where its hash is right, so
-that kills, damage and several writers need no lock. Which ones may be kept is fixed: with samples in random order any part of them saves
-as much as another of its size, and what is thrown out for newer ones saves nothing.
+A .bin's blocks are cached at their offset in a sparse file, with a table of their hashes in a
+second file. A block counts only if its hash is correct, so that kills, damage and several writers
+need no lock. The set of blocks that may be cached is fixed: with samples in random order any set
+saves as much as another of its size, and evicting blocks for newer ones saves no requests.
 """
 
 from __future__ import annotations
@@ -37,35 +39,45 @@ from pretrain.data.store_cache import CLIENT, local_prefix
 
 BLOCK = 1 << 16
 REQUEST = struct.Struct("<IQQ")  # number of the URL, offset, length
-ANSWER = struct.Struct("<?Q")  # whether it is the bytes (else what is wrong), length
+ANSWER = struct.Struct("<?Q")  # True: bytes follow, False: an error text; its length
 _HASH = 8
-_GOLDEN = 0x9E3779B97F4A7C15  # of 2**64
+_GOLDEN = 0x9E3779B97F4A7C15  # golden ratio, as a fraction of 2**64
 _AT_ONCE = 16
-_PIECE = 8 * 2**20  # bytes of an .idx at a time
+_PIECE = 8 * 2**20  # bytes of an .idx per request
 _KNOWN = "brought.json"
 _MANIFEST = "manifest.json"
+# Signals that only the rank handles.
 _IGNORED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGUSR2,
-)  # the rank's business
+)
 
 Answer = TypeVar("Answer")
 
 
 class Store:
-    """The folder of a source in a store. What fails is tried again for ``patience`` seconds; that is said once, and that it is over."""
+    """The folder of a source in a store.
+
+    A failing request is retried for ``patience`` seconds. The first failure and the recovery are
+    each logged once.
+    """
 
     def __init__(self, url: str, patience: float) -> None:
-        """Raises ConfigError (see `open_store`)."""
+        """Open the store. Raises ConfigError (see `open_store`)."""
         self.url, self.patience, self.folder = url, patience, url.rpartition("/")[0]
         self.fs, self.root, _ = open_store(self.folder)
         self.failing, self.lock = set[int](), threading.Lock()
 
     def insist(self, work: Callable[[], Answer]) -> Answer:
-        """What ``work`` gives. Raises StorageError: it fails for too long. ConfigError: the work's own."""
+        """Return the result of ``work``, with retries.
+
+        Raises:
+            StorageError: it still fails after ``patience`` seconds.
+            ConfigError: raised by ``work``.
+        """
         done, me, fault, end = list[Answer](), threading.get_ident(), "", 0.0
 
         def note(why: str | None) -> None:
@@ -94,21 +106,19 @@ class Store:
         return done[0]
 
     def fetch(self, name: str, start: int, end: int) -> bytes:
-        """Bytes of a file."""
+        """Return the bytes [start, end) of a file."""
 
         def work() -> bytes:
             content: bytes = self.fs.cat_file(f"{self.root}/{name}", start=start, end=end)
             if len(content) != end - start:
-                raise OSError(
-                    f"{len(content)} bytes of {name} came, where {end - start} were asked for"
-                )
+                raise OSError(f"received {len(content)} bytes of {name} instead of {end - start}")
             return content
 
         return self.insist(work)
 
 
 class Blocks:
-    """A .bin in a store, of which about ``allowed`` blocks may be kept here."""
+    """A .bin in a store, of which about ``allowed`` blocks may be cached locally."""
 
     def __init__(self, store: Store, local: str, allowed: int) -> None:
         self.store, self.name = store, f"{Path(local).name}.bin"
@@ -118,7 +128,10 @@ class Blocks:
         self.count, self.allowed = blocks_of(self.size), allowed
 
     def read(self, offset: int, length: int) -> bytes:
-        """A range, from here as far as it is here. Raises StorageError: the store does not answer."""
+        """Return a range, from cached blocks as far as possible.
+
+        Raises StorageError if the store does not answer.
+        """
         first, end = offset // BLOCK, offset + length
         span, missing, wanted = bytearray(), list[int](), list[list[int]]()
         for number in range(first, blocks_of(end)):
@@ -150,30 +163,38 @@ class Blocks:
         return content if xxhash.xxh3_64_digest(content) == mark else None
 
     def _keep(self, number: int, content: bytes) -> None:
-        with suppress(OSError):  # a full disk, or one that is read only: it is asked for again
+        with suppress(OSError):  # full or read-only disk: the block is requested again
             os.pwrite(self.held, content, number * BLOCK)
             os.pwrite(self.table, xxhash.xxh3_64_digest(content), number * _HASH)
 
 
 def blocks_of(size: int) -> int:
-    """How many blocks so many bytes are."""
+    """Return the number of blocks that ``size`` bytes need."""
     return -(-size // BLOCK)
 
 
 def may_keep(number: int, allowed: int, count: int) -> bool:
-    """Whether a block of so many is one of those allowed: they lie evenly (multiples of the golden ratio), and fewer are among more."""
+    """Return True if block ``number`` of ``count`` may be cached.
+
+    The allowed blocks are spread evenly (multiples of the golden ratio), and a smaller set is a
+    subset of a larger one.
+    """
     return number * _GOLDEN % 2**64 * count < allowed << 64
 
 
 def shares(sizes: Sequence[int], room: int) -> list[int]:
-    """How many blocks of each .bin may be kept in ``room`` bytes for all, what they cost besides (samples, tables) counted."""
+    """Return the number of blocks of each .bin that may be cached.
+
+    All files together may use ``room`` bytes. The space for samples and hash tables is subtracted
+    first.
+    """
     counts = [blocks_of(size) for size in sizes]
     spare = (room - len(sizes) * (SAMPLE_BLOCKS + 4) * BLOCK - sum(counts) * _HASH) // BLOCK
     return [min(count, count * max(spare, 0) // max(sum(counts), 1)) for count in counts]
 
 
 def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
-    """Answer what comes on stdin, on stdout. Does not return."""
+    """Answer requests from stdin on stdout. Does not return."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -182,7 +203,7 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
         ThreadPoolExecutor(_AT_ONCE),
         os.fdopen(os.dup(1), "wb"),
     )
-    os.dup2(2, 1)  # whatever else may be printed
+    os.dup2(2, 1)  # other output must not mix with the answers
     threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
     local = [local_prefix(url, cache) for url in urls]
     kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], room)
@@ -193,37 +214,37 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
     while request := sys.stdin.buffer.read(REQUEST.size):
         number, offset, length = REQUEST.unpack(request)
         answers.put(pool.submit(files[number].read, offset, length))
-    os._exit(0)  # nothing is lost with what is still under way
+    os._exit(0)  # unfinished requests are not needed
 
 
 def _end_with(parent: int) -> None:
-    """A writer that the rank has forked has its stdin's other end too."""
+    """End this process when its parent ends.
+
+    The end of stdin does not suffice, since a writer process forked by the rank also holds its
+    other end open.
+    """
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)
 
 
 def _answer(answers: SimpleQueue[Future[bytes]], out: BinaryIO) -> None:
+    """Write the answers to ``out`` in the order of the requests, until its reader closes."""
     with suppress(BrokenPipeError):
         while True:
             try:
                 right, content = True, answers.get().result()
             except Exception as error:
-                right, content = (
-                    False,
-                    (
-                        str(error)
-                        if isinstance(error, CommandError)
-                        else f"{type(error).__name__}: {error}"
-                    ).encode(),
-                )
+                known = isinstance(error, CommandError)
+                text = str(error) if known else f"{type(error).__name__}: {error}"
+                right, content = False, text.encode()
             out.write(ANSWER.pack(right, len(content)) + content)
             out.flush()
     os._exit(0)
 
 
 class Source:
-    """A source's files: what they are there, and what is known to be here."""
+    """The files of a source: their state in the store, and their local copies."""
 
     def __init__(self, key: str, url: str, cache: Path, patience: float) -> None:
         self.title, self.store, self.name = (
@@ -234,9 +255,15 @@ class Source:
         self.folder = Path(local_prefix(url, cache)).parent
 
     def bring(self) -> None:
-        """Bring what is not here as it is there. Raises ConfigError, StorageError."""
+        """Copy every file whose local copy is missing or outdated.
+
+        Raises ConfigError, StorageError.
+        """
         names = (_MANIFEST, f"{self.name}.idx", f"{self.name}.bin")
-        there = {name: self.store.insist(lambda name=name: self._look(name)) for name in names}  # type: ignore[misc]
+        there = {
+            name: self.store.insist(lambda name=name: self._look(name))  # type: ignore[misc]
+            for name in names
+        }
         make_folder(self.folder)
         if all(self._is_here(name, info) for name, info in there.items()):
             return
@@ -251,7 +278,7 @@ class Source:
                     write_whole(self.folder / _KNOWN, json.dumps(known, indent=1))
 
     def _look(self, name: str) -> Mapping[str, Any]:
-        """What the store says of a file; nothing of a manifest that is not there."""
+        """Return the store's information about a file; {} for a missing manifest."""
         try:
             info: Mapping[str, Any] = self.store.fs.info(f"{self.store.root}/{name}")
         except Exception as error:
@@ -264,7 +291,7 @@ class Source:
         return info
 
     def _known(self) -> dict[str, str]:
-        """File -> its mark when it was brought; of a .bin the digest of its sample too."""
+        """Return file -> its mark when it was copied; for a .bin also the digest of its sample."""
         with suppress(OSError, ValueError):
             known = json.loads((self.folder / _KNOWN).read_text())
             return known if isinstance(known, dict) else {}
@@ -277,14 +304,18 @@ class Source:
         )
 
     def _is_the_same(self, name: str, info: Mapping[str, Any]) -> bool:
-        """Whether what was brought once is what is there now, by its mark and size."""
+        """Return True if the local copy's mark and size match the store's file."""
         file = self.folder / name
         return self._known().get(name) == _mark(info) and (
             file.stat().st_size if file.is_file() else None
         ) == info.get("size")
 
     def _fetch(self, name: str, info: Mapping[str, Any]) -> None:
-        """A file whole; of a .bin its sample among holes, or in the .bin that is here where no more than that is damaged."""
+        """Copy a file completely; of a .bin only the sample, with holes for the rest.
+
+        If only the sample of an existing .bin is damaged, it is repaired in place, so that its
+        cached blocks remain.
+        """
         file, is_bin, size = self.folder / name, name.endswith(".bin"), info.get("size")
         if size is None:
             file.unlink(missing_ok=True)
@@ -298,7 +329,8 @@ class Source:
             recorded = manifest.splits.get(self.name, {}).get("idx_sha256") if manifest else None
             if recorded not in (None, sha256(target)):
                 raise ConfigError(
-                    f"{self.title}: its .idx is not the one that the {_MANIFEST} beside it records; upload both again"
+                    f"{self.title}: its .idx is not the one that the {_MANIFEST} next to it "
+                    "records; upload both again"
                 )
         if not kept:
             Path(f"{file}.blocks").unlink(missing_ok=True)
@@ -310,7 +342,7 @@ class Source:
         manifest = read_manifest(self.folder / _MANIFEST)
         path = PurePosixPath(manifest.tokenizer["path"] if manifest else "/")
         if path.is_absolute() or ".." in path.parts:
-            return  # another place's
+            return  # not below the source folder
 
         def listed() -> list[dict[str, Any]]:
             with suppress(FileNotFoundError):
@@ -326,7 +358,7 @@ class Source:
             self._fetch(f"{path}/{Path(entry['name']).name}", entry)
 
     def _write(self, name: str, target: Path, size: int, parts: Sequence[tuple[int, int]]) -> None:
-        """These parts of a file, the rest holes."""
+        """Fetch these ranges of a file and write them to ``target``, with holes for the rest."""
         quiet = os.environ.get("LOCAL_RANK", "0") != "0"
         title = f"{self.store.folder}/{name}"
         progress = Progress(
@@ -347,12 +379,15 @@ class Source:
 
 
 def _mark(info: Mapping[str, Any]) -> str:
-    """What the store says of a file, which is another thing when it is replaced."""
+    """Return a hash of the store's information about a file.
+
+    It changes when the file is replaced.
+    """
     return hashlib.sha256(str(sorted(info.items())).encode()).hexdigest()[:16]
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the command and return the exit code."""
     verb, cache, patience, *rest = words
 
     def work() -> None:

@@ -1,4 +1,7 @@
-"""Ranges of .bin files in stores, for one rank: asked of `pretrain.data.store_client` ahead of their use. No torch."""
+"""Read ranges of .bin files in object stores, for one rank, ahead of their use. No torch.
+
+The ranges are requested from the process `pretrain.data.store_client`.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,14 @@ from pretrain.data.store_cache import CLIENT, local_prefix, store_cache
 from pretrain.data.store_client import ANSWER, REQUEST
 
 Range = tuple[int, int, int]  # number of the URL, offset, length
-_PATIENCE = 600.0  # seconds that a range is tried for
+_PATIENCE = 600.0  # seconds for which a range is retried
 
 
 class StoreReader:
-    """The client's process, which starts with the first request, and what it was asked for; for one thread."""
+    """The client process, which starts with the first request, and the outstanding requests.
+
+    For use by one thread.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         sources = (*config.data.train, *config.data.valid)
@@ -31,17 +37,20 @@ class StoreReader:
         )
         self.cache, self.room = store_cache(config), int(config.data.store_cache_gb * 1e9)
         self.process: subprocess.Popen[bytes] | None = None
-        self.asked = dict[Range, bytes | None]()  # None: it has not come yet
-        self.line = deque[Range]()  # in which they come
+        self.asked = dict[Range, bytes | None]()  # None: requested, not received yet
+        self.line = deque[Range]()  # order of the answers
         self.planned: list[Range] | None = None
 
     def local(self, url: str) -> str:
-        """The prefix by which its files are opened."""
+        """Return the local path prefix by which the files of ``url`` are opened."""
         return local_prefix(url, self.cache)
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """What is read meanwhile is zeros, and at the end it is asked for."""
+        """Context in which `read` returns zeros and records the ranges.
+
+        They are requested when the context ends.
+        """
         planned = self.planned = list[Range]()
         try:
             yield
@@ -50,7 +59,10 @@ class StoreReader:
         self._ask(planned)
 
     def read(self, wanted: Range) -> bytes:
-        """A range, best in the order in which it was planned. Raises StorageError: the store does not answer."""
+        """Return the bytes of a range. Raises StorageError if the store does not answer.
+
+        Reading is fastest in the order in which the ranges were planned.
+        """
         if self.planned is not None:
             self.planned.append(wanted)
             return bytes(wanted[2])
@@ -65,7 +77,7 @@ class StoreReader:
         return content
 
     def close(self) -> None:
-        """End the process, whatever it still does."""
+        """Kill the client process."""
         if self.process is not None:
             with self.process as process:
                 process.kill()
@@ -76,7 +88,7 @@ class StoreReader:
             return
         if self.process is None:
             command = beside.command(CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls)
-            # A session of its own: Ctrl-C at the training's terminal is not for it.
+            # A separate process session: Ctrl-C at the training's terminal does not reach it.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -107,13 +119,16 @@ class StoreReader:
 
 
 class StoredFile:
-    """What megatron-core's IndexedDataset wants of a .bin."""
+    """A .bin file in a store, with the interface that megatron-core's IndexedDataset requires."""
 
     def __init__(self, reader: StoreReader, url: str) -> None:
         self.reader, self.number = reader, reader.urls.index(url)
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
-        """[count] items from a place in bytes on. Raises StorageError (see `StoreReader.read`)."""
+        """Return ``count`` items [count] from byte ``offset`` on.
+
+        Raises StorageError (see `StoreReader.read`).
+        """
         length = int(count) * np.dtype(dtype).itemsize
         return np.frombuffer(
             self.reader.read((self.number, int(offset), length)) if length else b"", dtype

@@ -1,4 +1,7 @@
-"""Engines: who owns gradients, optimizer and the parallel schedule. The trainer knows this interface and no engine's insides."""
+"""Engines: the owners of gradients, optimizer and parallel schedule.
+
+The trainer uses only the interface defined in this module.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
+if TYPE_CHECKING:
+    # The configuration's checks import this package and need no torch.
     from fem_megatron.megatron.fp8 import Delayed
     from pretrain.data.datasets import Batch
     from pretrain.engines.sharding import Held
@@ -15,45 +19,48 @@ if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, equal on every rank."""
+    """Results of one optimizer step, equal on every rank."""
 
     loss: float  # mean over the step's tokens, nats
     grad_norm: float  # global, before clipping
     lr: float
-    skipped: bool  # loss or gradient was not finite, or unwanted: nothing was updated
-    times: StepTimes | None = None  # this rank's, where they were asked for
-    beside: list[float] = field(
-        default_factory=list
-    )  # sums over the ranks of what was to be summed beside the loss
+    skipped: bool  # not updated: loss or gradient was not finite, or the step was unwanted
+    times: StepTimes | None = None  # this rank's times, if requested
+    # Sums over the ranks of the additional numbers.
+    beside: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where a step's time went on one rank, in seconds."""
+    """Times of a step on one rank, in seconds."""
 
-    busy: float  # forward and backward passes, up to the moment when the gradients of all ranks are needed
-    waiting: float  # reducing the gradients: waiting for the other ranks, and the transfer
+    # Forward and backward passes, until the gradients of all ranks are needed.
+    busy: float
+    # Reduction of the gradients: waiting for the other ranks, and the transfer.
+    waiting: float
 
 
 Beside = Callable[[], Iterable[float]]
 Unwanted = Callable[[float, float], bool]
-"""A step's loss and gradient norm, both finite -> whether it is to update nothing; the same on every rank."""
+"""True if a step's loss and gradient norm, both finite, forbid its update; equal on every rank."""
 AroundUpdate = Callable[[Callable[[], "Iterable[Held]"]], AbstractContextManager[None]]
-"""What an engine puts around an update of what it can be asked for: this rank's parts of the parameters, in the same order every time."""
+"""Context around an update. Its argument returns this rank's parts of the parameters, ordered."""
 
 
 @contextmanager
 def unobserved(parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
-    """An `AroundUpdate` that does nothing."""
+    """Run the block without observing the update: the default `AroundUpdate`."""
     yield
 
 
 class Engine(Protocol):
     """A model, its optimizer and its layout.
 
-    around_update: put around every update, the gradients of all ranks summed (`unobserved`: nothing is). DeepSpeed updates one group of
-    parameters after another, each an update of its own here, and nothing where the gradient is not finite.
-    scales: what maps of 8-bit floats remember of earlier steps, which checkpoints have beside ``sharded_state`` (train.fp8=delayed).
+    around_update: context manager around every update, entered when the gradients of all ranks are
+    summed (default: `unobserved`). DeepSpeed updates one group of parameters after another, so it
+    enters once per group, and not if the gradient is not finite. scales: scaling history of the
+    8-bit maps from earlier steps, stored in checkpoints next to ``sharded_state``
+    (train.fp8=delayed).
     """
 
     around_update: AroundUpdate
@@ -68,27 +75,42 @@ class Engine(Protocol):
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``.
+        """Take one optimizer step over ``global_batch_size`` sequences.
 
-        ``timed``: tell this rank's times, too; that waits for the device and changes no number. ``beside``: asked once
-        for numbers that are summed over the ranks in the loss's all-reduce: before the update, but after it under DeepSpeed without
-        ``unwanted``.
+        The learning rate is the schedule's at ``samples_after``. ``timed``: also return this rank's
+        times, which waits for the device and changes no number. ``unwanted``: decides by loss and
+        gradient norm if the update is skipped. The remaining callable returns additional numbers,
+        which are summed over the ranks in the loss's all-reduce. It is called once, before the
+        update, except under DeepSpeed without ``unwanted``, which calls it afterwards.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
-        """Mean loss over ``global_batches`` global batches, nats a token; no gradients."""
+        """Return the mean loss over ``global_batches`` global batches in nats per token.
+
+        Computes no gradients.
+        """
 
     @property
     def models(self) -> list[Any]:
-        """This rank's bare model chunks."""
+        """This rank's model chunks without wrappers."""
 
     def sharded_state(self) -> dict[str, Any]:
-        """Model and optimizer as megatron.core.dist_checkpointing's sharded tensors: the same names and shapes from every engine."""
+        """Return model and optimizer as megatron.core.dist_checkpointing's sharded tensors.
+
+        All engines use the same names and shapes.
+        """
 
     def restore(
         self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False
     ) -> None:
-        """Take over a checkpoint; ``read`` gives a dictionary of sharded tensors back with their values, as often as it is called."""
+        """Load a checkpoint.
+
+        ``read`` returns a dictionary of sharded tensors with their values, and may be called
+        repeatedly.
+        """
 
     def close(self) -> None:
-        """After the last use: gives up what would keep the model, and with it its process groups and their threads, alive."""
+        """Release what keeps the model, and with it its process groups and their threads, alive.
+
+        Call it after the last use.
+        """

@@ -1,4 +1,8 @@
-"""What every engine is built from: process groups, the model's layout, groups of parameters, learning rates; and a step's mean loss."""
+"""Parts common to all engines.
+
+They are process groups, the model's layout, groups of parameters, learning rates, and a step's mean
+loss.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,17 @@ Overrides = dict[ParamKey, ParamGroupOverride]
 
 
 def initialize_distributed(config: RunConfig) -> None:
-    """The default process group for the run's layout; see `platform.initialize_distributed`."""
+    """Create the run's default process group; see `platform.initialize_distributed`."""
     layout = config.parallel
     split = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
     platform.initialize_distributed(layout.collective_timeout_minutes, in_order=split)
 
 
 def initialize_model_parallel(config: RunConfig) -> None:
-    """Megatron's process groups and random states for the run's layout; after the default group exists."""
+    """Create Megatron's process groups and random states for the run's layout.
+
+    Requires the default process group.
+    """
     layout = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -48,27 +55,29 @@ def initialize_model_parallel(config: RunConfig) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Megatron's process groups, taken away with their threads: gloo has some fifty for a layout, which wake a hundred times a second.
+    """Destroy Megatron's process groups with their threads.
 
-    Megatron's own function forgets most of the groups, and torch keeps them until the default group goes.
+    gloo has about fifty threads for a layout, each waking a hundred times per second. Megatron's
+    own function drops most of the groups without destroying them, and torch keeps them until the
+    default group is destroyed.
     """
     groups = [
         group for group in parallel_state._global_process_group_list or [] if group is not None
     ]
     parallel_state.destroy_model_parallel()
     for group in groups:
-        with suppress(ValueError):  # Megatron has destroyed three of them
+        with suppress(ValueError):  # Megatron has already destroyed three of them
             torch.distributed.destroy_process_group(group)
 
 
 def model_layout(config: RunConfig) -> fem_model.Layout:
-    """The part of the run's configuration that shapes the built model."""
+    """Return the part of the run's configuration that shapes the model."""
     return fem_model.Layout(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
-        # Documents that are read apart are read by whole heads.
+        # Separate documents need all tokens of a head on one rank.
         context_parallel_kind="all_to_all"
         if config.data.documents == "separate"
         else config.parallel.context_parallel_kind,
@@ -84,7 +93,10 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
 
 
 def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | None:
-    """What this rank's maps remember where train.fp8 is delayed; shared by the ranks of its pipeline stage."""
+    """Return the scaling history of this rank's 8-bit maps if train.fp8 is delayed, else None.
+
+    The history is shared by the ranks of its pipeline stage.
+    """
     if config.train.fp8 != "delayed":
         return None
     named = [
@@ -104,7 +116,7 @@ def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | N
 
 
 def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """AdamW as Megatron's optimizers and its parameter groups want it told."""
+    """Return the AdamW settings in the form that Megatron's optimizers require."""
     ours, bf16 = config.optimizer, config.train.precision == "bf16"
     return MegatronOptimizerConfig(
         optimizer="adam",
@@ -125,11 +137,12 @@ def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
 def fuse(optimizer: Any) -> None:
     """Make torch's AdamW fused: one pass over weights, gradients and moments, without temporaries.
 
-    Without Transformer Engine and apex, Megatron builds it with torch's default (optimizer/__init__.py:389, 0.16.1), which
-    reads and writes about three times as much; their own FusedAdam is left as it is. The fused form reads each
-    parameter's step on the parameter's device, so a step that was loaded to another one moves there.
+    Without Transformer Engine and apex, Megatron builds it with torch's default
+    (optimizer/__init__.py:389, 0.16.1), which reads and writes about three times as much. The
+    FusedAdam of those packages remains unchanged. The fused form reads each parameter's step on the
+    parameter's device, so a step that was loaded to another device is moved.
     """
-    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         return
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings["fused"] = True
@@ -138,12 +151,13 @@ def fuse(optimizer: Any) -> None:
             state["step"] = state["step"].to(parameter.device)
 
 
-# A checkpoint of the plain optimizer's knows a group by four keys, of which this one means nothing else here.
+# A checkpoint of the plain optimizer identifies a group by four keys. ``is_decoupled_lr`` is one of
+# them, and this code has no other use for it.
 MUON: Any = {"muon": True, "is_decoupled_lr": True}
 
 
 def is_muons(parameter: torch.nn.Parameter) -> bool:
-    """Whether Muon updates the parameter, where it is the optimizer."""
+    """Return True if Muon, when it is the optimizer, updates the parameter."""
     spec: Weight = parameter.spec  # type: ignore[attr-defined]
     return spec.orthogonal
 
@@ -154,10 +168,12 @@ def group_overrides(
     settings: MegatronOptimizerConfig,
     muon: bool,
 ) -> Overrides:
-    """What departs from the settings, a group of parameters each: what is not decayed, what is Muon's, and muP's rates for the rest.
+    """Return the settings that differ per group of parameters.
 
-    The scheduler reads a group's max_lr and min_lr and its wd_mult; a checkpoint knows a group by its wd_mult and lr_mult. All ranks must
-    name the same groups, which Megatron sees to: one that holds none of a group's parameters has it empty.
+    They are those without weight decay, Muon's, and muP's learning rates for the rest. The
+    scheduler reads a group's max_lr, min_lr and wd_mult; a checkpoint identifies a group by its
+    wd_mult and lr_mult. All ranks must name the same groups. Megatron ensures this: a rank without
+    parameters of a group has it empty.
     """
     undecayed = ParamPredicate("not decayed", lambda parameter: not parameter.spec.decayed)
     overrides: Overrides = {ParamKey(predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
@@ -192,7 +208,12 @@ def _key(what: str, exponent: float, muon: bool, *, decayed: bool) -> ParamKey:
 
 
 def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Parameter) -> bool:
-    """Whether the parameter learns by this power of m, unless it is ``muon``'s; ``decayed``: and is decayed."""
+    """Return True if the parameter's learning rate scales with this power of m.
+
+    If ``muon``, the parameters that Muon updates do not match.
+
+    decayed: only parameters with weight decay match.
+    """
     spec: Weight = parameter.spec  # type: ignore[attr-defined]
     return (
         spec.scaling.lr == exponent
@@ -202,7 +223,7 @@ def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Par
 
 
 class LearningRates:
-    """The schedule over an optimizer's groups, each with its own peak and floor."""
+    """The learning rate schedule over an optimizer's groups, each with its own peak and floor."""
 
     def __init__(self, config: RunConfig, schedule: Schedule, optimizer: Any) -> None:
         ours = config.optimizer
@@ -224,20 +245,29 @@ class LearningRates:
         )
 
     def set(self, samples: int) -> float:
-        """Give every group its rate after ``samples`` sequences; returns the schedule's own: muP's groups have others beside it."""
+        """Set every group's learning rate for position ``samples``, and return the schedule's own.
+
+        muP's groups multiply that rate.
+        """
         self.scheduler.num_steps = self.schedule.rate_position(samples)
         self.scheduler.step(0)
         return max(group["lr"] for group in self.optimizer.param_groups if group["lr_mult"] == 1.0)
 
 
 def summed_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the losses over the tokens that count, their number); ``losses`` [b, s], or their sum already (train.loss_chunk)."""
+    """Return (sum of the losses over the tokens that count, their number).
+
+    ``losses`` is [b, s], or already their sum (train.loss_chunk).
+    """
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum() if losses.ndim else losses, mask.sum()
 
 
 def poisoned(total: torch.Tensor) -> torch.Tensor:
-    """A summed loss that, where it is not finite, makes its rank's gradients NaN, and the norm of all ranks' with them."""
+    """Return a summed loss whose gradients are NaN if it is not finite.
+
+    The gradients' norm over all ranks is then NaN too.
+    """
     return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
 
 
@@ -246,11 +276,15 @@ def summed_over_ranks(
     beside: Iterable[float] = (),
     squares: torch.Tensor | float = 0.0,
 ) -> tuple[float, float, list[float]]:
-    """What a step tells, in one all-reduce and one wait of the host: (mean loss, gradient norm, sums of ``beside``), alike on each rank.
+    """Reduce a step's results in one all-reduce with one wait of the host.
 
-    The mean is over the tokens of all ranks, from this rank's reports ``[sum, tokens]``; the pipeline's last stage has them. Its
-    tensor-parallel ranks know the same loss: one of them speaks. squares: this rank's part of the gradient's squared norm. Without a token
-    that counts, loss and norm are NaN, so that the step is skipped: a mean over nothing has no gradient.
+    The results are equal on each rank.
+
+    Returns (mean loss, gradient norm, sums of the additional numbers). The mean is over the tokens
+    of all ranks, from this rank's reports ``[sum, tokens]``, which the pipeline's last stage has.
+    Its tensor-parallel ranks have the same loss, so only the first contributes it. squares: this
+    rank's part of the gradient's squared norm. If no token counts, loss and norm are NaN, so that
+    the step is skipped.
     """
     total = torch.zeros(2, dtype=torch.float64, device=platform.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:

@@ -1,7 +1,9 @@
-"""DeepSpeed's ZeRO over a Megatron-core model: stages 0 to 3, offload, tensor and sequence parallelism; no pipeline.
+"""DeepSpeed's ZeRO over a Megatron-core model.
 
-DeepSpeed owns gradients, their reduction, clipping and the update. What stays Megatron's or ours: the model and its tensor parallelism, the
-groups of parameters, the learning rate, and the checkpoint, which is the Megatron engine's own (``zero_state``).
+Supports stages 0 to 3, offload, tensor and sequence parallelism, but no pipeline. DeepSpeed owns
+gradients, their reduction, clipping and the update. Megatron or this code owns the rest: the model
+and its tensor parallelism, the groups of parameters, the learning rate, and the checkpoint, which
+has the Megatron engine's format (``zero_state``).
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ from pretrain.schedule import Schedule
 
 
 class MegatronGroups:
-    """Megatron's process groups as DeepSpeed asks a "model parallel unit" for them; its ZeRO group is the data-parallel one."""
+    """Megatron's process groups with the interface of DeepSpeed's "model parallel unit".
+
+    Its ZeRO group is the data-parallel one.
+    """
 
     get_tensor_model_parallel_group = get_model_parallel_group = staticmethod(
         parallel_state.get_tensor_model_parallel_group
@@ -59,17 +64,17 @@ class MegatronGroups:
 
     @staticmethod
     def get_data_parallel_group() -> torch.distributed.ProcessGroup:
-        """Over it gradients are averaged and ZeRO splits."""
+        """Return the group over which gradients are averaged and ZeRO shards."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @staticmethod
     def get_data_parallel_world_size() -> int:
-        """Its size."""
+        """Return the size of the data-parallel group."""
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
     @staticmethod
     def get_data_parallel_rank() -> int:
-        """This process in it."""
+        """Return this process's rank in the data-parallel group."""
         return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
 
@@ -108,11 +113,14 @@ class DeepSpeedEngine:
         for line in told:
             say(line)
         if not deepspeed.comm.is_initialized():
-            # Its shared-memory collectives for CPUs serve inference; they would be compiled here, and their ranks wait by spinning.
+            # DeepSpeed's shared-memory collectives for CPUs serve inference. They would be compiled
+            # at this point, and their ranks wait by spinning.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
         self.alone = "LOCAL_RANK" not in os.environ
-        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed insists on, here and in steps
+        os.environ.setdefault(
+            "LOCAL_RANK", "0"
+        )  # DeepSpeed reads it at initialization and in steps
         try:
             self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
         except ConfigError:
@@ -123,8 +131,8 @@ class DeepSpeedEngine:
         self.state = ZeroState(self.engine, weights)
         self.state.connect(config.model)
         self.rates = LearningRates(config, schedule, self.engine.optimizer)
-        self.norm, self.unwanted = math.nan, False  # what `_skips` found of the last step
-        self.judge: Callable[[float], bool] | None = None  # of this step's norm
+        self.norm, self.unwanted = math.nan, False  # results of `_skips` for the last step
+        self.judge: Callable[[float], bool] | None = None  # decision by this step's norm
         if config.engine.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip
         elif config.train.on_spike != "none":
@@ -132,7 +140,7 @@ class DeepSpeedEngine:
 
     @property
     def models(self) -> list[GPTModel]:
-        """This rank's bare model."""
+        """This rank's model without wrappers."""
         return [self.model]
 
     def train_step(
@@ -144,9 +152,11 @@ class DeepSpeedEngine:
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank.
+        """Take one optimizer step.
 
-        ``unwanted`` needs ``train.on_spike``: it is asked within DeepSpeed's step, between the gradient's norm and the update.
+        A non-finite loss or gradient on any rank skips the update on every rank. ``unwanted`` needs
+        ``train.on_spike``: it is called within DeepSpeed's step, between the gradient's norm and
+        the update.
         """
         lr = self.rates.set(samples_after)
         step = list(itertools.islice(batches, self.micro_batches))
@@ -186,7 +196,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
-        """Mean loss in nats a token over ``global_batches`` global batches."""
+        """Return the mean loss in nats per token over ``global_batches`` global batches."""
         self.engine.eval()
         reports = [
             torch.stack(self._forward(batch))
@@ -196,27 +206,30 @@ class DeepSpeedEngine:
         return summed_over_ranks(reports)[0]
 
     def sharded_state(self) -> dict[str, Any]:
-        """What the Megatron engine would write of the same weights and moments."""
+        """Return the tensors that the Megatron engine would write for the same state."""
         return self.state.saved()
 
     def restore(self, read: Read, *, model_only: bool = False) -> None:
-        """Weights and optimizer from a checkpoint of either engine, at any layout."""
+        """Load weights and optimizer from a checkpoint of either engine, at any layout."""
         self.state.restore(read, model_only=model_only)
 
     def close(self) -> None:
-        """Takes DeepSpeed's hooks off the model."""
+        """Remove DeepSpeed's hooks from the model."""
         self.engine.destroy()
         if self.config.engine.zero_stage == 3:
             _forget(self.model)
         self._leave_environment()
 
     def _leave_environment(self) -> None:
-        """As it was: other libraries of this process take LOCAL_RANK for a launcher's."""
+        """Remove LOCAL_RANK if this engine has set it.
+
+        Other libraries of this process would conclude from it that a launcher runs them.
+        """
         if self.alone:
             os.environ.pop("LOCAL_RANK", None)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """AdamW or Muon over Megatron's own groups of parameters."""
+        """Return AdamW or Muon over Megatron's own groups of parameters."""
         settings, offload = optimizer_settings(self.config), self.config.engine.offload_optimizer
         muon = self.config.optimizer.name == "muon"
         overrides = group_overrides(
@@ -253,13 +266,19 @@ class DeepSpeedEngine:
         return total, tokens.to(total.dtype)
 
     def _loss_scale(self, step: list[Batch]) -> torch.Tensor:
-        """The factor of a micro-batch's summed loss: DeepSpeed averages over micro-batches and ranks, a step means over tokens."""
+        """Return the factor of a micro-batch's summed loss that gives a step's mean over tokens.
+
+        DeepSpeed itself takes the mean over micro-batches and ranks.
+        """
         tokens = torch.stack([batch["loss_mask"].sum() for batch in step]).sum().double()
         torch.distributed.all_reduce(tokens, group=MegatronGroups.get_data_parallel_group())
         return (self.data_parallel * self.micro_batches / tokens).float()
 
     def _grad_norm(self) -> torch.Tensor | float:
-        """In float64: its square is exact, and so is the root of that."""
+        """Return the gradient's norm in float64.
+
+        Its square, and the root of that square, are exact in float64.
+        """
         if self.config.engine.zero_stage == 0:
             return self.norm
         if self.engine.optimizer.overflow:
@@ -269,7 +288,10 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _updates_looked_at(self) -> Iterator[None]:
-        """Puts ``around_update`` around each step of the optimizer inside DeepSpeed's, which has clipped the gradients by then."""
+        """Enter ``around_update`` around each step of the inner optimizer.
+
+        DeepSpeed has clipped the gradients by then.
+        """
         if self.around_update is unobserved:
             yield
             return
@@ -287,7 +309,7 @@ class DeepSpeedEngine:
             del adam.step
 
     def _clipped(self) -> float:
-        """What DeepSpeed has multiplied this step's gradients by."""
+        """Return the factor by which DeepSpeed has multiplied this step's gradients."""
         limit = self.engine.gradient_clipping()
         norm = (
             self.norm
@@ -297,7 +319,10 @@ class DeepSpeedEngine:
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
     def _clip(self) -> None:
-        """Stage 0: DeepSpeed clips there without telling the norm. A step that is not finite has no gradient left to update by."""
+        """Clip the gradients of stage 0 and record their norm.
+
+        DeepSpeed's own clipping does not return it. A skipped step gets no gradient to update by.
+        """
         from deepspeed.runtime.utils import clip_grad_norm_
 
         limit = self.engine.gradient_clipping()
@@ -308,7 +333,10 @@ class DeepSpeedEngine:
             self.engine.zero_grad()
 
     def _skips(self, norm: float) -> bool:
-        """Whether a step with this norm is to update nothing. DeepSpeed's own word for one that is not finite is -1."""
+        """Record this step's norm and return True if the step must not update.
+
+        DeepSpeed reports a non-finite norm as -1.
+        """
         self.norm = norm if norm >= 0 else math.nan
         finite = math.isfinite(self.norm)
         self.unwanted = bool(finite and self.judge and self.judge(norm))
@@ -316,7 +344,11 @@ class DeepSpeedEngine:
 
     @staticmethod
     def _times(started: platform.Moment) -> StepTimes:
-        """From the step's start to here, and the wait for the others: by its end the ranks have met in many reductions."""
+        """Return the time since the step's start, and the time that this rank now waits for others.
+
+        Called after the first forward pass, since the ranks synchronize in many reductions later in
+        the step.
+        """
         ready = platform.Moment()
         torch.distributed.barrier()
         return StepTimes(
@@ -327,12 +359,14 @@ class DeepSpeedEngine:
 def _initialized(
     deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, settings: dict[str, Any]
 ) -> Any:
+    """Return DeepSpeed's engine. Raises ConfigError if DeepSpeed refuses the settings."""
     split = [
         parameter
         for parameter in model.parameters()
         if getattr(parameter, "tensor_model_parallel", False)
     ]
-    # Its gradient norm counts what is not marked once, on the first tensor-parallel rank.
+    # DeepSpeed's gradient norm counts parameters without the mark once, on the first tensor-
+    # parallel rank.
     assert split or MegatronGroups.get_tensor_model_parallel_world_size() == 1
     try:
         engine, _, _, _ = deepspeed.initialize(
@@ -345,7 +379,8 @@ def _initialized(
     except (
         ValueError,
         AssertionError,
-    ) as error:  # pydantic's among them: a key or value that DeepSpeed does not take
+    ) as error:
+        # includes pydantic errors for a key or value that DeepSpeed refuses
         raise ConfigError(
             f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}"
         ) from None
@@ -353,9 +388,11 @@ def _initialized(
 
 
 def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
-    """Let ``skips`` decide by the gradient's norm about every step of a ZeRO optimizer, which skips by itself where that is infinite.
+    """Call ``skips`` with the gradient's norm before every step of a ZeRO optimizer.
 
-    Each of its three kinds comes to the norm in its own way; all ranks of all its groups have it by then.
+    True replaces the norm by infinity, which skips the step. Each of the three kinds of ZeRO
+    optimizer computes the norm in another function. All ranks of all its groups have the norm by
+    then.
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 
@@ -376,7 +413,8 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
             return [torch.full_like(whole, math.inf)] if skips(float(whole)) else found
 
         optimizer._get_norm_groups = judged_groups
-    else:  # stage 1 in bf16, which tells nobody its norm before it clips: it is computed twice
+    else:
+        # Stage 1 in bf16 does not return its norm before it clips, so the norm is computed twice.
         gradients = optimizer.get_grads_for_norm
 
         def judged_gradients(for_clipping: bool = False) -> Any:
@@ -395,7 +433,10 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
 
 
 def _forget(model: GPTModel) -> None:
-    """Out of what ZeRO-3 has for a whole process: a stack of modules and a cache, by which a model outlives its engine."""
+    """Remove the model from ZeRO-3's process-wide module stack and cache.
+
+    They would keep it alive after its engine.
+    """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -407,9 +448,11 @@ def _forget(model: GPTModel) -> None:
 
 
 def _gather_updates_whole(model: GPTModel) -> None:
-    """ZeRO-3 gathers a module's own parameters around its own call; a mixer or an MLP may read its parts' weights itself, and later.
+    """Register weights that a mixer or an MLP reads outside their module's call with ZeRO-3.
 
-    In the backward pass only tensors that a module returned tell when: CEM's preconditioner returns a function.
+    They belong to its submodules, or are read later than its own call. ZeRO-3 gathers a module's
+    own parameters only around its own call. In the backward pass it is triggered only by tensors
+    that a module returned, and CEM's preconditioner returns a function.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -422,9 +465,11 @@ def _gather_updates_whole(model: GPTModel) -> None:
 
 
 def _sum_over_sequence_slices(model: GPTModel) -> None:
-    """Under sequence parallelism each rank has the gradient of its slice alone where a weight works on slices: norms, mostly.
+    """Sum the gradients of weights that work on sequence slices over the tensor-parallel ranks.
 
-    Megatron sums these after the backward pass; DeepSpeed has split and reduced them by then, so each is summed as it comes.
+    These weights are mostly norms. Under sequence parallelism each rank has the gradient of its
+    slice alone. Megatron sums these after the backward pass. DeepSpeed has sharded and reduced them
+    by then, so each gradient is summed when it is computed.
     """
     group = parallel_state.get_tensor_model_parallel_group()
 

@@ -1,10 +1,13 @@
-"""What DeepSpeed compiles for itself, where, and in which state that is: told before a run fails by it or waits for it for ever.
+"""DeepSpeed's compiled operations: their folder, their state, and checks of both.
 
-Of DeepSpeed's C++ operations ("ops") training needs one, ``cpu_adam``, where the optimizer is offloaded. It is not CUDA: it asks for a C++
-compiler, no nvcc. torch.utils.cpp_extension compiles it at its first use into ``$TORCH_EXTENSIONS_DIR/<op>``, for this very CPU
-(-march=native). Compiled or not, every start then runs ninja there and holds the file ``lock`` meanwhile, open as long as its owner lives
-(torch.utils.file_baton). A process that is killed then leaves the file, and whoever comes later waits until it is gone. This file itself
-imports no torch and no DeepSpeed.
+The checks run before a run fails or waits forever because of them.
+
+Of DeepSpeed's C++ operations ("ops") training needs one, ``cpu_adam``, if the optimizer is
+offloaded. It is not CUDA: it needs a C++ compiler, no nvcc. torch.utils.cpp_extension compiles it
+at its first use into ``$TORCH_EXTENSIONS_DIR/<op>``, for this exact CPU (-march=native). Compiled
+or not, every start then runs ninja in that folder and meanwhile holds the file ``lock``, which is
+open as long as its owner lives (torch.utils.file_baton). A killed process leaves the file, and
+every later process waits until it is gone. This module imports no torch and no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,18 +34,22 @@ from typing import Literal
 
 from fem_common.signals import signal_name
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> the class that DeepSpeed builds it with
-QUIET_SECONDS = 1800.0  # either compiles in minutes even on two busy cores, and each file that is done changes the folder
+BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> class of DeepSpeed's that builds it
+# An op compiles in minutes even on two busy cores, and each finished file changes the folder.
+QUIET_SECONDS = 1800.0
 FIX, BUILD = "python -m launch doctor --fix", "python -m launch doctor --build"
 INSTALL = "python -m pip install -c constraints.txt -e .[deepspeed]"
 
 State = Literal["built", "missing", "locked"]
 
 _NETWORK = tuple(
-    "nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs".split()
+    (
+        "nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs"
+    ).split()
 )
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own, outside all containers
-# SIGTERM as an exception, so that torch's `finally` removes the lock.
+# PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own namespace, outside all containers.
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+# SIGTERM raises an exception, so that torch's `finally` removes the lock.
 _LOAD = """
 import signal, sys
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -52,45 +59,48 @@ get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
 
 
 class OpError(RuntimeError):
-    """An op that cannot be compiled or loaded, told in one line."""
+    """An op cannot be compiled or loaded; the message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
-# --- the environment -------------------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------
 
 
 def prepare_environment() -> None:
-    """Tell DeepSpeed, before it is imported, by the environment: which accelerator there is, where ops lie, where ninja is.
+    """Set the environment that DeepSpeed reads when it is imported.
 
-    What is set already stays, ninja's folder comes last on PATH. DeepSpeed's logger says warnings alone by itself.
+    It contains the accelerator, the folder of ops, and ninja's folder. Variables that are already
+    set remain; ninja's folder is appended to PATH. DeepSpeed's logger prints only warnings by
+    default.
     """
-    os.environ.setdefault(
-        "DS_ACCELERATOR", _accelerator()
-    )  # by itself it tries seven kinds, and warns where it ends at the CPU
+    # Without it DeepSpeed tries seven kinds, and warns if only the CPU is left.
+    os.environ.setdefault("DS_ACCELERATOR", _accelerator())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default_directory()))
-    beside = Path(
-        sys.executable
-    ).parent  # a virtual environment that was not activated is not on PATH
+    # The folder of a virtual environment that is not activated is not on PATH.
+    beside = Path(sys.executable).parent
     if shutil.which("ninja") is None and os.access(beside / "ninja", os.X_OK):
         os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), str(beside)])
 
 
 def default_directory() -> Path:
-    """Where ops go unless TORCH_EXTENSIONS_DIR says otherwise: in the user's cache, a folder for each kind of machine and each environment.
+    """Return the folder of ops that is used if TORCH_EXTENSIONS_DIR is unset.
 
-    What another CPU, libc, Python or torch compiled may crash here; ninja compiles anew whenever the paths of the sources are others.
+    It is in the user's cache, one for each kind of machine and each environment. An op that was
+    compiled with another CPU, libc, Python or torch may crash. ninja recompiles whenever the paths
+    of the sources differ.
 
     Raises:
-        OpError: the user has no home.
+        OpError: the user has no home directory.
     """
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):
         cache = os.path.expanduser("~/.cache")
     if not os.path.isabs(cache):
         raise OpError(
-            "this user has no home directory: set TORCH_EXTENSIONS_DIR to a folder for DeepSpeed's compiled operations"
+            "this user has no home directory: set TORCH_EXTENSIONS_DIR to a folder for DeepSpeed's "
+            "compiled operations"
         )
     facts = [cpu_identity(), *platform.libc_ver(), str(sys.implementation.cache_tag)]
     for package in ("torch", "deepspeed"):
@@ -105,13 +115,19 @@ def default_directory() -> Path:
 
 
 def extensions_directory() -> Path:
-    """The folder of compiled ops: TORCH_EXTENSIONS_DIR, or what `prepare_environment` makes of it."""
+    """Return the folder of compiled ops.
+
+    It is TORCH_EXTENSIONS_DIR, or the value that `prepare_environment` gives it.
+    """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given else default_directory()
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What -march=native depends on: the architecture and the instruction sets of the first core, sorted."""
+    """Return what -march=native depends on.
+
+    This is the architecture and the instruction sets of the first core, sorted.
+    """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -122,7 +138,7 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE)
         for word in line.split()
     }
-    model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # Arm's
+    model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # on Arm
     return " ".join(
         [platform.machine(), *(word.strip() for word in model), *sorted(words)]
         if text
@@ -131,7 +147,10 @@ def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def file_system(path: Path) -> tuple[str, bool]:
-    """(type, whether other machines may see it, too) of the file system that will hold ``path``; ("unknown", True) without /proc."""
+    """Return (type, True if other machines may see it) of the file system for ``path``.
+
+    The result is ("unknown", True) without /proc.
+    """
     try:
         mounts = (
             Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -160,16 +179,20 @@ def _version(distribution: str) -> str:
         return ""
 
 
-# --- the ops and their state -----------------------------------------------------------------------------------------------------
+# --- the ops and their state ------------------------------------------------------------
 
 
 def needed_ops(offload_optimizer: bool) -> list[str]:
-    """The ops that training loads."""
+    """Return the ops that training loads."""
     return ["cpu_adam"] * offload_optimizer
 
 
 def op_state(name: str) -> State:
-    """Whether an op is compiled. ``locked``: somebody compiles or loads it, or was killed doing so (`stale_lock` tells which)."""
+    """Return the state of an op.
+
+    ``locked``: a process compiles or loads it, or was killed while doing so (`stale_lock`
+    distinguishes these).
+    """
     folder = extensions_directory() / name
     if _came_with_deepspeed(name):
         return "built"
@@ -179,34 +202,38 @@ def op_state(name: str) -> State:
 
 
 def stale_lock(name: str) -> Path | None:
-    """The op's lock file where its owner is gone, else None.
+    """Return the op's lock file if its owner is gone, else None.
 
-    Sure where the owner could be seen, were it there: a process of ours on this machine would have the file open. Where it may live on
-    another machine or in another container, a lock counts as left behind when nothing in the folder has changed for `QUIET_SECONDS`.
+    The result is certain if this process would see the owner: a process of this user on this
+    machine has the file open. If the owner may live on another machine or in another container, a
+    lock counts as stale after `QUIET_SECONDS` without a change in the folder.
     """
     lock = extensions_directory() / name / "lock"
-    for _ in range(3):  # torch closes the file a moment before it removes it
+    for _ in range(3):  # torch closes the file shortly before it removes it
         if not lock.exists() or lock_holders(name):
             return None
         time.sleep(0.05)
     try:
         newest = max(path.stat().st_mtime for path in (lock, lock.parent, *lock.parent.iterdir()))
         return lock if _owner_would_be_seen(lock) or time.time() - newest > QUIET_SECONDS else None
-    except FileNotFoundError:  # it went meanwhile
+    except FileNotFoundError:  # it was removed in the meantime
         return None
 
 
 def lock_holders(name: str) -> list[int]:
-    """The processes of this machine that have the op's lock file open, as far as this user may see."""
+    """Return the processes of this machine that have the op's lock file open.
+
+    Processes that this user may not see are missing.
+    """
     try:
         held = (extensions_directory() / name / "lock").stat()
     except FileNotFoundError:
         return []
     found = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended, or is another's
+        with contextlib.suppress(OSError):  # the process ended or belongs to another user
             for descriptor in Path("/proc", process, "fd").iterdir():
-                with contextlib.suppress(OSError):  # it was closed
+                with contextlib.suppress(OSError):  # the descriptor was closed
                     if os.readlink(descriptor).endswith("/lock") and os.path.samestat(
                         descriptor.stat(), held
                     ):
@@ -215,7 +242,10 @@ def lock_holders(name: str) -> list[int]:
 
 
 def remove_stale_lock(name: str) -> Path | None:
-    """Remove the op's lock file where `stale_lock` finds its owner gone; the file, or None where nothing was removed."""
+    """Remove the op's lock file if `stale_lock` finds its owner gone.
+
+    Returns the file, or None if none was removed.
+    """
     lock = stale_lock(name)
     if lock is not None:
         lock.unlink(missing_ok=True)
@@ -223,17 +253,21 @@ def remove_stale_lock(name: str) -> Path | None:
 
 
 def _owner_would_be_seen(lock: Path) -> bool:
+    """Return True if a living owner of the lock would be visible to this process."""
     if os.geteuid() not in (0, lock.stat().st_uid) or not Path("/proc/self/fd").exists():
         return False
     kind, shared = file_system(lock)
-    # An overlay is one container's own; any other file system may be seen from several.
+    # An overlay belongs to one container; several containers may see any other file system.
     return not shared and (
         kind == "overlay" or os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE
     )
 
 
 def _linked(folder: Path, library: str) -> bool:
-    """Whether ninja finished the library: one that was killed halfway leaves the file, too, but no entry in its log."""
+    """Return True if ninja finished the library.
+
+    A killed ninja may also leave the file, but no entry in its log.
+    """
     try:
         log = (folder / ".ninja_log").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -244,7 +278,10 @@ def _linked(folder: Path, library: str) -> bool:
 
 
 def _came_with_deepspeed(name: str) -> bool:
-    """Whether DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1), for the accelerator that it would take here."""
+    """Return True if DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1).
+
+    It must be compiled for the accelerator that DeepSpeed would use.
+    """
     found = find_spec("deepspeed")
     if found is None or found.origin is None:
         return False
@@ -264,14 +301,15 @@ def _came_with_deepspeed(name: str) -> bool:
     )
 
 
-# --- what stands in the way, and compiling -----------------------------------------------------------------------------------------
+# --- obstacles, and compiling ------------------------------------------------------------
 
 
 def check_ops(offload_optimizer: bool) -> str | None:
-    """One line about what would keep training from starting, and what to do about it; None where nothing does.
+    """Return one line on what would prevent training from starting and how to fix it, or None.
 
-    An op that is merely not compiled yet is no obstacle: the first start compiles it, in one to five minutes. Nor is another version of the
-    CUDA toolkit than torch's: of the ops needed here none is compiled by nvcc.
+    An op that is not compiled yet is no obstacle: the first start compiles it, in one to five
+    minutes. Another version of the CUDA toolkit than torch's is no obstacle either: none of the ops
+    that training needs is compiled by nvcc.
     """
     if find_spec("deepspeed") is None:
         return f"DeepSpeed is not installed: {INSTALL}"
@@ -282,14 +320,17 @@ def check_ops(offload_optimizer: bool) -> str | None:
 
 
 def compiler() -> str:
-    """The C++ compiler that torch calls."""
+    """Return the C++ compiler that torch calls."""
     return (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
 
 
 def lacks_compiler() -> str | None:
-    """What is missing for compiling C++ for Python, and what to do; None where all is there."""
+    """Return what is missing for compiling C++ for Python and how to install it, or None."""
     if shutil.which(compiler()) is None:
-        return f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or name one with CXX=/path/to/g++"
+        return (
+            f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or "
+            "name one with CXX=/path/to/g++"
+        )
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
         return f"there is no {header}: install Python's headers (Debian and Ubuntu: python3-dev)"
@@ -297,30 +338,38 @@ def lacks_compiler() -> str | None:
 
 
 def lacks_ninja() -> str | None:
-    """What to do where there is no ninja, on PATH or beside this interpreter; None where there is."""
+    """Return how to install ninja if it is neither on PATH nor next to the interpreter, or None."""
     beside = Path(sys.executable).parent
     if shutil.which("ninja") or os.access(beside / "ninja", os.X_OK):
         return None
-    return f"there is no ninja on PATH nor in {beside}: python -m pip install ninja"
+    return f"ninja is neither on PATH nor in {beside}: python -m pip install ninja"
 
 
 def cannot_write(directory: Path) -> str | None:
-    """Why the folder of ops cannot be used, and what to do; None where it can: it is made where it is not there."""
+    """Return why the folder of ops cannot be used and how to fix it, or None.
+
+    Creates the folder if it is missing.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return None
     except OSError as error:
-        return f"{directory}: {error.strerror}: set TORCH_EXTENSIONS_DIR to a folder that can be written"
+        return (
+            f"{directory}: {error.strerror}: set TORCH_EXTENSIONS_DIR to a folder that can be "
+            "written"
+        )
 
 
 def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None) -> float:
-    """Compile an op and load it once, in a process of its own; seconds, a few where it was compiled already.
+    """Compile an op and load it once, in a separate process.
 
-    waiting: called about once a second with the seconds so far.
+    Returns the seconds, which are few if it was compiled already.
+
+    waiting: called about once per second with the seconds so far.
 
     Raises:
-        OpError: what stands in the way; the compiler's first error, and where all that it said is.
+        OpError: the obstacle, or the compiler's first error with the path of its full output.
     """
     obstacle = (
         check_ops(offload_optimizer=False) if find_spec("deepspeed") is None else _obstacle(name)
@@ -347,7 +396,8 @@ def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None)
     log = extensions_directory() / f"{name}.log"
     log.write_text(said, encoding="utf-8")
     raise OpError(
-        f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (all of it: {log})"
+        f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (full "
+        f"output: {log})"
     )
 
 
@@ -363,7 +413,8 @@ def _obstacle(name: str) -> str | None:
         return f"DeepSpeed's {name}: {fault}"
     lock = stale_lock(name)
     return (
-        f"{lock} was left by a process that was killed, and DeepSpeed would wait for it for ever: {FIX}"
+        f"{lock} was left by a process that was killed, and DeepSpeed would wait for it forever: "
+        f"{FIX}"
         if lock
         else None
     )
@@ -376,14 +427,14 @@ def _wait(child: subprocess.Popen[bytes], name: str, waiting: Callable[[], None]
             return
         except subprocess.TimeoutExpired:
             waiting()
-        if second % 10 == 0 and stale_lock(name):  # another build was first, and was killed
+        if second % 10 == 0 and stale_lock(name):  # another build had the lock and was killed
             raise OpError(
                 f"another process that compiled DeepSpeed's {name} was killed: {FIX}, then {BUILD}"
             )
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Interrupted: let the child remove its lock."""
+    """Stop the child after an interrupt, with time to remove its lock."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         try:
@@ -402,6 +453,6 @@ def _reason(said: str, code: int) -> str:
     ]
     if code < 0:
         return f"{signal_name(-code)}" + (
-            ", as of code compiled for another CPU" if -code == signal.SIGILL else ""
+            ", as from code compiled for another CPU" if -code == signal.SIGILL else ""
         )
-    return (errors or lines[-1:] or ["it says nothing"])[0]
+    return (errors or lines[-1:] or ["no output"])[0]

@@ -1,7 +1,7 @@
-"""What the run's configuration means to DeepSpeed: what it cannot do, and the configuration it is given. No torch, no deepspeed.
+"""Translate the run's configuration for DeepSpeed, and list what DeepSpeed cannot do.
 
-DeepSpeed's file (``engine.deepspeed.file``) lies under the typed keys, and both under what the run's other sections say: those decide, and
-every difference is told.
+No torch, no deepspeed. The typed keys override DeepSpeed's file (``engine.deepspeed.file``), and
+the run's other sections override both. Every difference is logged.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from fem_megatron.catalogue import describe, mixer_names
 from pretrain.config import RunConfig
 from pretrain.plan.zero_memory import BUCKET
 
-NO_CLIPPING = 1e30  # stage 0 computes a norm only where it clips
-# Top-level keys that DeepSpeed reads and this engine leaves alone; it ignores those it does not know without a word.
+NO_CLIPPING = 1e30  # stage 0 computes a norm only if it clips
+# Top-level keys that DeepSpeed reads and this engine passes on. DeepSpeed silently ignores unknown
+# keys.
 _TOP_LEVEL = (
-    "activation_checkpointing aio bf16 comms_logger communication_data_type csv_monitor data_types dump_state flops_profiler fp16 "
-    "gradient_accumulation_steps gradient_clipping gradient_predivide_factor memory_breakdown optimizer prescale_gradients scheduler "
-    "seq_parallel_communication_data_type sparse_gradients steps_per_print tensorboard train_batch_size train_micro_batch_size_per_gpu "
-    "wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
+    "activation_checkpointing aio bf16 comms_logger communication_data_type csv_monitor data_types "
+    "dump_state flops_profiler fp16 gradient_accumulation_steps gradient_clipping "
+    "gradient_predivide_factor memory_breakdown optimizer prescale_gradients scheduler "
+    "seq_parallel_communication_data_type sparse_gradients steps_per_print tensorboard "
+    "train_batch_size train_micro_batch_size_per_gpu wall_clock_breakdown wandb "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 ).split()
-# DeepSpeed's key -> the key here that decides it.
+# DeepSpeed's key -> this configuration's key that decides it.
 _OURS = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
@@ -43,7 +46,7 @@ _OURS = {
     "zero_optimization.offload_param": "engine.offload_parameters",
     "zero_optimization.overlap_comm": "parallel.overlap_grad_reduce",
 }
-_ZERO_NAMES = {  # ours -> DeepSpeed's, where they differ
+_ZERO_NAMES = {  # this configuration's name -> DeepSpeed's, if they differ
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
     "model_persistence_threshold": "stage3_model_persistence_threshold",
@@ -51,13 +54,16 @@ _ZERO_NAMES = {  # ours -> DeepSpeed's, where they differ
     "max_reuse_distance": "stage3_max_reuse_distance",
 }
 _ZERO = (
-    "reduce_bucket_size allgather_bucket_size reduce_scatter contiguous_gradients round_robin_gradients sub_group_size "
-    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance"
+    "reduce_bucket_size allgather_bucket_size reduce_scatter contiguous_gradients "
+    "round_robin_gradients sub_group_size prefetch_bucket_size param_persistence_threshold "
+    "model_persistence_threshold max_live_parameters max_reuse_distance"
 ).split()
 
 
 def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Everything that the run's engine cannot do, from the configuration alone: each thing with the nearest setting that works.
+    """Yield an error text for everything that the run's engine cannot do.
+
+    Each text names the nearest setting that works. Only the configuration is examined.
 
     Raises:
         ConfigError, StorageError: see `read_file`.
@@ -65,44 +71,73 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
     engine, layout, muon = config.engine, config.parallel, config.optimizer.name == "muon"
     external = next((name for name in mixer_names(config.model) if describe(name).package), None)
     if muon and external:
-        yield f"optimizer.name = muon: the weights of {external} are another package's; set optimizer.name=adamw"
+        yield (
+            f"optimizer.name = muon: the weights of {external} belong to another package; set "
+            "optimizer.name=adamw"
+        )
     if engine.name == "megatron":
         for key in ("offload_optimizer", "offload_parameters"):
             if getattr(engine, key):
-                yield f"engine.{key} = true needs engine.name=deepspeed; megatron keeps everything on its device"
+                yield (
+                    f"engine.{key} = true needs engine.name=deepspeed; megatron keeps everything "
+                    "on its device"
+                )
         return
     stage, pipeline = engine.zero_stage, layout.pipeline_model_parallel_size
     if pipeline > 1:
         yield (
-            f"parallel.pipeline_model_parallel_size = {pipeline}: engine.name = deepspeed has no pipeline; set "
-            "parallel.pipeline_model_parallel_size=1 (engine.zero_stage=3 splits the parameters instead), or engine.name=megatron"
+            f"parallel.pipeline_model_parallel_size = {pipeline}: engine.name = deepspeed has no "
+            "pipeline; set parallel.pipeline_model_parallel_size=1 (engine.zero_stage=3 splits "
+            "the parameters instead), or engine.name=megatron"
         )
     if stage == 0 and config.train.precision == "bf16":
-        yield "engine.zero_stage = 0 is for train.precision=fp32 alone; in bf16 set engine.zero_stage=1"
+        yield (
+            "engine.zero_stage = 0 supports only train.precision=fp32; in bf16 set "
+            "engine.zero_stage=1"
+        )
     if stage == 0 and engine.offload_optimizer:
         yield "engine.offload_optimizer = true needs a split optimizer; set engine.zero_stage=1"
     if engine.offload_parameters and stage != 3:
         yield f"engine.offload_parameters = true needs engine.zero_stage=3, and it is {stage}"
     if engine.offload_parameters and not engine.offload_optimizer:
-        yield "engine.offload_parameters = true needs engine.offload_optimizer=true: the update is where the parameters are"
+        yield (
+            "engine.offload_parameters = true needs engine.offload_optimizer=true: the update runs "
+            "where the parameters are"
+        )
     if not layout.use_distributed_optimizer:
-        yield "parallel.use_distributed_optimizer = false is Megatron's plain optimizer; engine.name=deepspeed needs true"
+        yield (
+            "parallel.use_distributed_optimizer = false is Megatron's plain optimizer; "
+            "engine.name=deepspeed needs true"
+        )
     if muon and stage == 3:
-        yield "optimizer.name = muon needs whole parameters, which engine.zero_stage = 3 splits; set engine.zero_stage=2"
+        yield (
+            "optimizer.name = muon needs full parameters, which engine.zero_stage = 3 splits; set "
+            "engine.zero_stage=2"
+        )
     if muon and engine.offload_optimizer:
-        yield "optimizer.name = muon has no update on the CPU; set engine.offload_optimizer=false, or optimizer.name=adamw"
+        yield (
+            "optimizer.name = muon has no update on the CPU; set engine.offload_optimizer=false, "
+            "or optimizer.name=adamw"
+        )
     if external and stage == 3:
-        yield f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2"
+        yield (
+            f"model.mixer: {external}'s own layers are untested with engine.zero_stage = 3; set "
+            "engine.zero_stage=2"
+        )
     if stage == 3 and config.train.offload_activations:
-        yield "train.offload_activations = true would keep gathered parameters, which engine.zero_stage = 3 frees; set engine.zero_stage=2"
+        yield (
+            "train.offload_activations = true would keep gathered parameters, which "
+            "engine.zero_stage = 3 frees; set engine.zero_stage=2"
+        )
     read_file(config)
 
 
 def read_file(config: RunConfig) -> dict[str, Any]:
-    """``engine.deepspeed.file``'s mapping, empty without one.
+    """Return the mapping in ``engine.deepspeed.file``, empty without a file.
 
     Raises:
-        ConfigError: no such file, not JSON, or a top-level key that this engine does not pass on.
+        ConfigError: the file does not exist, is not JSON, or has a top-level key that this engine
+            does not pass on.
         StorageError: a file system failed.
     """
     name = config.engine.deepspeed.file
@@ -122,8 +157,9 @@ def read_file(config: RunConfig) -> dict[str, Any]:
         if key not in _TOP_LEVEL:
             near = nearest(key, _TOP_LEVEL)
             raise ConfigError(
-                f"engine.deepspeed.file = {name}: {key} is not a key that is passed on; "
-                + (f"did you mean {near}?" if near else f"those are {', '.join(_TOP_LEVEL)}")
+                f"engine.deepspeed.file = {name}: {key} is not a key that is passed on to "
+                "DeepSpeed; "
+                + (f"did you mean {near}?" if near else f"valid keys are {', '.join(_TOP_LEVEL)}")
             )
     return values
 
@@ -131,19 +167,23 @@ def read_file(config: RunConfig) -> dict[str, Any]:
 def deepspeed_config(
     config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """DeepSpeed's configuration, and what is to be told: every key of the user's file that the run decides otherwise, what is not used.
+    """Return DeepSpeed's configuration, and log lines about settings without effect.
 
-    parameters: elements that one rank's whole model holds, which no bucket need exceed.
+    These are keys of the user's file that the run overrides, and settings that only Megatron uses.
+
+    parameters: number of elements of one rank's model, the upper limit of a useful bucket size.
     """
     ours = _ours(config, data_parallel, parameters=parameters, cuda=cuda)
     theirs = read_file(config)
     told = [
-        f"engine.deepspeed.file: {key} = {_short(there)} there, {_short(here)} here, by {_OURS[key]}"
+        f"engine.deepspeed.file: {key} = {_short(there)} is overridden by {_short(here)} from "
+        f"{_OURS[key]}"
         for key, there, here in _differences(theirs, ours)
     ]
     if config.parallel.overlap_param_gather:
         told.append(
-            "parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says"
+            "parallel.overlap_param_gather has no effect: it is Megatron's, and DeepSpeed's stage "
+            "decides when it gathers"
         )
     for key in ("optimizer", "scheduler", "activation_checkpointing"):
         theirs.pop(key, None)
@@ -151,6 +191,7 @@ def deepspeed_config(
 
 
 def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> dict[str, Any]:
+    """Return the part of DeepSpeed's configuration that the run decides."""
     engine, train, settings = config.engine, config.train, config.engine.deepspeed
     bf16 = train.precision == "bf16"
     bucket = max(2, min(BUCKET, parameters + parameters % 2))
@@ -173,7 +214,8 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
     clip = config.optimizer.clip_grad
     return {
         "train_batch_size": train.global_batch_size
-        * config.parallel.context_parallel_size,  # to it, these ranks have data of their own
+        # To DeepSpeed the context-parallel ranks have different data.
+        * config.parallel.context_parallel_size,
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": train.global_batch_size
         // (train.micro_batch_size * data_parallel),
@@ -191,7 +233,10 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, there, here) of what the run decides and the file says otherwise; "auto", which means "as the run says", is no difference."""
+    """Return (key, the file's value, the run's value) for each key that the run overrides.
+
+    The file's value "auto" leaves the decision to the run and is no difference.
+    """
     found = []
     for key in _OURS:
         there, here = _at(theirs, key), _at(ours, key)
@@ -209,12 +254,14 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str
 
 
 def _at(values: dict[str, Any], key: str) -> Any:
+    """Return the value at a dotted key, or None."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None  # type: ignore[assignment]
     return values
 
 
 def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping ``under``, without values "auto", overridden recursively by ``over``."""
     merged = {key: value for key, value in under.items() if value != "auto"}
     for key, value in over.items():
         merged[key] = (
@@ -222,7 +269,7 @@ def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
             if isinstance(value, dict) and isinstance(merged.get(key), dict)
             else value
         )
-    # What the run does not offload, the file must not.
+    # Offload in the file has no effect unless the run sets it.
     if "stage" in over:
         for key in ("offload_optimizer", "offload_param"):
             if key not in over:

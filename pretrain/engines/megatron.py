@@ -1,4 +1,7 @@
-"""Megatron-core's own engine: its DDP, its distributed optimizer, its pipeline schedules. Knows no run directory and no logger."""
+"""Megatron-core's own engine: its DDP, its distributed optimizer, its pipeline schedules.
+
+Independent of run directory and logger.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,14 @@ from pretrain.engines.sharding import (
 )
 from pretrain.schedule import Schedule
 
-_STATE = ("params", "step")  # what of an optimizer's group is no setting
+_STATE = ("params", "step")  # keys of an optimizer's group that are not settings
 
 
 class MegatronEngine:
-    """The run's model under Megatron-core's DDP, optimizer and schedules. See :class:`pretrain.engines.Engine`."""
+    """The run's model under Megatron-core's DDP, optimizer and schedules.
+
+    See :class:`pretrain.engines.Engine`.
+    """
 
     def __init__(self, config: RunConfig, schedule: Schedule, *, draw: bool = True) -> None:
         self.config = config
@@ -77,14 +83,13 @@ class MegatronEngine:
             else None
         )
         self.rates = LearningRates(config, schedule, self.optimizer)
-        self.reduction: list[platform.Moment] | None = (
-            None  # its beginning and end, noted where it is a list
-        )
+        # Beginning and end of the reduction in a timed step, else None.
+        self.reduction: list[platform.Moment] | None = None
         self._connect_schedule()
 
     @property
     def models(self) -> list[GPTModel]:
-        """This rank's bare model chunks."""
+        """This rank's model chunks without wrappers."""
         return [chunk.module for chunk in self.chunks]
 
     def train_step(
@@ -96,7 +101,10 @@ class MegatronEngine:
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
+        """Take one optimizer step.
+
+        A non-finite loss or gradient on any rank skips the update on every rank.
+        """
         started = platform.Moment() if timed else None
         self.reduction = [] if timed else None
         for chunk in self.chunks:
@@ -109,7 +117,7 @@ class MegatronEngine:
         times = self._times(started)
         self.optimizer.prepare_grads()
         loss, grad_norm, sums = summed_over_ranks(reports, beside(), self._squares())
-        update = math.isfinite(grad_norm)  # and the loss (`poisoned`)
+        update = math.isfinite(grad_norm)  # the loss too (`poisoned`)
         if update and unwanted:
             update = not unwanted(loss, grad_norm)
         with self.around_update(self.split.parts if self.split else self._whole_parts):
@@ -122,7 +130,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
-        """Mean loss in nats a token over ``global_batches`` global batches."""
+        """Return the mean loss in nats per token over ``global_batches`` global batches."""
         for chunk in self.chunks:
             chunk.eval()
         loss, _, _ = summed_over_ranks(
@@ -133,7 +141,7 @@ class MegatronEngine:
         return loss
 
     def sharded_state(self) -> dict[str, Any]:
-        """Sharded tensors named layer by layer, so that any layout can read them."""
+        """Return sharded tensors named layer by layer, so that any layout can read them."""
         state = self._model_state()
         if self.split is None:
             return {
@@ -145,7 +153,10 @@ class MegatronEngine:
         return {**state, "optimizer": optimizer_state(self.split.held(), self.split.groups())}
 
     def restore(self, read: Read, *, model_only: bool = False) -> None:
-        """Weights first, then the optimizer; without its state, its main parameters are copied from the weights."""
+        """Load the weights, then the optimizer.
+
+        With model_only the optimizer's main parameters are copied from the weights.
+        """
         asked = self._model_state()
         if not model_only and self.split is None:
             asked["optimizer"] = self.optimizer.sharded_state_dict(
@@ -168,14 +179,18 @@ class MegatronEngine:
                 for group in self.optimizer.param_groups
             ]
             self.optimizer.load_state_dict(state["optimizer"])
-            # The checkpoint's groups come with the rates, betas, epsilon and decay of the attempt that wrote it.
+            # The checkpoint's groups contain the rates, betas, epsilon and decay of the attempt
+            # that wrote it.
             for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
                 group.update(settings)
             for each in self.optimizer.chained_optimizers:
                 fuse(each.optimizer)
 
     def close(self) -> None:
-        """Takes this engine out of the model's configuration: DDP's hooks hold that from C++, where no collector sees the circle."""
+        """Remove this engine from the model's configuration.
+
+        DDP's hooks hold that from C++, so that no collector finds the reference cycle.
+        """
         self.settings.finalize_model_grads_func = None
 
     @cached_property
@@ -188,7 +203,10 @@ class MegatronEngine:
         }
 
     def _whole_parts(self) -> Iterator[Held]:
-        """Of the optimizer that is not split: every parameter of this rank, with its gradient."""
+        """Yield every parameter of this rank with its gradient.
+
+        Only for the optimizer that is not split.
+        """
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
             main = getattr(parameter, "main_param", parameter)
@@ -233,7 +251,7 @@ class MegatronEngine:
             overlap_param_gather=layout.overlap_param_gather,
             use_distributed_optimizer=layout.use_distributed_optimizer,
         )
-        # Megatron overlaps within the first chunk alone: later ones finish while it still computes.
+        # Megatron overlaps only within the first chunk: later ones finish while it still computes.
         wrapped = DistributedDataParallel(
             chunk.config, settings, chunk, disable_bucketing=not first
         )
@@ -256,7 +274,10 @@ class MegatronEngine:
         return made
 
     def _let_muon_update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
-        """Put Muon in the place of AdamW, over the tensors that Megatron has made for it: what this rank updates of each parameter."""
+        """Replace AdamW by Muon.
+
+        Muon gets the tensors that Megatron has created for this rank's part of each parameter.
+        """
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
         optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype)
         optimizer.init_state_fn = lambda muon, config=None: muon.prepare()
@@ -286,7 +307,7 @@ class MegatronEngine:
         optimizer.optimizer.connect(self.config.model, all_parts[group.rank()], all_parts=all_parts)
 
     def _connect_schedule(self) -> None:
-        """Megatron's pipeline schedules find their hooks in the model's configuration."""
+        """Set the hooks that Megatron's pipeline schedules read from the model's configuration."""
         layout = self.config.parallel
         self.settings.grad_scale_func = None
         self.settings.finalize_model_grads_func = self._reduce
@@ -306,7 +327,10 @@ class MegatronEngine:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """Megatron's reduction of the gradients, its beginning and end noted on the compute stream in a timed step."""
+        """Reduce the gradients with Megatron's function.
+
+        In a timed step, record its beginning and end on the compute stream.
+        """
         if self.reduction is not None:
             self.reduction.append(platform.Moment())
         finalize_model_grads(
@@ -326,7 +350,10 @@ class MegatronEngine:
     def _run(
         self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool
     ) -> list[torch.Tensor]:
-        """All micro-batches of a step through the pipeline; on its last stage their reports ``[sum of losses, tokens]``."""
+        """Run all micro-batches of a step through the pipeline.
+
+        The last stage returns their reports ``[sum of losses, tokens]``.
+        """
         streams: Any = batches
         if len(self.chunks) > 1:
             replay = _Replay(batches, len(self.chunks))
@@ -343,9 +370,10 @@ class MegatronEngine:
         return [report["loss"] for report in reports]
 
     def _squares(self) -> torch.Tensor | float:
-        """This rank's part of the gradient's squared norm, in float64; replicas of a gradient that is not split count once.
+        """Return this rank's part of the gradient's squared norm in float64.
 
-        Upstream's own norm (clip_grads.py:54, 0.16.1) has an all-reduce in fp32 of its own, and the host wait for it.
+        Replicas of a gradient that is not split count once. Upstream's own norm (clip_grads.py:54,
+        0.16.1) needs a separate all-reduce in fp32, for which the host waits.
         """
         gradients = [
             one
@@ -370,7 +398,11 @@ class MegatronEngine:
 
 
 def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
-    """Have a layer wait for all its weights. Megatron waits for those of each module that is called; an update reads its parts'."""
+    """Make every layer wait for all its weights before its forward pass.
+
+    Megatron waits for the weights of each module that is called, but an update reads the weights of
+    its submodules without calling them.
+    """
 
     def wait(layer: torch.nn.Module, _: Any) -> None:
         for parameter in layer.parameters():
@@ -382,7 +414,10 @@ def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
 
 
 def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Parameter, int, int]]:
-    """(rank, parameter, start, numel) of the distributed optimizer: each data-parallel rank has an equal share of each bucket."""
+    """Yield (rank, parameter, start, numel) of the distributed optimizer.
+
+    Each data-parallel rank has an equal share of each bucket.
+    """
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             share = bucket.grad_data.numel() // replicas
@@ -396,7 +431,10 @@ def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Param
 
 
 class _SplitState:
-    """The state of Megatron's distributed optimizer, whose own ways to a checkpoint gather it (distrib_optimizer.py:1404, 0.16.1)."""
+    """The state of Megatron's distributed optimizer.
+
+    Megatron's own checkpoint functions gather it (distrib_optimizer.py:1404, 0.16.1).
+    """
 
     def __init__(self, optimizer: Any, models: list[GPTModel]) -> None:
         (self.optimizer,) = optimizer.chained_optimizers
@@ -409,32 +447,37 @@ class _SplitState:
         }
 
     def held(self) -> Iterator[Held]:
-        """This rank's parts of the parameters, of a fresh optimizer too."""
+        """Return this rank's parts of the parameters, also of a new optimizer."""
         self._prepare()
         return (part for part, _ in self._parts())
 
     def parts(self) -> Iterator[Held]:
-        """As `held`, with their gradients; a fresh optimizer's have no moments."""
+        """Return the parts as `held` does, with their gradients.
+
+        Those of a new optimizer have no moments.
+        """
         return (replace(part, gradient=main.grad) for part, main in self._parts())
 
     def _parts(self) -> Iterator[tuple[Held, torch.Tensor]]:
         for parameter, place in self.places.items():
-            if (
-                parameter in self.optimizer.model_param_gbuf_map
-            ):  # which knows those of which a part is here
+            # The map contains only parameters of which this rank has a part.
+            if parameter in self.optimizer.model_param_gbuf_map:
                 state = self.optimizer._get_main_param_and_optimizer_states(parameter)
                 elements = self.optimizer._get_model_param_range_map(parameter)["param"]
                 tensors = {name: state[name].detach().view(-1) for name in STATE if name in state}
                 yield Held(place, elements.start, len(elements), tensors), state["param"]
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups without their parameters, with their step."""
+        """Return the optimizer's groups without their parameters, with their step."""
         self._prepare()
         groups: list[dict[str, Any]] = self.optimizer.state_dict()["optimizer"]["param_groups"]
         return groups
 
     def take_step(self, step: float) -> None:
-        """Adam's count of steps: each tensor's own in torch's, the groups' in TE's and apex's."""
+        """Set Adam's step count.
+
+        torch's Adam has one per tensor; Transformer Engine's and apex's have one per group.
+        """
         for group in self.adam.param_groups:
             if "step" in group:
                 group["step"] = int(step)
@@ -444,9 +487,8 @@ class _SplitState:
 
     def _prepare(self) -> None:
         self.optimizer.init_state_fn(self.adam, self.optimizer.config)
-        if isinstance(
-            self.adam, torch.optim.Adam
-        ):  # AdamW is one; upstream's own makes no step for it (optimizer/__init__.py:391)
+        # AdamW is a subclass. Upstream does not create its step (optimizer/__init__.py:391).
+        if isinstance(self.adam, torch.optim.Adam):
             for parameter, state in self.adam.state.items():
                 state.setdefault(
                     "step", torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -454,13 +496,14 @@ class _SplitState:
 
 
 class _Replay:
-    """One stream of micro-batches read by several model chunks of a rank, each at its own pace."""
+    """One stream of micro-batches that several model chunks of a rank read independently."""
 
     def __init__(self, batches: Iterator[Batch], readers: int) -> None:
         self.batches = batches
         self.waiting: list[list[Batch]] = [[] for _ in range(readers)]
 
     def stream(self, reader: int) -> Iterator[Batch]:
+        """Yield the micro-batches for one model chunk."""
         while True:
             if not self.waiting[reader]:
                 batch = next(self.batches)
@@ -470,14 +513,15 @@ class _Replay:
 
 
 def _whole(state: dict[str, Any]) -> Any:
-    """The model's part of a state as the plain optimizer wants it."""
+    """Return the model's part of a state in the form that the plain optimizer requires."""
     return state["model0"] if len(state) == 1 else dict(state)
 
 
 def _divide(model: list[Any], tokens: torch.Tensor) -> None:
-    """Gradients by the step's tokens, which the pipeline's last stage knows, where there are some.
+    """Divide the gradients by the step's number of tokens, at least 1.
 
-    Upstream (finalize_model_grads.py:495, 0.16.1) asks on the host whether there are, for which it waits in every step.
+    The pipeline's last stage provides that number. Upstream (finalize_model_grads.py:495, 0.16.1)
+    checks on the host if tokens exist, for which it waits in every step.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(
@@ -503,7 +547,10 @@ def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, A
 def _loss(
     batch: Batch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(sum of losses, number of tokens, report): Megatron divides gradients by the tokens of the whole step, whatever the layout."""
+    """Return (sum of losses, number of tokens, report).
+
+    Megatron divides gradients by the tokens of the entire step at any layout.
+    """
     total, tokens = summed_loss(losses, batch)
     return (
         poisoned(total),

@@ -1,13 +1,18 @@
-"""Muon (Jordan et al. 2024; torch.optim.Muon): a linear map's update is its momentum made orthogonal; AdamW updates all else.
+"""Muon (Jordan et al. 2024; torch.optim.Muon) for linear maps, AdamW for all other weights.
 
-What a map is, a weight's shape says (``fem_megatron.shape.Weight.maps``): of a packed projection each slice of each head. Whatever a rank
-updates - whole parameters, their tensor-parallel parts, Megatron's or ZeRO's ranges of flattened ones - is cut into stretches of maps. A
-map that lies wholly on a rank costs no transfer. Of one that is cut, a rank that holds some of it is the owner: it is sent the others'
-stretches, makes the map orthogonal and sends theirs back. So an element moves twice at most, in the type that the iteration computes in;
-ROUND elements of maps a rank are under way at a time.
+The update of a linear map is its orthogonalized momentum.
 
-torch's own iteration computes in bfloat16 alone, on one matrix: fp32 runs would differ between layouts by its rounding, and a head's maps
-would be a product each. Megatron-core's asks for a package that Python 3.11 has not, and refuses the distributed optimizer.
+A weight's shape defines its maps (``fem_megatron.shape.Weight.maps``): for a packed projection each
+slice of each head. The elements that a rank updates, which may be full parameters, their
+tensor-parallel parts, or Megatron's or ZeRO's ranges of flattened ones, are cut into stretches of
+maps. A map that is completely on one rank costs no transfer. A map that is cut has an owner among
+the ranks that hold some of it: the owner receives the other ranks' stretches, orthogonalizes the
+map and sends the results back. So an element moves twice at most, in the dtype of the iteration.
+ROUND elements of maps per rank are in progress at a time.
+
+torch's own iteration computes only in bfloat16 and on one matrix: fp32 runs would differ between
+layouts by its rounding, and each map of a head would be a separate product. Megatron-core's needs a
+package that is not available for Python 3.11, and refuses the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -28,12 +33,15 @@ from fem_megatron.shape import Weight
 from pretrain.config import OptimizerConfig
 from pretrain.plan.muon import ROUND, STEPS, newton_schulz_flops
 
-COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
+COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # values of torch.optim.Muon
 Group = torch.distributed.ProcessGroup
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About U V^T of each x = U S V^T, [n, rows, columns] in any type: five quintic Newton-Schulz steps, singular values 0.7 to 1.2."""
+    """Return about U V^T of each x = U S V^T, [n, rows, columns] in any dtype.
+
+    Takes five quintic Newton-Schulz steps. The result has singular values from 0.7 to 1.2.
+    """
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -46,9 +54,12 @@ def orthogonal(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank updates of a parameter: ``numel`` elements of it, flattened, from ``start`` on.
+    """The part of a parameter that this rank updates.
 
-    number: the parameter's among all of this pipeline stage. flat: the optimizer's tensor, in which they lie from ``offset`` on.
+    It consists of ``numel`` elements of the flattened parameter from ``start`` on.
+
+    number: the parameter's index among all of this pipeline stage. flat: the optimizer's tensor
+    that contains the elements from ``offset`` on.
     """
 
     number: int
@@ -61,10 +72,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a linear map that one rank updates, as all ranks know it.
+    """A stretch of a linear map that one rank updates, described equally on all ranks.
 
-    map: parameter, copy (a tensor-parallel rank's, of a weight that each holds whole), first row. shape: of the whole map. box: where the
-    tensor-parallel rank's part of it lies (row, column, rows, columns), whose elements [start, start + numel) these are.
+    map: parameter, copy (the tensor-parallel rank for a weight that each rank holds completely,
+    else 0), first row. shape: of the full map. box: the tensor-parallel rank's part of the map
+    (row, column, rows, columns), of which the stretch has the elements [start, start + numel).
     """
 
     map: tuple[int, int, int]
@@ -75,7 +87,7 @@ class Stretch:
 
 
 def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
-    """The stretches of maps in a part on this tensor-parallel rank, and where each begins in the part."""
+    """Yield (stretch, its offset in the part) of a part on this tensor-parallel rank."""
     spec: Weight = part.parameter.spec  # type: ignore[attr-defined]
     rows, columns = part.parameter.shape[-2:]
     split = None if spec.split is None else spec.split - len(spec.shape)
@@ -100,7 +112,10 @@ def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's side of a stretch: elements [low, high) of the optimizer's tensor ``flat``, and its update's scale."""
+    """Location of a stretch on this rank, and the scale of its update.
+
+    It consists of the elements [low, high) of the optimizer's tensor ``flat``.
+    """
 
     flat: Tensor
     low: int
@@ -108,15 +123,17 @@ class Place:
     scale: float
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of a tensor of flat's size."""
+        """Return these elements of a tensor with flat's size."""
         return tensor.view(-1)[self.low : self.high]
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the groups marked ``muon``, AdamW for the others. ``connect`` tells it what it updates, before its first step.
+    """Muon for the groups marked ``muon``, AdamW for the other groups.
 
-    Muon's state is AdamW's first moment, ``exp_avg``: B = momentum B + (1 - momentum) G; the update is orthogonal((1 - momentum) G +
-    momentum B), which is Nesterov's. dtype: of the iteration. All ranks of the group given to ``connect`` take each step together.
+    Call ``connect`` before its first step. Muon's state is AdamW's first moment, ``exp_avg``: B =
+    momentum B + (1 - momentum) G; the update is orthogonal((1 - momentum) G + momentum B), which is
+    Nesterov's. dtype: of the iteration. All ranks of the group given to ``connect`` take each step
+    together.
     """
 
     def __init__(
@@ -126,7 +143,8 @@ class Muon(torch.optim.AdamW):
         super().__init__(
             [{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=True
         )
-        # Not by torch's way, which takes no views, as Megatron's ranges of fp32 weights are.
+        # Set directly, since torch's constructor refuses views, which Megatron's ranges of fp32
+        # weights are.
         self.param_groups = [
             {**self.defaults, "muon": False, **group, "fused": True} for group in groups
         ]
@@ -135,14 +153,14 @@ class Muon(torch.optim.AdamW):
         self.exchange = _Exchange([[]], 0, None)
 
     def moments(self, tensor: Tensor) -> tuple[str, ...]:
-        """The names of the moments that it keeps of one of its tensors."""
+        """Return the names of the moments that the optimizer has for one of its tensors."""
         found = any(
             tensor is one for group in self.param_groups if group["muon"] for one in group["params"]
         )
         return ("exp_avg",) if found else ("exp_avg", "exp_avg_sq")
 
     def prepare(self) -> None:
-        """Give what has no state yet the one it starts from."""
+        """Create the initial state of every tensor that has none."""
         for group in self.param_groups:
             for tensor in group["params"]:
                 state = self.state[tensor]
@@ -157,10 +175,11 @@ class Muon(torch.optim.AdamW):
         *,
         all_parts: Sequence[Sequence[Part]] | None = None,
     ) -> None:
-        """Say what lies where: this rank's parts of Muon's weights.
+        """Set this rank's parts of Muon's weights, and plan the exchange between the ranks.
 
-        all_parts: of each data-parallel rank (others' ``flat`` is not looked at); of one, where all have the same and each does all of
-        it. None: the ranks that share these weights are asked, which is collective.
+        all_parts: the parts of each data-parallel rank (``flat`` of other ranks is not read). A
+        single entry means that all data-parallel ranks have the same parts and each computes all of
+        them. None: the parts are gathered from the ranks that share these weights; collective.
         """
         rank, group = (
             parallel_state.get_tensor_model_parallel_rank(),
@@ -168,9 +187,8 @@ class Muon(torch.optim.AdamW):
         )
         sizes = range(group.size())
         if all_parts is None or len(all_parts) > 1:
-            group = parallel_state.get_tensor_and_data_parallel_group(
-                with_context_parallel=True
-            )  # tensor-parallel ranks side by side
+            # Tensor-parallel ranks are adjacent in this group.
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         self.prepare()
         self.mine = {}
         for part in parts:
@@ -191,7 +209,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Every group as it is marked. DeepSpeed's ZeRO shows one group at a time."""
+        """Update every group by the method that it is marked with.
+
+        DeepSpeed's ZeRO passes one group at a time.
+        """
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
@@ -219,7 +240,7 @@ class Muon(torch.optim.AdamW):
 
     def _direction(self, place: Place) -> Tensor:
         assert place.flat.grad is not None
-        momentum = self.state[place.flat]["exp_avg"]  # which loading a checkpoint may replace
+        momentum = self.state[place.flat]["exp_avg"]  # loading a checkpoint may replace it
         return place.of(place.flat.grad).lerp(place.of(momentum), self.momentum).to(self.dtype)
 
 
@@ -227,7 +248,10 @@ Key = tuple[int, int, int]
 
 
 class _Exchange:
-    """Who owns which map, and the ways there and back. ``table``: each rank's stretches, the same list on every rank of ``group``."""
+    """Owner of each map, and the transfers to and from the owners.
+
+    ``table``: the stretches of each rank, the same list on every rank of ``group``.
+    """
 
     def __init__(self, table: list[list[Stretch]], rank: int, group: Group | None) -> None:
         self.rank, self.group, self.size = rank, group, len(table)
@@ -238,7 +262,8 @@ class _Exchange:
                 holders.setdefault(one.map, set()).add(number)
         work = {key: newton_schulz_flops(*shape) for key, shape in shapes.items()}
         load, self.owner = [0.0] * self.size, dict[Key, int]()
-        # What lies on one rank alone first; then the largest, each to the one of its ranks that has least to do.
+        # First the maps on only one rank, then the largest; each is assigned to that of its ranks
+        # with the least work.
         for key in sorted(shapes, key=lambda key: (len(holders[key]) > 1, -work[key], key)):
             self.owner[key] = min(holders[key], key=lambda number: (load[number], number))
             load[self.owner[key]] += work[key]
@@ -251,7 +276,10 @@ class _Exchange:
     def made(
         self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor
     ) -> dict[Stretch, Tensor]:
-        """The maps of a round made orthogonal: this rank's stretches of them -> its stretches of what was made. All is as ``empty`` is."""
+        """Orthogonalize the maps of a round: map this rank's stretches to their updates.
+
+        Tensors have the dtype and device of ``empty``.
+        """
         others = [number for number in range(self.size) if number != self.rank]
         theirs = {
             number: [one for one in some[number] if self.owner[one.map] == self.rank]
@@ -276,7 +304,10 @@ class _Exchange:
     def _all_to_all(
         self, given: dict[Stretch, Tensor], sent: _Ways, wanted: _Ways, empty: Tensor
     ) -> dict[Stretch, Tensor]:
-        """Sends what is ``given`` as ``sent`` says, to each rank so much; what came of each."""
+        """Send the ``given`` tensors, and return the received stretches.
+
+        ``sent`` and ``wanted`` list the stretches to send to and to receive from each rank.
+        """
         sizes = [
             [sum(one.numel for one in ways.get(number, ())) for number in range(self.size)]
             for ways in (sent, wanted)
@@ -288,11 +319,11 @@ class _Exchange:
         return dict(zip(order, back.split([one.numel for one in order]), strict=True))
 
 
-_Ways = dict[int, list[Stretch]]  # rank -> what goes there, or comes from there
+_Ways = dict[int, list[Stretch]]  # rank -> stretches to send to it or to receive from it
 
 
 def _rounds(shapes: dict[Key, tuple[int, int]], room: int) -> Iterator[set[Key]]:
-    """The maps of each round: no more than ``room`` elements, but for one map alone."""
+    """Yield the maps of each round: at most ``room`` elements together, or one larger map."""
     keys, left = set[Key](), room
     for key in sorted(shapes):
         if keys and left < math.prod(shapes[key]):
@@ -305,7 +336,7 @@ def _rounds(shapes: dict[Key, tuple[int, int]], room: int) -> Iterator[set[Key]]
 
 
 def _assembled(found: dict[Stretch, Tensor]) -> dict[Key, Tensor]:
-    """Whole maps [rows, columns], each from all of its stretches."""
+    """Return full maps [rows, columns], each assembled from all of its stretches."""
     maps: dict[Key, Tensor] = {}
     boxes: dict[tuple[Key, tuple[int, ...]], Tensor] = {}
     for one, tensor in found.items():
@@ -323,7 +354,7 @@ def _assembled(found: dict[Stretch, Tensor]) -> dict[Key, Tensor]:
 
 
 def _cut(whole: Tensor, one: Stretch) -> Tensor:
-    """A stretch of a whole map, flat."""
+    """Return a stretch of a full map, flat."""
     row, column, rows, columns = one.box
     return whole[row : row + rows, column : column + columns].reshape(-1)[
         one.start : one.start + one.numel

@@ -1,9 +1,13 @@
-"""What a rank holds of a model's optimizer, as Megatron's sharded tensors: nothing is gathered to write it, and it is read in place.
+"""This rank's part of a model's optimizer as Megatron's sharded tensors.
 
-Both optimizers that are split over data-parallel ranks (Megatron's distributed one, DeepSpeed's ZeRO) give a rank ranges of flattened
-parameters. A range of a tensor of n dimensions is at most 2n - 1 boxes of it: the rest of a row, whole rows, the beginning of another. Each
-box is contiguous in memory and is written as a part of the whole tensor, ``optimizer.state.<one of STATE>.<weight's name>`` in fp32. So the
-names and shapes are those of the model, and any engine at any layout reads any other's: of every tensor the parts that meet its own boxes.
+It is written without gathering and read in place.
+
+Both optimizers that are split over data-parallel ranks (Megatron's distributed one, DeepSpeed's
+ZeRO) give a rank ranges of flattened parameters. A range of a tensor of n dimensions consists of at
+most 2n - 1 boxes: the rest of a row, complete rows, the beginning of another row. Each box is
+contiguous in memory and is written as a shard of the full tensor, ``optimizer.state.<one of
+STATE>.<weight's name>`` in fp32. So the names and shapes are those of the model, and any engine at
+any layout reads any other's checkpoint: of every tensor the shards that overlap its own boxes.
 """
 
 from __future__ import annotations
@@ -19,25 +23,29 @@ from megatron.core.models.gpt import GPTModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = ("param", *MOMENTS)  # Megatron's names of the fp32 weight and of Adam's moments
-# Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
+# Names layer by layer in the checkpoint for any pipeline split; optimizer state in the model's own
+# shapes.
 SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
 
-# A part is read whole, to compare its checksum, by every rank that needs some of it: it is small beside what a rank holds. It is not small
-# beside what is written with it: a thousand bytes of archive, and a thousand instructions of Python at every step of a save.
+# Every rank that needs some of a shard reads all of it, to compare its checksum, so a shard is
+# small compared to a rank's part. It is not small compared to its overhead in a save: a thousand
+# bytes of archive and a thousand Python instructions.
 _PARTS_OF_A_RANK = 64
 _SMALLEST_PART = 2**20  # elements
-Read = Callable[
-    [dict[str, Any]], dict[str, Any]
-]  # a dictionary of sharded tensors comes back with their values
+# Returns a dictionary of sharded tensors with their values.
+Read = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of a parameter: ``numel`` elements of it, flattened, from ``start`` on.
+    """This rank's part of a parameter.
 
-    place: of the parameter in the checkpoint, with the replica id of what is held. tensors: by those of STATE's names that the optimizer
-    keeps of it, flat, fp32, at least ``numel`` long, views into the optimizer's own. gradient: likewise, while an update has it, times
-    ``clipped``.
+    It consists of ``numel`` elements of the flattened parameter from ``start`` on.
+
+    place: the parameter's place in the checkpoint, with the replica id of this part. tensors: the
+    optimizer's tensors by their names in STATE, as far as it has them; flat, fp32, at least
+    ``numel`` long, views into the optimizer's own. gradient: likewise, during an update, already
+    multiplied by ``clipped``.
     """
 
     place: ShardedTensor
@@ -51,7 +59,10 @@ class Held:
 def places(
     model: GPTModel, group: torch.distributed.ProcessGroup
 ) -> dict[torch.nn.Parameter, ShardedTensor]:
-    """Every parameter's place in the checkpoint, without its values; while the model's parameters are still whole."""
+    """Return every parameter's place in the checkpoint, without its values.
+
+    Call it before the parameters are sharded.
+    """
     found = {}
     for entry in model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group}).values():
         if isinstance(entry, ShardedTensor):
@@ -62,7 +73,7 @@ def places(
 
 
 def only_here(place: ShardedTensor) -> ShardedTensor:
-    """The place of what no other data-parallel rank holds: its replica id is the first one's."""
+    """Return the place with the replica id 0, for data that no other data-parallel rank holds."""
     return (
         replace(place, replica_id=(*place.replica_id[:-1], 0))
         if isinstance(place.replica_id, tuple)
@@ -71,7 +82,10 @@ def only_here(place: ShardedTensor) -> ShardedTensor:
 
 
 def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint holds of an optimizer: all that is held, in parts to be written; ``groups``: its groups without parameters."""
+    """Return a checkpoint's optimizer section.
+
+    It contains this rank's parts as shards to write, and the groups without their parameters.
+    """
     held = list(held)
     largest = largest_part(held)
     return {
@@ -85,7 +99,11 @@ def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[
 def read_optimizer(
     read: Read, held: Iterable[Held], beside: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint into what is held, in place; returns all that was read, ``beside`` it too, and the groups (`optimizer_state`)."""
+    """Read a checkpoint's optimizer into this rank's parts, in place.
+
+    Returns everything that was read, including the groups (`optimizer_state`). Other entries can be
+    read in the same call.
+    """
     asked = {number: _state(one, one.numel) for number, one in enumerate(held)}
     targets = {
         number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()}
@@ -96,19 +114,19 @@ def read_optimizer(
         for name, parts_of_one in one.items():
             for n, target in parts_of_one.items():
                 value = given["optimizer"]["param_state"][number][name][n]
-                if (
-                    value.data_ptr() != target.data_ptr()
-                ):  # what several ranks hold, one of them has read
+                # If several ranks hold a shard, one of them has read it.
+                if value.data_ptr() != target.data_ptr():
                     target.copy_(value)
     return given
 
 
 def largest_part(held: Iterable[Held]) -> int:
-    """Elements of the largest part to write of what a rank holds."""
+    """Return the number of elements of the largest shard to write of a rank's parts."""
     return max(_SMALLEST_PART, sum(one.numel for one in held) // _PARTS_OF_A_RANK)
 
 
 def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
+    """Return the shards of each optimizer tensor, none with more than ``largest`` elements."""
     named = {
         name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}")
         for name in held.tensors
@@ -122,7 +140,10 @@ def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
 def parts(
     place: ShardedTensor, start: int, flat: torch.Tensor, largest: int
 ) -> dict[int, ShardedTensor]:
-    """The elements from ``start`` on of the tensor at ``place``, flattened, as parts of it: views into ``flat``."""
+    """Return the elements from ``start`` on of the flattened tensor at ``place`` as shards.
+
+    The shards are views into ``flat``.
+    """
     assert not place.prepend_axis_num
     found, position = {}, 0
     for number, (offset, shape) in enumerate(
@@ -141,13 +162,14 @@ def parts(
     return found
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its size
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterator[Box]:
-    """The elements [start, end) of a flattened tensor as boxes of it, in the order of memory; none has more than ``largest`` elements.
+    """Yield the elements [start, end) of a flattened tensor as boxes in the order of memory.
 
-    But for that limit they are at most 2n - 1 of n dimensions; a row of a matrix is cut by the same rule.
+    No box has more than ``largest`` elements. Without that limit n dimensions give at most 2n - 1
+    boxes. A row of a matrix is cut by the same rule.
     """
     if start >= end:
         return
@@ -155,7 +177,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterato
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # the whole rows
+    first, last = -(-start // row), end // row  # the complete rows
     if first > last:  # within one row
         yield from _in_row(shape, last, start, end, largest)
         return

@@ -1,7 +1,9 @@
-"""ZeRO's weights and optimizer state as Megatron's sharded tensors and back, in the model's own shapes.
+"""Convert ZeRO's weights and optimizer state to Megatron's sharded tensors and back.
 
-What is written is what the Megatron engine writes: ``<name>`` in the training precision, ``optimizer.state.<one of STATE>.<name>`` in fp32,
-steps and rates in the common part. So either engine resumes the other's checkpoint, and any stage, DP and TP size resumes any other's.
+The tensors have the model's own shapes. The format is that of the Megatron engine: ``<name>`` in
+the training precision, ``optimizer.state.<one of STATE>.<name>`` in fp32, steps and learning rates
+in the common part. So either engine resumes the other's checkpoint, and any stage, DP and TP size
+resumes any other's.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from pretrain.engines.sharding import (
     read_optimizer,
 )
 
-PIECE = 2**28  # elements of whole weights that are read at a time
+PIECE = 2**28  # elements of full weights that are read at a time
 
 
 class ZeroState:
     """The state of one DeepSpeed engine of any stage.
 
-    Collectives over the data-parallel group: all of its ranks call the same methods. Stage 0's optimizer is torch's own, over the model's
-    parameters themselves.
+    Methods are collective over the data-parallel group: all of its ranks call the same ones. The
+    optimizer of stage 0 is torch's own, over the model's parameters themselves.
     """
 
     def __init__(self, engine: Any, weights: dict[torch.nn.Parameter, ShardedTensor]) -> None:
@@ -46,11 +48,11 @@ class ZeroState:
 
     @property
     def adam(self) -> torch.optim.Optimizer:
-        """The optimizer that does the arithmetic."""
+        """The inner optimizer, which computes the update."""
         return self.engine.optimizer.optimizer if self.stage else self.engine.optimizer
 
     def prepare(self) -> None:
-        """Give a fresh optimizer its zero state, which AdamW makes at its first step."""
+        """Create a new optimizer's zero state, which AdamW otherwise creates at its first step."""
         for flat in self.flat():
             state = self.adam.state[flat]
             if not state:
@@ -58,7 +60,10 @@ class ZeroState:
                 state.update({name: torch.zeros_like(flat) for name in self._moments(flat)})
 
     def connect(self, model: ModelConfig) -> None:
-        """Tell Muon, where it is the optimizer, which parts of its weights this rank updates. Collective."""
+        """If the optimizer is Muon, pass it the parts of its weights that this rank updates.
+
+        Collective.
+        """
         if isinstance(self.adam, Muon):
             numbered = enumerate(parameter for parameter in self.names if is_muons(parameter))
             parts = [
@@ -72,7 +77,10 @@ class ZeroState:
         return self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
 
     def saved(self) -> dict[str, Any]:
-        """Weights and optimizer state, what this rank holds of them: of its fp32 weights the weights are made."""
+        """Return this rank's part of weights and optimizer state.
+
+        The weights are cast from the fp32 weights.
+        """
         self.prepare()
         held = {parameter: one for parameter in self.weights if (one := self.held(parameter))}
         largest = largest_part(held.values())
@@ -85,7 +93,10 @@ class ZeroState:
         return {"model0": weights, "optimizer": optimizer_state(held.values(), self.groups())}
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups without their parameters, with their step, as Megatron's optimizer stores them."""
+        """Return the optimizer's groups without their parameters, with their step.
+
+        They have the form that Megatron's optimizer stores.
+        """
         defaults = {
             key: value
             for key, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items()
@@ -108,7 +119,10 @@ class ZeroState:
 
     @torch.no_grad()
     def restore(self, read: Read, *, model_only: bool) -> None:
-        """Read the state in place, and the weights PIECE elements at a time; without a state the fp32 weights are the weights."""
+        """Read the optimizer state in place, and the weights about PIECE elements at a time.
+
+        model_only: read only the weights, and copy them to the fp32 weights.
+        """
         self.prepare()
         for piece in self._pieces():
             given = read(
@@ -125,16 +139,17 @@ class ZeroState:
             return
         given = read_optimizer(read, filter(None, map(self.held, self.weights)))
         steps = float(given["optimizer"]["optimizer"]["param_groups"][0]["step"])
-        # A step of its own for every tensor: Adam adds to each.
+        # Every tensor needs a separate step tensor: Adam increments each.
         for flat in self.flat():
             self.adam.state[flat]["step"] = self._step(steps, flat)
         if not isinstance(self.adam, torch.optim.AdamW):
             self._replay(int(steps))
 
     def _replay(self, steps: int) -> None:
-        """DeepSpeedCPUAdam's bias correction is a running product inside it, which a new one lacks: last bits would be others.
+        """Repeat the steps of DeepSpeedCPUAdam on one number.
 
-        So it does its steps again, on one number.
+        This restores its bias correction exactly. The correction is a running product inside the
+        optimizer. A new optimizer lacks it, and would change the last bits of every update.
         """
         adam: Any = self.adam
         group = adam.param_groups[0]
@@ -153,6 +168,7 @@ class ZeroState:
                 )
 
     def _pieces(self) -> Iterator[list[torch.nn.Parameter]]:
+        """Yield lists of parameters of at most PIECE elements together, or one larger parameter."""
         piece: list[torch.nn.Parameter] = []
         room = PIECE
         for parameter, place in self.weights.items():
@@ -164,12 +180,12 @@ class ZeroState:
         yield piece
 
     def flat(self) -> list[torch.Tensor]:
-        """The tensors that the optimizer updates on this rank."""
+        """Return the tensors that the optimizer updates on this rank."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)
         if self.stage:
-            # Stage 1 in bf16 is another optimizer of DeepSpeed's.
+            # DeepSpeed has a different optimizer for stage 1 in bf16.
             names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
             return list(
                 next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
@@ -177,13 +193,16 @@ class ZeroState:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def _step(self, value: float, flat: torch.Tensor) -> Any:
-        """Adam's count of steps: a number for DeepSpeed's Adam, a tensor on the parameters' device for torch's, which is fused."""
+        """Return Adam's step count.
+
+        It is an int for DeepSpeed's Adam, a tensor on the parameters' device for torch's fused one.
+        """
         if not isinstance(self.adam, torch.optim.AdamW):
             return int(value)
         return torch.tensor(value, dtype=torch.float32, device=flat.device)
 
     def held(self, parameter: torch.nn.Parameter) -> Held | None:
-        """This rank's part of a parameter, None where it holds none."""
+        """Return this rank's part of a parameter, or None if it holds none."""
         part, place = self._part(parameter), self.weights[parameter]
         if part is None:
             return None
@@ -200,7 +219,11 @@ class ZeroState:
         return Held(only_here(place) if self.stage else place, start, numel, tensors, gradient)
 
     def updating(self, clipped: float) -> Iterator[Held]:
-        """This rank's parts of what the optimizer has been given to update: DeepSpeed gives it a group at a time, its gradients clipped."""
+        """Yield this rank's parts of the parameters in the optimizer's current groups.
+
+        DeepSpeed gives the optimizer one group at a time, with gradients that it has multiplied by
+        ``clipped``.
+        """
         given = {id(flat) for group in self.adam.param_groups for flat in group["params"]}
         for parameter in self.weights:
             part = self._part(parameter)
@@ -208,7 +231,11 @@ class ZeroState:
                 yield replace(held, clipped=clipped)
 
     def _part(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int, int, int] | None:
-        """The optimizer's tensor that holds this rank's part of a parameter, where the part starts in this, its size, where in that."""
+        """Return the location of this rank's part of a parameter, or None if it has none.
+
+        Returns (the optimizer's tensor that contains it, its start in the flattened parameter, its
+        size, its offset in the optimizer's tensor).
+        """
         optimizer, place = self.engine.optimizer, self.weights[parameter]
         if not self.stage:
             flat, start, offset, numel = parameter, 0, 0, parameter.numel()
@@ -229,6 +256,10 @@ class ZeroState:
     def _take(
         self, parameter: torch.nn.Parameter, weight: torch.Tensor, *, with_main: bool
     ) -> None:
+        """Copy a full weight into the model's parameter.
+
+        If ``with_main``, it is also copied into this rank's fp32 weights.
+        """
         if self.stage == 3:
             from deepspeed.runtime.zero import GatheredParameters
 

@@ -341,7 +341,10 @@ def test_training_goes_on_over_a_save_that_fails(
     limited = (*quick, how, "checkpoint.interval=2")
     assert pretrain(*limited, "checkpoint.max_unsaved_steps=6") == 0
     for number in fails:
-        told = f"step_{number:08d} cannot be written: File too large (rank 0); training goes on, {number - 4} steps are not saved"
+        told = (
+            f"step_{number:08d} cannot be written: File too large (rank 0); training continues, "
+            f"{number - 4} steps are not saved"
+        )
         assert pretrain.out.count(told) == 1 and sum(told in alert for alert in alerts) == 1
     whole = pretrain.run_dir.with_name(f"{pretrain.run_dir.name}_whole")
     assert losses(pretrain.run_dir) == losses(whole) and same(

@@ -286,9 +286,9 @@ def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
     assert sorted(second) == [1, 2, 3, 4]
     assert second[1][0] < old[12][0] + 0.3 < old[1][0]
     assert pretrain(f"run_dir={tmp_path / 'third'}", *start, "model.hidden_size=48") == 2
-    assert "model.hidden_size is 32 there, 48 here" in pretrain.err
+    assert "model.hidden_size is 32 in the checkpoint, 48 now" in pretrain.err
     assert pretrain(f"run_dir={tmp_path / 'third'}", f"checkpoint.load={tmp_path / 'nothing'}") == 2
-    assert "no checkpoint there" in pretrain.err
+    assert "has no checkpoint; expected" in pretrain.err
 
 
 def test_longer_run_keeps_the_order_or_is_refused(pretrain: Command) -> None:
@@ -299,7 +299,7 @@ def test_longer_run_keeps_the_order_or_is_refused(pretrain: Command) -> None:
     assert pretrain("train.steps=6") == 0
     assert "at step 4" in pretrain.out
     assert pretrain("train.steps=100000") == 2
-    assert "samples already seen would come again; keep the run within " in pretrain.err
+    assert "samples already seen would repeat; keep the run within " in pretrain.err
 
 
 def test_asynchronous_save_writes_the_same(pretrain: Command, tmp_path: Path) -> None:

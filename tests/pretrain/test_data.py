@@ -246,6 +246,6 @@ def test_an_id_outside_the_vocabulary_is_one_line_that_names_its_source(
         for _ in range(8):
             next(stream)
     assert (
-        f"{tmp_path / 'bad'} holds token id {wrong}, but model.vocab_size = 500 has ids 0 to 499; "
+        f"{tmp_path / 'bad'} contains token id {wrong}, but model.vocab_size = 500 has ids 0 to 499; "
         in str(caught.value)
     )

@@ -216,7 +216,7 @@ def test_obstacles_are_one_line_each(
     ) == f"DeepSpeed's {OP}: {ops.lacks_compiler()}" and "absent-g++)" in str(ops.lacks_compiler())
     monkeypatch.setenv("PATH", str(bare))
     monkeypatch.setattr(sys, "executable", str(bare / "python"))
-    with pytest.raises(ops.OpError, match="no ninja on PATH nor in"):
+    with pytest.raises(ops.OpError, match="ninja is neither on PATH nor in"):
         ops.build_op(OP)
     for program in ("ninja", "absent-g++"):
         script(bare / program, "")

@@ -90,7 +90,8 @@ def test_a_recipe_for_the_other_engine_needs_nothing_else_changed() -> None:
     made, said = deepspeed_config(config, 1, parameters=10**9, cuda=True)
     assert made["zero_optimization"]["overlap_comm"] is config.parallel.overlap_grad_reduce
     assert said == [
-        "parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says"
+        "parallel.overlap_param_gather has no effect: it is Megatron's, and DeepSpeed's stage "
+        "decides when it gathers"
     ]
 
 
@@ -120,7 +121,7 @@ def test_a_file_adds_keys_and_the_run_wins_by_name(tmp_path: Path) -> None:
         "zero_optimization.stage",
     ]
     assert (
-        "engine.deepspeed.file: gradient_clipping = 7.0 there, 1.0 here, by optimizer.clip_grad"
+        "engine.deepspeed.file: gradient_clipping = 7.0 is overridden by 1.0 from optimizer.clip_grad"
         in clashes
     )
 

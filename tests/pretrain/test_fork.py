@@ -106,7 +106,7 @@ def test_another_validation_set_or_none_changes_no_training_step(
     manifest.write_text(json.dumps(told))
     assert (
         pretrain(*base, "train.steps=6") == 2
-        and "data.valid, which its older manifest does not tell apart" in pretrain.err
+        and "data.valid, which its older manifest does not distinguish" in pretrain.err
     )
     assert pretrain(*base, "train.steps=6", none) == 0 and losses(pretrain.run_dir) == wanted
 

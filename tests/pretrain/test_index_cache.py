@@ -400,7 +400,7 @@ def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatc
     (run.folder / "file").write_text("")
     said = refused(f"data.index_cache={run.folder / 'file'}")
     assert "the index cache cannot be written: " in said and said.endswith(
-        "; data.index_cache=FOLDER names another place\n"
+        "; data.index_cache=FOLDER sets another location\n"
     )
     run.write_data(seed=2, documents=6_000, length=4)
     with largest_file(18_000):

@@ -76,8 +76,9 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
         f"take it over: python -m tools.checkpoint fetch {other} {mirror.as_uri()}"
     )
     forget(mirror)
-    assert "is of another model: model.num_layers is 2 there, 1 here; restore" in refused(
-        *elsewhere, "model.num_layers=1"
+    assert (
+        "is of another model: model.num_layers is 2 in the checkpoint, 1 now; restore"
+        in refused(*elsewhere, "model.num_layers=1")
     )
     assert f"run_dir {run} → {other}" in refused(*elsewhere)
     assert main(["fetch", str(other), str(mirror)]) == 0

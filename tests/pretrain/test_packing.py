@@ -349,7 +349,7 @@ def test_a_run_resumes_within_a_pass_and_goes_on_into_more(
     assert pretrain(*words, "train.steps=20") == 0, pretrain.err
     assert (
         pretrain(*words, "data.packing=stream") == 2
-        and "data.packing is best_fit there, stream here" in pretrain.err
+        and "data.packing is best_fit in the checkpoint, stream now" in pretrain.err
     )
     for verb in ("--plan", "--index"):
         assert pretrain(*words, verb) == 0 and told in pretrain.out.splitlines()

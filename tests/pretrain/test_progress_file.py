@@ -252,7 +252,7 @@ def test_what_a_run_leaves_holds_no_value_of_a_secret(
     load = pretrain.run_dir / CANARIES["HUB_API_KEY"]
     assert pretrain("train.steps=4", f"checkpoint.load={load}") == 2
     assert progress(pretrain.run_dir)["message"].startswith(
-        f"{pretrain.run_dir}/***: no checkpoint there"
+        f"{pretrain.run_dir}/*** has no checkpoint"
     )
     assert pretrain("train.steps=4") == 0
     written = [path for path in pretrain.run_dir.rglob("*") if path.is_file()]

@@ -196,7 +196,7 @@ REFUSED = {
     "parallel.use_distributed_optimizer=false": "tools.checkpoint convert {checkpoint} --engine megatron --plain-optimizer --out",
     "optimizer.name=muon": "checkpoint.load=",
     "model.hidden_size=48": "choose another run_dir",
-    "model.rope_scaling.kind=linear": "go on in another folder with --fork",
+    "model.rope_scaling.kind=linear": "continue in another folder with --fork",
 }
 
 
@@ -215,7 +215,7 @@ def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
         key, value = override.split("=")
         assert (
             f"{key} is " in pretrain.err
-            and f"there, {value}" in pretrain.err
+            and f"in the checkpoint, {value}" in pretrain.err
             and way.format(checkpoint=checkpoint) in pretrain.err
         )
         assert pretrain.err.count("\n") == 1
@@ -251,10 +251,10 @@ def test_a_field_added_since_counts_as_its_default() -> None:
         ):
             with pytest.raises(ConfigError, match=f"is of another model: model.{key} is") as error:
                 refuse()
-            assert str(error.value).count(" there, ") == 1
+            assert str(error.value).count(" in the checkpoint, ") == 1
     # One that is gone since is not passed over in a model; elsewhere it is told.
     written["model"]["gone"] = written["old"] = 1
-    with pytest.raises(ConfigError, match="model.gone is 1 there, null here"):
+    with pytest.raises(ConfigError, match="model.gone is 1 in the checkpoint, null now"):
         check_model(place, written, here)
     assert [
         (change.key, change.rule) for change in changes(written, here) if change.rule == TOLD
@@ -271,7 +271,7 @@ def test_weights_alone_ask_for_the_same_model_and_nothing_more(
         "train.steps=4",
     ]
     assert pretrain(*start, "model.hidden_size=48") == 2
-    assert "model.hidden_size is 32 there, 48 here" in pretrain.err
+    assert "model.hidden_size is 32 in the checkpoint, 48 now" in pretrain.err
     monkeypatch.setattr(
         "fem_megatron.megatron.model.start", None
     )  # no weight is drawn that is read

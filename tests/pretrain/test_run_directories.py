@@ -211,8 +211,8 @@ def test_a_start_passes_over_an_odd_manifest_and_refuses_a_newer_one(
     (step / MANIFEST).write_text(json.dumps(good | {"progress": good["progress"] | {"step": 1}}))
     assert pretrain(config=str(moved)) == 0
     assert (
-        f"checkpoint {step} is damaged ({MANIFEST} is of step 1, its folder of step 2); passing over it"
-        in pretrain.out
+        f"checkpoint {step} is damaged ({MANIFEST} is for step 1, its folder for step 2); "
+        "passing over it" in pretrain.out
     )
     assert f"resumed from {step.with_name('step_00000001')} at step 1" in pretrain.out
 

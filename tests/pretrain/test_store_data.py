@@ -455,7 +455,7 @@ def test_a_wrong_place_is_one_line(
             here.client.delete_object(Bucket=here.name, Key=name)
     assert pretrain("--index") == 0 and "trying again" not in pretrain.err
     here.flip("data/train.idx")
-    assert "its .idx is not the one that the manifest.json beside it records" in refused_with(
+    assert "its .idx is not the one that the manifest.json next to it records" in refused_with(
         2, "--index"
     )
 

@@ -131,7 +131,10 @@ def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(
         "train.steps=4",
     ]
     good, bad = (f"[{{prefix: {tmp_path / name}}}]" for name in ("good", "bad"))
-    wanted = f"pretrain: error: {tmp_path / 'bad'} holds token id 60000, but model.vocab_size = 500 has ids 0 to 499; "
+    wanted = (
+        f"pretrain: error: {tmp_path / 'bad'} contains token id 60000, but model.vocab_size = 500 "
+        "has ids 0 to 499; "
+    )
     assert pretrain(
         *words, f"data.train={good}", f"data.valid={bad}"
     ) == 2 and pretrain.err.splitlines()[-1].startswith(wanted)

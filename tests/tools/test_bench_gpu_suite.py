@@ -113,7 +113,7 @@ def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_nam
         "SDPA" in task.name for task in planned
     )
     assert cannot["engine stage0"].startswith(
-        "engine.zero_stage = 0 is for train.precision=fp32 alone"
+        "engine.zero_stage = 0 supports only train.precision=fp32"
     )
     assert cannot["sanitizer: memcheck"] == "no GPU"
     assert (

@@ -229,7 +229,7 @@ def test_weights_alone_stay_weights_alone(
     assert (
         pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2
     )  # nothing resumes from it
-    assert "holds weights alone" in capsys.readouterr().err
+    assert "contains only weights" in capsys.readouterr().err
 
 
 @fp32_alone
