@@ -1,4 +1,7 @@
-"""The one registry of mixers: name -> what it is and its sizes for a configuration. Torch-free: a shape names its layer's class."""
+"""The registry of mixers: name -> description and shape for a configuration.
+
+Torch-free: a shape names its layer's class.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,13 @@ EVERYONES = frozenset(
 
 @dataclass(frozen=True)
 class Mixer:
-    """One name of ``model.mixer``.
+    """One value of ``model.mixer``.
 
-    cost: of a sequence of T tokens. mlp: what stands beside it unless ``model.mlp`` says otherwise. shape: from the model and the layer's
-    number (from 0); raises ValueError, with the key, where sizes do not fit. package: the module that computes it, on a GPU alone.
+    cost: order of the cost for a sequence of T tokens. mlp: the MLP that follows the mixer unless
+    ``model.mlp`` sets another. shape: function of the model and the layer's number (from 0); raises
+    ValueError, with the key, if
+        sizes do not fit.
+    package: the module that computes the mixer, on a GPU only.
     """
 
     about: str
@@ -157,7 +163,7 @@ MLPS: dict[str, Callable[[ModelConfig], Shape]] = {
 
 
 def describe(name: str) -> Mixer:
-    """The mixer of this name. Raises KeyError where there is none."""
+    """Return the mixer with this name. Raise KeyError if there is none."""
     if name.startswith("fla."):
         return replace(
             MIXERS["fla.*"],
@@ -167,7 +173,10 @@ def describe(name: str) -> Mixer:
 
 
 def blocks(model: ModelConfig) -> list[BlockShape]:
-    """Every layer's shape. Raises ValueError, with the key, where sizes do not fit or a key is set that no layer reads."""
+    """Return the shape of every layer.
+
+    Raises ValueError, with the key, if sizes do not fit or if a key is set that no layer reads.
+    """
     names = mixer_names(model)
     mup.check_model(model)
     rope.check(model)
@@ -187,7 +196,10 @@ def blocks(model: ModelConfig) -> list[BlockShape]:
 
 
 def unread(model: ModelConfig) -> list[str]:
-    """The keys of ``model`` that are not at their defaults and that none of its layers reads. Raises ValueError where sizes do not fit."""
+    """Return the keys of ``model`` that differ from their defaults but that no layer reads.
+
+    Raises ValueError if sizes do not fit.
+    """
     read, default = (
         set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model)))),
         type(model)(),
@@ -207,7 +219,7 @@ def unread(model: ModelConfig) -> list[str]:
 
 
 def mixer_names(model: ModelConfig) -> list[str]:
-    """The mixer of every layer: ``model.pattern`` repeated, or ``model.mixer``."""
+    """Return the mixer of every layer: ``model.pattern`` repeated, or ``model.mixer``."""
     pattern = model.pattern or [model.mixer]
     if model.num_layers % len(pattern):
         raise ValueError(
@@ -217,7 +229,10 @@ def mixer_names(model: ModelConfig) -> list[str]:
 
 
 def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
-    """The shape of layer ``layer`` (from 0) with the mixer ``name``. Raises ValueError, with the key, where sizes do not fit."""
+    """Return the shape of layer ``layer`` (from 0) with the mixer ``name``.
+
+    Raises ValueError, with the key, if sizes do not fit.
+    """
     mixer = describe(name)
     mlp, shape = model.mlp or mixer.mlp, mixer.shape(model, layer)
     if odd := shape.rotary_size() % 2 * shape.rotary_size():
@@ -233,7 +248,7 @@ def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
 
 
 def table() -> str:
-    """Every mixer as text: name, cost in T, layouts, what it is and its paper."""
+    """Return all mixers as a text table: name, cost in T, layouts, description and paper."""
     rows = [
         ("mixer", "cost", "layouts", "what, paper"),
         *((name, m.cost, m.layouts, f"{m.about} ({m.paper})") for name, m in MIXERS.items()),

@@ -1,6 +1,8 @@
-"""The model's configuration: plain dataclasses, importable without torch, shared by training, planning and export.
+"""The model's configuration: plain dataclasses, importable without torch, shared by training,
+planning and export.
 
-Every field carries its text and its range (`fem_common.settings`); the reader and the generated page take them from here.
+Every field carries its description and its range (`fem_common.settings`).
+The configuration reader and the generated documentation page use both.
 """
 
 from __future__ import annotations
@@ -128,7 +130,10 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Channels that layers hand on for a token: hidden_size, and as many of its velocity where any layer moves by one."""
+        """Channels per token that the layers pass on.
+
+        These are hidden_size channels, and as many again for the velocity if any layer uses one.
+        """
         return max(
             part.stream
             for block in self._blocks
@@ -137,7 +142,7 @@ class ModelConfig:
         )
 
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: vocab_size rounded up to make_vocab_size_divisible_by."""
+        """Return the rows of the embedding: vocab_size rounded up to make_vocab_size_divisible_by."""
         assert self.vocab_size is not None, (
             "vocab_size is filled in from the data before the model is built"
         )
@@ -145,12 +150,12 @@ class ModelConfig:
         return -(-self.vocab_size // step) * step
 
     def blocks(self) -> list[BlockShape]:
-        """Every layer's shape. Raises ValueError, naming the key, where sizes do not fit."""
+        """Return the shape of every layer. Raise ValueError, naming the key, if sizes do not fit."""
         return [*self._blocks]
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
-        """Each different layer's shape, and how many there are."""
+        """The distinct layer shapes, each with the number of layers that have it."""
         every = self.blocks()
         return tuple(
             (shape, every.count(shape)) for n, shape in enumerate(every) if shape not in every[:n]
@@ -162,7 +167,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
-        """The configuration that ``dataclasses.asdict`` gave, older names too; other keys of another version raise TypeError."""
+        """Build the configuration from the output of ``dataclasses.asdict``.
+
+        Older names of keys are accepted. Unknown keys raise TypeError.
+        """
         computed = {
             name for name, value in vars(cls).items() if isinstance(value, cached_property)
         }  # vars() of an object has them, too

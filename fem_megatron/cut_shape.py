@@ -1,4 +1,6 @@
-"""Of a sequence that is cut over ranks (`cut`): how a mixer's reads are made, and what ranks send each other, from sizes. Torch-free."""
+"""Choice of read method and traffic for sequences split over ranks (`cut`), from sizes only.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CutWidths:
-    """Numbers of heads or channels that are exchanged for tokens, as ``Shape.split_widths``, by the reads that do so.
+    """Numbers of heads or channels that reads exchange for tokens, named as in
+    ``Shape.split_widths``.
 
-    always: reads that cannot do without. keyed: those that name their keys, unless these are gathered. scanned: scans and convolutions,
-    unless they pass states. shared: of the keyed, heads that several queries read; where they are fewer than ranks these share them.
-    rings: whether the keyed are under a softmax, and their keys can go round.
+    always: reads that must exchange heads.
+    keyed: reads that name their keys, which exchange heads unless keys are gathered.
+    scanned: scans and convolutions, which exchange heads unless they pass states.
+    shared: heads of the keyed reads that several queries read; fewer heads than ranks are shared.
+    rings: True if the keyed reads use a softmax, so that their keys can pass around a ring.
     """
 
     always: dict[str, int] = field(default_factory=dict)
@@ -26,7 +31,10 @@ class CutWidths:
 
 
 class CutKinds(NamedTuple):
-    """How a mixer's reads are made of sequences cut over ranks; those that do neither exchange heads (`cut.Cut`)."""
+    """Read method of a mixer for sequences split over ranks (`cut.Cut`).
+
+    Reads that neither gather keys nor pass states exchange heads.
+    """
 
     gathers: bool
     states: bool
@@ -35,11 +43,15 @@ class CutKinds(NamedTuple):
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes that a rank gives to others where sequences are cut, in one forward pass.
+    """Bytes that a rank sends to other ranks in one forward pass, if sequences are split.
 
-    Of a token: exchanged: each of N ranks gets 1 / N of it; gathered, keys, angles: each of them gets it all. keys: gathered anew in the
-    backward pass. angles: which have no gradient. ring: numbers (not bytes) that go round, and whose gradients do, in fp32. Of a sequence:
-    states: behind each of its rank's two chunks. span: without a gradient.
+    Per token:
+        exchanged: each of N ranks receives 1 / N of it. gathered, keys, angles: each rank receives
+        all of it. keys are gathered again in the backward
+            pass; angles have no gradient.
+        ring: numbers (not bytes) that pass around the ring; their gradients do so in fp32.
+    Per sequence:
+        states: sent after each of the rank's two chunks. span: has no gradient.
     """
 
     exchanged: float = 0.0
@@ -51,9 +63,10 @@ class Crossing:
     ring: float = 0.0
 
     def sent(self, training: Training, *, again: bool = False) -> float:
-        """Bytes that a rank sends of one application to a micro-batch, forwards and backwards.
+        """Return the bytes that a rank sends for one application to a micro-batch, forward and
+        backward.
 
-        again: the layer is computed again in the backward pass (train.recompute = full).
+        again: the layer is recomputed in the backward pass (train.recompute = full).
         """
         others, forward, tokens = training.ranks - 1, 1 + again, self._tokens(training)
         token = (
@@ -66,7 +79,10 @@ class Crossing:
         return self.beside(training, again=again) + gradients + others * (tokens * token + states)
 
     def beside(self, training: Training, *, again: bool = False) -> float:
-        """Of ``sent``, what goes while the attention runs: a ring's keys and values; its gradients, and all others, are waited for."""
+        """Return the part of ``sent`` that overlaps with the attention: a ring's keys and values.
+
+        The ring's gradients and all other traffic do not overlap.
+        """
         passes = 2 + again + training.again
         return self._tokens(training) * self.ring * (training.ranks - 1) * training.element * passes
 
@@ -87,14 +103,18 @@ def cut_kinds(
     causal: bool = True,
     separate: bool = False,
 ) -> CutKinds:
-    """How a mixer's reads are made of sequences cut over ``context`` ranks: as one of CUT_KINDS asks, where there is a choice.
+    """Choose the read method of a mixer for sequences split over ``context`` ranks.
 
-    Where nothing is asked for, scans pass states, and reads that name their keys exchange heads if there are enough of them. all_gather:
-    these gather keys. ring: their keys go round, if they can. all_to_all: all exchange heads. tensor: ranks that share a layer. separate:
-    documents are read apart.
+    asked: one of CUT_KINDS, which applies if the mixer has a choice. all_gather: reads that name
+    their
+        keys gather them. ring: keys pass around a ring if they can. all_to_all: all reads exchange
+        heads. None: scans pass states, and reads that name their keys exchange heads if there are
+        enough heads.
+    tensor: ranks that share a layer. separate: documents are read separately.
 
     Raises:
-        ValueError: it cannot be made; the message names the width, or what was asked for.
+        ValueError: if the method is impossible; the message names the width or the requested
+        method.
     """
     ranks, widths, states = (
         tensor * context,
