@@ -163,7 +163,7 @@ MLPS: dict[str, Callable[[ModelConfig], Shape]] = {
 
 
 def describe(name: str) -> Mixer:
-    """Return the mixer with this name. Raise KeyError if there is none."""
+    """Return the mixer with this name. Raise KeyError for an unknown name."""
     if name.startswith("fla."):
         return replace(
             MIXERS["fla.*"],

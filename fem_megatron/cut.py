@@ -2,7 +2,7 @@
 
 The distribution is Megatron's: a sequence has 2 N chunks, and rank i has chunks i and 2 N - 1 - i,
 so that causal reads cost every rank the same. A rank computes token-wise operations on its own
-tokens. Reads of other tokens pass through `Cut.apart`, in one of these ways:
+tokens. Reads of other tokens pass through the class `Cut`, in one of these ways:
 
     all_to_all   Every rank receives all tokens of 1 / N of the heads (or channels), reads them as
     one
@@ -63,7 +63,7 @@ class Ranks(Protocol):
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Start sending tensors to the next rank and receiving equal shapes from the previous one.
 
-        Returns a function that waits for the received tensors. There is no gradient.
+        Returns a function that waits for the received tensors. Gradients are not propagated.
         """
 
 
@@ -187,7 +187,7 @@ class Cut:
     def span(self, v: Tensor, time: int) -> Tensor:
         """Return the minimum and maximum over the tokens of all ranks, two entries along ``time``.
 
-        There is no gradient.
+        The result has no gradient.
         """
         every = self.ranks.gather(
             torch.cat(torch.aminmax(v.detach(), dim=time, keepdim=True), time)
@@ -254,8 +254,8 @@ class Cut:
     def _own_heads(self, t: Tensor, dims: Dims, heads: int) -> Tensor:
         """Return all tokens of this rank's heads.
 
-        A tensor that all ``heads`` share is gathered unchanged. If there are fewer heads than
-        ranks, the result is the one head that this rank's queries read.
+        A tensor that all ``heads`` share is gathered unchanged. With fewer heads than ranks, the
+        result is the one head that this rank's queries read.
         """
         size, own = self.ranks.size, t.shape[dims.heads]
         if own == 1 < heads:

@@ -105,12 +105,13 @@ def cut_kinds(
 ) -> CutKinds:
     """Choose the read method of a mixer for sequences split over ``context`` ranks.
 
-    asked: one of CUT_KINDS, which applies if the mixer has a choice. all_gather: reads that name
-    their
-        keys gather them. ring: keys pass around a ring if they can. all_to_all: all reads exchange
-        heads. None: scans pass states, and reads that name their keys exchange heads if there are
-        enough heads.
-    tensor: ranks that share a layer. separate: documents are read separately.
+    The requested method, one of CUT_KINDS, applies if the mixer has a choice. all_gather: reads
+    that name their keys gather them. ring: keys pass around a ring if they can. all_to_all: all
+    reads exchange heads. None: scans pass states, and reads that name their keys exchange heads if
+    enough heads exist.
+
+    tensor: ranks that share a layer.
+    separate: documents are read separately.
 
     Raises:
         ValueError: if the method is impossible; the message names the width or the requested

@@ -1,9 +1,10 @@
-"""The read under a softmax, as every mixer that has one makes it; and, of a sequence that is cut, by a ring of its ranks.
+"""Softmax reads for all mixers, including ring attention for sequences split over ranks.
 
-In a ring each rank keeps its queries, and keys and values go from rank to rank: what a rank holds at a time is its own and one other's.
-Partial reads are merged by their log-sum-exps, which is exact: a softmax over all keys. FEM's read is attention on [v | U]
-(`kernels.free_energy`), so it is merged alike, once all ranks have the range of the values. The backward pass goes round once more, with
-the gradients of keys and values behind them.
+In a ring each rank keeps its queries, and keys and values pass from rank to rank, so that a rank
+holds its own and those of one other rank at a time. Partial reads are merged by their log-sum-exps,
+which gives exactly the softmax over all keys. FEM's read is attention on [v | U]
+(`kernels.free_energy`), so it is merged the same way once all ranks have the range of the values.
+The backward pass makes one more round, in which the gradients of keys and values follow them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ def softmax_read(
     decision: Decision | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """`fem_attention` of the layer's tokens, by documents or over ranks as the context has them; v may have fewer heads than k.
+    """Return `fem_attention` of the layer's tokens, by documents or over ranks as the context
+    requires.
 
-    decision: of the layer, whether a ring may read this call; None: its range is waited for.
+    v may have fewer heads than k. decision: the layer's decision whether a ring may read this call;
+    None: wait for the range of the values.
     """
     cut = context.cut
     if cut is not None and cut.ring:
@@ -106,7 +109,10 @@ def _by_ring(
 
 
 class _Ring(torch.autograd.Function):
-    """Causal softmax attention of a cut sequence: q [b, h, s, dk], k and v [b, h or a divisor of it, s, ..] of this rank's tokens."""
+    """Causal softmax attention of a sequence split over ranks.
+
+    q [b, h, s, dk]; k and v [b, h or a divisor of it, s, ..] of this rank's tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Ranks) -> Tensor:
@@ -162,7 +168,10 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None:
-    """``add(k, v, rows, columns, causal)`` of every rank's keys and values: which of its own rows see which of their columns."""
+    """Call ``add(k, v, rows, columns, causal)`` for every rank's keys and values.
+
+    rows: this rank's queries that see the keys ``columns``.
+    """
     held, half, every = [k, v], k.shape[2] // 2, slice(None)
     for step in range(ranks.size):
         source, coming = (ranks.rank - step) % ranks.size, None
@@ -180,7 +189,11 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequence[Any]:
-    """Attention, the log-sum-exp of its scores, and what a GPU's backward wants besides; the kernels read groups of as many k as v."""
+    """Return attention, the log-sum-exp of its scores, and further tensors for a GPU's backward
+    pass.
+
+    The kernels require as many heads of v as of k.
+    """
     v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -199,7 +212,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
 def _gradients(
     own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]
 ) -> Sequence[Tensor]:
-    """Of q, k and v, this of as many heads as k. own: the output's gradient, q, and the output and log-sum-exp over all keys."""
+    """Return the gradients of q, k and v; v's has as many heads as k.
+
+    own: the output's gradient, q, and the output and log-sum-exp over all keys.
+    """
     grad, q, out, total = own
     v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":

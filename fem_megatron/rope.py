@@ -1,4 +1,7 @@
-"""RoPE's frequencies, and how they are stretched for texts longer than a model was trained on (docs/long_context.md). Torch-free."""
+"""RoPE's frequencies, and their scaling for texts longer than in training (docs/long_context.md).
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ MOVED = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies are made slower for longer texts, of every mixer that turns by them."""
+    """Scaling of RoPE's frequencies for longer texts, for every mixer that uses RoPE."""
 
     kind: str | None = setting(
         None,
@@ -68,11 +71,11 @@ class RopeScaling:
     )
 
     def changed(self) -> list[str]:
-        """The names of the fields that are not at their defaults."""
+        """Return the names of the fields that differ from their defaults."""
         return [item.name for item in fields(self) if getattr(self, item.name) != item.default]
 
     def attention(self) -> float:
-        """What queries and keys are each multiplied by: 1 but for yarn."""
+        """Return the factor on queries and on keys: 1 except for yarn."""
         if self.kind != "yarn":
             return 1.0
         return (
@@ -92,7 +95,10 @@ class Rope:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Rope | None:
-        """RoPE as ``model`` asks for it, for scores that are products of what is turned; None without model.rope."""
+        """Return RoPE as configured in ``model``, for scores that are products of rotated vectors.
+
+        Returns None without model.rope.
+        """
         return (
             cls(model.rope_base, model.rope_scaling, model.rope_scaling.attention())
             if model.rope
@@ -101,16 +107,25 @@ class Rope:
 
     @classmethod
     def rotation(cls, model: ModelConfig) -> Rope | None:
-        """As `of`, the rotation alone: where what is turned is turned back, or is no product under a softmax."""
+        """Return `of` with factor 1.
+
+        For rotations that are inverted later, or whose result is not a product under a softmax.
+        """
         rope = cls.of(model)
         return None if rope is None else replace(rope, factor=1.0)
 
     def first_base(self) -> float:
-        """The base whose powers are the frequencies before they are made slower one by one."""
+        """Return the base whose powers are the frequencies before the scaling of individual
+        frequencies.
+        """
         return self.base * self.scaling.factor if self.scaling.kind == "abf" else self.base
 
     def ramp(self, size: int) -> tuple[float, float]:
-        """yarn: the pairs of ``size`` channels, counted from the fastest, up to which all stay and from which all are slow."""
+        """Return the ends of yarn's ramp over ``size`` channels.
+
+        They are numbers of channel pairs, counted from the fastest: pairs up to the first end are
+        unchanged, pairs from the second end on are slow.
+        """
 
         def pair(turns: float) -> float:
             return (
@@ -127,7 +142,7 @@ class Rope:
 
 
 def check(model: ModelConfig) -> None:
-    """Raises ValueError, naming the key, where fields of model.rope_scaling contradict each other or are set in vain."""
+    """Raise ValueError, naming the key, if fields of model.rope_scaling conflict or have no effect."""
     given = model.rope_scaling
     where, changed = "model.rope_scaling", [name for name in given.changed() if name != "kind"]
     if given.kind is None:

@@ -236,11 +236,11 @@ class Packing:
 class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, including its norm.
 
-    layer_class: "module:class" of the ``Update`` that computes it.
-    external: True if another package computes it and only its parameters are available.
-    kept: constants of the memory estimate (``kept_bytes``).
-    sliced: True if the input is used only by `Parallel.project` or ``project_beside``.
-    once: parts of ``flops`` that are done once per sequence, not once per document in it.
+    layer_class: "module:class" of the ``Update`` that computes it. external: True if another
+    package computes it and only its parameters are available. kept: constants of the memory
+    estimate (``kept_bytes``). sliced: True if only the gathering projections of `Parallel`
+    (``project`` and its variant) use the input. once: parts of ``flops`` that are done once per
+    sequence, not once per document in it.
     """
 
     layer_class: ClassVar[str]
@@ -269,8 +269,8 @@ class Shape(ABC):
         """Return the FLOPs of one token's forward pass by part.
 
         Only matrix products count, and a multiply-add counts as two. Causal attention sees (length
-        + 1) / 2 keys on average. With ``whole_square`` it sees all keys, as torch's counter
-        assumes.
+        + 1) / 2 keys on average. The switch ``whole_square`` counts all keys, as torch's counter
+        does.
         """
 
     @abstractmethod
@@ -318,7 +318,7 @@ class Shape(ABC):
         return 0
 
     def max_length(self) -> int | None:
-        """Return the longest sequence that the mixer accepts, or None if there is no limit.
+        """Return the longest sequence that the mixer accepts, or None for no limit.
 
         The layer raises ValueError for longer sequences.
         """
@@ -348,7 +348,7 @@ class Shape(ABC):
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes per token that autograd keeps on one rank, by term, without the norm.
 
-        The value is an estimate or comes from the table (`pretrain.plan.memory`).
+        The value is an estimate or is read from the table (`pretrain.plan.memory`).
         """
         return training.estimate(self.hidden, self.kept, sliced=self.sliced)
 
@@ -360,8 +360,8 @@ class Shape(ABC):
         return 0.0
 
     def packing(self) -> dict[str, Packing]:
-        """Return, by name, the matrices that can be initialised from a Transformer's; {} if there
-        are none.
+        """Return name -> packing of each matrix that can be initialised from a Transformer's
+        weights.
         """
         return {}
 
@@ -404,9 +404,7 @@ def head_width(model: ModelConfig) -> int:
 
 
 def keys_seen(length: int, whole_square: bool) -> float:
-    """Return the number of keys that a causal token sees on average, or all keys if
-    ``whole_square``.
-    """
+    """Return the average number of keys that a causal token sees; all keys with ``whole_square``."""
     return float(length) if whole_square else (length + 1) / 2
 
 

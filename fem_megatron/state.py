@@ -145,15 +145,15 @@ class Context:
         time: int = 2,
         heads: int = 1,
     ) -> Tensor:
-        """Return ``read(valid, *tensors, *each)``, computed for every document separately if there
-        are several.
+        """Return ``read(valid, *tensors, *each)``, computed separately for every document of a
+        sequence.
 
         batch, time, heads: dimensions of sequences, tokens and heads (or channels); ``read``
         accepts any
             sizes in them.
         each: tensors per head, heads first; a tensor with one head is shared by all heads. keys:
-        indices of the tensors that contain keys or values. The queries are as many as, and are the
-            last of, the keys. Empty if a read does not separate keys from queries.
+        indices of the tensors that contain keys or values; the queries are always the last keys.
+            Empty if a read does not separate keys from queries.
         passes: True if ``read`` uses earlier tokens only through `scans` and `tokens_before`.
 
         cuDNN's attention plans again for each new shape, so it runs only on full sequences without
@@ -203,8 +203,8 @@ class Context:
         )
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        """Return the ``count`` tokens before those of x [s, b, c], [count, b, c], or zeros if there
-        are none.
+        """Return the ``count`` tokens before those of x [s, b, c], [count, b, c]; zeros for missing
+        tokens.
 
         For reads with ``passes``.
         """
@@ -223,7 +223,7 @@ class Context:
         return None if self.state is None else self.state.get(self.prefix + name)
 
     def keep(self, name: str, value: Tensor) -> None:
-        """Store ``value`` (batch first) in the state, if there is one.
+        """Store ``value`` (batch first) in the state, or do nothing without a state.
 
         A view of a larger tensor is copied, so that the larger tensor can be freed.
         """

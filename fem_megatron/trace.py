@@ -1,16 +1,20 @@
-"""What a layer's passes move through a GPU's memory: the real layers, forward and backward, on tensors without numbers.
+"""Count the GPU memory traffic of a layer's forward and backward pass, on tensors without data.
 
-The tensors are torch's ``meta``; `OnPaper` lets Python see them on `kernels.machine.PAPER`, so every choice that looks at the device (an
-operation's implementation, an attention's engine, a type) is an H100's. What then runs is counted, each time it runs:
+The layers are the real ones; the tensors are torch's ``meta``. `OnPaper` makes Python see them on
+`kernels.machine.PAPER`, so every choice that depends on the device (an operation's implementation,
+an attention engine, a dtype) is an H100's. Every executed operation is counted:
 
-- torch's own operations, as they are dispatched: what they read and write, once. A view moves nothing.
-- this project's Triton kernels, where they are launched: every tensor that the launch is given, once, whichever operation launches it; or
-  the arguments that the kernel's module names in ``TRAFFIC``. Nothing is compiled or run.
-- others' fused kernels (`stand_in`): what they read, write and keep for the backward pass.
+- torch's operations, when they are dispatched: the bytes that they read and write, once. A view
+  moves nothing.
+- this project's Triton kernels, when they are launched: every tensor argument once, or only the
+  arguments that the kernel's module lists in ``TRAFFIC``. Nothing is compiled or run.
+- fused kernels of other packages (`stand_in`): the bytes that they read, write and keep for the
+  backward pass.
 
-Not counted: what a kernel reads twice because the L2 cache lost it, small products inside a pointwise kernel, and collectives.
+Not counted: repeated reads after L2 cache misses, small products inside a pointwise kernel, and
+collectives.
 
-Long, because all that is counted stands in one place: what one kind of call counts no other may.
+Long, because all counting is in one module, so that no call is counted twice.
 """
 
 from __future__ import annotations
@@ -56,7 +60,11 @@ POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = (
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel. bytes: read and written; flops: of matrix products, a multiply-add counted as two (of ``tiles`` not known: 0)."""
+    """One kernel launch.
+
+    bytes: bytes read and written. flops: FLOPs of matrix products, a multiply-add counted as two; 0
+    for ``tiles``, where they are unknown.
+    """
 
     backward: bool
     name: str
@@ -67,9 +75,11 @@ class Launch:
 
 @dataclass
 class Trace:
-    """What ran. chosen: operation -> implementation. reads: where the host waited for a number. kept_bytes: for the backward.
+    """Record of the executed kernels.
 
-    kernels: each launch of Triton, with its arguments and options by name.
+    launches: all kernels. chosen: operation -> implementation. reads: places at which the host
+    waited for a number. kept_bytes: bytes kept for the backward pass. kernels: each Triton launch,
+    with its arguments and options by their names.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -82,23 +92,26 @@ class Trace:
 
     @property
     def host_reads(self) -> int:
-        """Times that the host waited for a number."""
+        """Number of times that the host waited for a number."""
         return len(self.reads)
 
     def read(self, function: Any) -> None:
-        """The host waits for a number by this function of torch's."""
+        """Record that the host waits for a number through this torch function."""
         self.reads.append(f"{caller()} {getattr(function, '__name__', function)}")
 
     def launched(self, kernel: Any, given: dict[str, Any]) -> None:
-        """A Triton kernel was, with these arguments."""
+        """Record the launch of a Triton kernel with these arguments."""
         self.kernels.append((kernel, given))
 
     def add(self, name: str, moved: float, kind: str = POINTWISE, flops: float = 0.0) -> None:
-        """A kernel ran, in the pass that is going on."""
+        """Record a kernel in the current pass."""
         self.launches.append(Launch(self.backward, name, kind, moved, flops))
 
     def bytes(self, *kinds: str, backward: bool | None = None, of: str = "") -> float:
-        """Of the launches of these kinds (none: all), of one pass or both, whose names begin with ``of``."""
+        """Return the bytes of the launches of these kinds (none given: all kinds).
+
+        backward: restrict to one pass; None: both. of: prefix of the kernel names.
+        """
         chosen = (
             each
             for each in self.launches
@@ -112,10 +125,11 @@ def run_on_paper(
     *,
     backward: bool = True,
 ) -> Trace:
-    """The trace of a forward pass, the second, and, where asked for, of its backward pass.
+    """Return the trace of the second forward pass and, if ``backward``, of its backward pass.
 
-    make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
-    Triton, whose kernels are counted, is not installed.
+    make(parallel): returns the forward pass and its parameters; it is called in a context in which
+    new tensors have no data. Raises ImportError if Triton, whose kernels are counted, is not
+    installed.
     """
     from kernels.fem_attention.accelerated import watch
 
@@ -146,7 +160,10 @@ def run_on_paper(
 
 
 def caller() -> str:
-    """``file:line function`` of the innermost frame that is neither torch's nor one that traces; files from the room or package on."""
+    """Return ``file:line function`` of the innermost frame outside torch and the tracing code.
+
+    The file path starts at the package.
+    """
     frame = sys._getframe(1)
     while (place := _place_of(frame.f_code.co_filename)) is None and frame.f_back is not None:
         frame = frame.f_back
@@ -155,7 +172,7 @@ def caller() -> str:
 
 @functools.cache
 def _place_of(file: str) -> str | None:
-    """The file from its room or package on; None of what stands between the code that is traced and the one that traces."""
+    """Return the file path from its package on, or None for torch's and the tracing code's files."""
     if file in TRACING or "/torch/" in file or file.startswith("<") or file.endswith(_WRAPPERS):
         return None
     parts = Path(file).parts
@@ -174,7 +191,11 @@ _WRAPPERS = (
 
 
 class OnPaper(TorchFunctionMode):
-    """Python sees meta tensors on ``device``; on `PAPER` others' fused kernels stand in for what has no form without a GPU."""
+    """Make Python see meta tensors on ``device``.
+
+    On `PAPER`, stand-ins replace fused kernels of other packages that have no implementation
+    without a GPU.
+    """
 
     def __init__(self, trace: Trace, device: torch.device = PAPER) -> None:
         self.trace, self.device = trace, device
@@ -214,12 +235,12 @@ class OnPaper(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _here(self, device: Any) -> bool:
-        """Whether this names the device that meta tensors are on."""
+        """Return True if the argument names the device on which meta tensors appear."""
         named = device is not None and not isinstance(device, int)
         return isinstance(device, int) or (named and torch.device(device).type == self.device.type)
 
     def _gradients(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """``torch.autograd.grad``, through which this mode stays on."""
+        """Run ``torch.autograd.grad`` with this mode still active."""
         given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
         outputs, gradients = (
             tuple(x) if isinstance(x, tuple | list) and not hasattr(x, "node") else (x,)
@@ -232,7 +253,10 @@ class OnPaper(TorchFunctionMode):
             )
 
     def _backward(self, func: Any, *args: Any, **kwargs: Any) -> None:
-        """A pass that ``func`` begins, through which this mode stays on: a layer that is computed again chooses as it did before."""
+        """Run the backward pass that ``func`` starts, with this mode still active.
+
+        A recomputed layer then makes the same choices as in its forward pass.
+        """
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         tensors, gradients = (
             tuple(x) if isinstance(x, tuple | list) else (x,)
@@ -246,7 +270,7 @@ class OnPaper(TorchFunctionMode):
 
 
 def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(retain_graph, create_graph) as torch.autograd's functions take them."""
+    """Return (retain_graph, create_graph) with the defaults of torch.autograd's functions."""
     keep, create = given.get("retain_graph"), given.get("create_graph", False)
     return create if keep is None else keep, create
 
@@ -270,7 +294,7 @@ _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts torch's operations."""
+    """Dispatch mode that counts torch's operations."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -283,7 +307,7 @@ class Dispatched(TorchDispatchMode):
             return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the operation and counts it."""
+        """Run the operation and count it."""
         out = func(*args, **kwargs)
         packet = func.overloadpacket
         name = (
@@ -328,7 +352,7 @@ _GATHERS = ("index", "index_select", "gather", "embedding", "nll_loss_forward")
 
 
 def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
-    """Bytes that an operation of torch reads, of the tensors that it is given, to make others."""
+    """Return the bytes that a torch operation reads from its input tensors."""
     if (
         name.endswith("_like")
         or name.startswith("new_")
@@ -361,7 +385,10 @@ def _place(t: Tensor) -> tuple[Any, ...]:
 
 
 def moved(tensors: Sequence[Tensor | None]) -> float:
-    """Bytes of the tensors' memory: an element that is seen several times, or through several of them alike, counts once."""
+    """Return the bytes of the tensors' memory.
+
+    An element that appears several times, through broadcasting or through equal views, counts once.
+    """
     different = {_place(t): t for t in tensors if t is not None}
     total = 0
     for t in different.values():
@@ -377,7 +404,9 @@ def moved(tensors: Sequence[Tensor | None]) -> float:
 
 @contextmanager
 def counted(trace: Trace) -> Iterator[None]:
-    """Into the trace: launches of Triton kernels, which do nothing; implementations that are chosen; others' packages stand in."""
+    """Record Triton launches (without running them) and chosen implementations, and replace other
+    packages.
+    """
     # Both passes of a checkpointed part are compared by what they keep, whose device torch's own functions see otherwise than ours.
     checks = mock.patch.dict(_CHECKS, default=lambda t: {"shape": t.shape, "dtype": t.dtype})
     with _launches_counted(trace), _implementations_noted(trace), _packages(trace), checks:
@@ -386,7 +415,10 @@ def counted(trace: Trace) -> Iterator[None]:
 
 @contextmanager
 def _launches_counted(trace: Trace) -> Iterator[None]:
-    """A launch of any Triton kernel is counted and does nothing; block sizes are a GPU's, not the interpreter's."""
+    """Count every launch of a Triton kernel without running it.
+
+    Block sizes are those for a GPU, not for the interpreter.
+    """
     import triton
     from triton.runtime.jit import KernelInterface
 
@@ -441,7 +473,11 @@ def _implementations_noted(trace: Trace) -> Iterator[None]:
 
 
 class _StandIn(torch.autograd.Function):
-    """A kernel in each pass: the forward reads what it is given, the backward the gradient and what is kept; each writes its results."""
+    """One kernel per pass.
+
+    The forward kernel reads its inputs; the backward kernel reads the gradient and the kept
+    tensors. Each kernel writes its results.
+    """
 
     @staticmethod
     def forward(
@@ -481,7 +517,10 @@ def stand_in(
     given: Sequence[Tensor | None],
     kept: Sequence[int] | None = None,
 ) -> Tensor:
-    """The result, in the first tensor's type, of a fused kernel; kept: which of what it is given its backward reads (None: all)."""
+    """Return the result of a fused kernel, with the dtype of the first tensor.
+
+    kept: indices of the inputs that the backward pass reads (None: all).
+    """
     assert given[0] is not None
     made = torch.empty(shape, dtype=given[0].dtype, device=META)
     return cast(
@@ -493,19 +532,23 @@ def stand_in(
 
 
 class Paper(OneProcess):
-    """One process with the fused kernels of a GPU's training run, bfloat16: SwiGLU compiled by torch."""
+    """One process with the fused kernels of a GPU training run in bfloat16; torch compiles SwiGLU."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(torch.bfloat16)
         self.trace = trace
 
     def swiglu(self, packed: Tensor) -> Tensor:
-        """As `fem_megatron.parallel.Parallel`."""
+        """Return SwiGLU, as `fem_megatron.parallel.Parallel` defines it."""
         return stand_in(self.trace, "SwiGLU", (*packed.shape[:-1], packed.shape[-1] // 2), [packed])
 
 
 class _RmsNorm(torch.autograd.Function):
-    """torch's kernels on a GPU: one forward; backward one for the input, and one for the weight, which reads everything again."""
+    """RMS norm with torch's GPU kernels.
+
+    One forward kernel; one backward kernel for the input and one for the weight, which reads all
+    inputs again.
+    """
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -537,7 +580,11 @@ def _rms_norm(
 
 
 class _Attention(torch.autograd.Function):
-    """cuDNN's or FlashAttention's kernels: one forward; backward the row terms, the gradients, and dq from its float32 sums."""
+    """Attention with the kernels of cuDNN or FlashAttention.
+
+    One forward kernel; in the backward pass one for the row terms, one for the gradients, and one
+    that converts dq from its float32 sums.
+    """
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -595,7 +642,9 @@ def _attention_of_a_cpu(
     trace: Trace, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The flash kernel that torch takes on a CPU: what it keeps and makes."""
+    """Return the output of torch's flash attention for CPUs, which keeps the tensors that it really
+    keeps.
+    """
     out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
@@ -604,7 +653,10 @@ def _attention_of_a_cpu(
 
 @contextmanager
 def _packages(trace: Trace) -> Iterator[None]:
-    """flash-linear-attention's delta rule as one kernel a pass, which is less than it moves: it has several, with their own states."""
+    """Replace flash-linear-attention's delta rule with one kernel per pass.
+
+    This underestimates the traffic: the real rule has several kernels, each with stored states.
+    """
 
     def rule(
         q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor | None = None, **_: Any

@@ -1,15 +1,20 @@
-"""Linear maps that multiply 8-bit floats (train.fp8): y = x W^T and both products of its backward pass.
+"""Linear maps that multiply 8-bit floats (train.fp8): y = x W^T and both products of its backward
+pass.
 
-An operand Q(t) is t / scale rounded to e4m3 (inputs and weights) or e5m2 (gradients). The scale is the smallest power of two that brings
-the largest magnitude of the tensor that a rank holds below the type's largest number (``tensorwise``, dynamic). A power of two moves no
-mantissa: cuts of one tensor that are scaled apart, by rank or micro-batch, round to the same numbers, but for those below 2^-13 (e4m3) or
-2^-28 (e5m2) of the largest. So no rank asks another for a maximum, nothing is kept from step to step, and no checkpoint knows of it.
+An operand Q(t) is t / scale rounded to e4m3 (inputs and weights) or e5m2 (gradients). The scale is
+the smallest power of two that brings the largest magnitude of a rank's tensor below the dtype's
+largest number (``tensorwise``, dynamic). A power of two does not change the mantissa. Slices of one
+tensor that are scaled separately, by rank or micro-batch, therefore round to the same numbers,
+except below 2^-13 (e4m3) or 2^-28 (e5m2) of the largest. So ranks exchange no maximum, and neither
+steps nor checkpoints store any.
 
-``delayed``: the magnitude is instead the largest of the last steps (`Delayed`), of the whole tensor and all ranks; what passes it is cut
-off at the type's largest number. In the first step, which has none behind it, each tensor's own.
+``delayed``: the magnitude is the largest of the last steps (`Delayed`), over the full tensor and
+all ranks. Larger values are clamped to the dtype's largest number. The first step has no history
+and uses each tensor's own magnitude.
 
-On a GPU torch's own product of 8-bit operands runs (``torch._scaled_mm``). Elsewhere the same operands are multiplied in fp32: the same
-numbers up to the order of sums. Weights stay as they are; a forward pass keeps its input in 8 bits.
+On a GPU torch's product of 8-bit operands runs (``torch._scaled_mm``). Elsewhere the same operands
+are multiplied in fp32, with equal results up to the order of summation. Weights keep their dtype; a
+forward pass keeps its input in 8 bits.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ _MANTISSA = 23  # bits of an fp32's
 
 
 class Fp8Linear(nn.Linear):
-    """A linear map, its bias in the model's type."""
+    """A linear map with 8-bit operands and a bias in the model's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], x's type."""
+        """Map x [..., in] -> [..., out], in x's type."""
         y = linear(x, self.weight, known_of(self.weight))
         return y if self.bias is None else y + self.bias
 
@@ -40,12 +45,17 @@ Known = tuple[Tensor, Tensor]
 
 
 def known_of(weight: Tensor) -> Known | None:
-    """What delayed scaling knows of a weight's map, where it is on."""
+    """Return the magnitudes that delayed scaling stores for a weight's map, or None without delayed
+    scaling.
+    """
     return getattr(weight, "known", None)
 
 
 def linear(x: Tensor, weight: Tensor, known: Known | None = None) -> Tensor:
-    """Q(x) Q(weight)^T: x [..., in], weight [out, in] -> [..., out], x's type. A GPU wants tokens, in and out to be multiples of 16."""
+    """Return Q(x) Q(weight)^T: x [..., in], weight [out, in] -> [..., out], in x's type.
+
+    A GPU requires tokens, in and out to be multiples of 16.
+    """
     y: Tensor = _Linear.apply(x, weight, known)
     return y
 
@@ -81,9 +91,11 @@ class _Linear(torch.autograd.Function):
 
 
 def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tuple[Tensor, Tensor]:
-    """t / scale in ``dtype``, and the scale, an fp32 of no dimension. Where t is not finite that is NaN: e4m3 has no infinity.
+    """Return t / scale in ``dtype``, and the scale, an fp32 scalar tensor.
 
-    known: of t, two numbers; where the first is not 0 the scale goes by it, and what is too large is cut off. t's own goes into the second.
+    If t is not finite the result is NaN, because e4m3 has no infinity. known: two numbers for t. If
+    the first is not 0 it determines the scale, and larger values are clamped.
+        The second is raised to t's own magnitude.
     """
     own = torch.linalg.vector_norm(
         t, torch.inf, dtype=torch.promote_types(t.dtype, torch.float32)
@@ -100,13 +112,15 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
 
 
 class Delayed:
-    """Delayed scaling (train.fp8=delayed): of each map the largest magnitudes of its input, weight and gradient in each of the last steps.
+    """Delayed scaling (train.fp8=delayed): the largest input, weight and gradient of each map in
+    recent steps.
 
-    A step's scales go by the largest of them, times 2^margin, whichever micro-batch it is; of the step itself nothing is known before its
-    end. Then the ranks that share the maps agree on its own (``advance``), in one all-reduce. A step that is left out is none of them.
+    A step's scales use the maximum over these steps, times 2^margin, in all of its micro-batches.
+    The step's own magnitudes are available only at its end. Then the ranks that share the maps
+    agree on them in one all-reduce (``advance``). A skipped step is not recorded.
 
-    weights: by their names in the whole model. history [steps, maps, 3], fp32, the last step first, gradients those of the loss summed over
-    tokens; 0: there was none.
+    weights: by their names in the full model. history: [steps, maps, 3], fp32, the most recent step
+    first; gradients are those of the loss summed over tokens; 0: no value.
     """
 
     def __init__(
@@ -125,20 +139,26 @@ class Delayed:
             weight.known = by, now  # type: ignore[attr-defined]
 
     def begin(self, gradient: Tensor | float = 1.0) -> None:
-        """A step begins; what was computed since the last one does not count. gradient: what this step multiplies the summed loss by."""
+        """Begin a step and discard magnitudes recorded since the last one.
+
+        gradient: factor of this step on the summed loss.
+        """
         self.now.zero_()
         if self.names:
             self.units[2] = gradient
             self.by.copy_(self.history.amax(0) * self.factor * self.units)
 
     def advance(self) -> None:
-        """The step is done. Collective over the group."""
+        """Finish the step. Collective over the group."""
         if self.names:
             torch.distributed.all_reduce(self.now, torch.distributed.ReduceOp.MAX, group=self.group)
             self.history.copy_(torch.cat(((self.now / self.units)[None], self.history[:-1])))
 
     def sharded_state(self, steps: int | None = None) -> dict[str, ShardedTensor]:
-        """The history for a checkpoint, [steps, 3] of each map under its weight's name; ``steps``: as many, to be read."""
+        """Return the history for a checkpoint: [steps, 3] of each map under its weight's name.
+
+        steps: number of steps to read from a checkpoint; None: the current history.
+        """
         history = (
             self.history
             if steps is None
@@ -153,7 +173,9 @@ class Delayed:
         }
 
     def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], steps: int | None) -> None:
-        """Takes over the last steps of a checkpoint's history, which has so many; None: it has none, and this begins anew."""
+        """Load the most recent steps of a checkpoint's history, which has ``steps`` steps; None:
+        start empty.
+        """
         self.history.zero_()
         if steps is not None and self.names:
             given = read(self.sharded_state(steps))
@@ -162,7 +184,10 @@ class Delayed:
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T times both scales: a [m, k], b [n, k], both contiguous 8-bit floats, not both e5m2 -> [m, n] of ``dtype``."""
+    """Return a b^T times both scales, [m, n] of ``dtype``.
+
+    a [m, k] and b [n, k] are contiguous 8-bit floats, not both e5m2.
+    """
     if a.is_cuda:
         out: Tensor = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
         return out
