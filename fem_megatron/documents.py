@@ -3,9 +3,9 @@
 Token-wise operations run on the sequence unchanged. Reads of other tokens (attention, scans,
 convolutions) pass through the class `Documents`, which copies the tokens of each document into a
 separate row and copies the results back. Rows are independent in every read, so no information
-crosses a document's end with any kernel, and pairs of tokens from two documents cost nothing. A row
-is longer than its document by up to a quarter of it, or by up to 3 tokens. Rows of equal length are
-read together.
+crosses a document's end with any kernel, and pairs of tokens from two documents are never computed.
+A row is longer than its document by up to a quarter of it, or by up to 3 tokens. Rows of equal
+length are read together.
 """
 
 from __future__ import annotations

@@ -269,8 +269,7 @@ class Shape(ABC):
         """Return the FLOPs of one token's forward pass by part.
 
         Only matrix products count, and a multiply-add counts as two. Causal attention sees (length
-        + 1) / 2 keys on average. The switch ``whole_square`` counts all keys, as torch's counter
-        does.
+        + 1) / 2 keys on average. With the flag set, it counts all keys, as torch's counter does.
         """
 
     @abstractmethod
@@ -404,7 +403,7 @@ def head_width(model: ModelConfig) -> int:
 
 
 def keys_seen(length: int, whole_square: bool) -> float:
-    """Return the average number of keys that a causal token sees; all keys with ``whole_square``."""
+    """Return the average number of keys that a causal token sees, or all keys if the flag is set."""
     return float(length) if whole_square else (length + 1) / 2
 
 

@@ -223,7 +223,7 @@ class Context:
         return None if self.state is None else self.state.get(self.prefix + name)
 
     def keep(self, name: str, value: Tensor) -> None:
-        """Store ``value`` (batch first) in the state, or do nothing without a state.
+        """Store ``value`` (batch first) in the state, if the context has one.
 
         A view of a larger tensor is copied, so that the larger tensor can be freed.
         """

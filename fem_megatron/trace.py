@@ -4,11 +4,11 @@ The layers are the real ones; the tensors are torch's ``meta``. `OnPaper` makes 
 `kernels.machine.PAPER`, so every choice that depends on the device (an operation's implementation,
 an attention engine, a dtype) is an H100's. Every executed operation is counted:
 
-- torch's operations, when they are dispatched: the bytes that they read and write, once. A view
-  moves nothing.
+- torch's operations, when they are dispatched: the bytes that they read and write, once. Views
+  count as 0 bytes.
 - this project's Triton kernels, when they are launched: every tensor argument once, or only the
-  arguments that the kernel's module lists in ``TRAFFIC``. Nothing is compiled or run.
-- fused kernels of other packages (`stand_in`): the bytes that they read, write and keep for the
+  arguments that the kernel's module lists in ``TRAFFIC``. No kernel is compiled or run.
+- fused kernels of other packages (`_StandIn`): the bytes that they read, write and keep for the
   backward pass.
 
 Not counted: repeated reads after L2 cache misses, small products inside a pointwise kernel, and
@@ -193,8 +193,7 @@ _WRAPPERS = (
 class OnPaper(TorchFunctionMode):
     """Make Python see meta tensors on ``device``.
 
-    On `PAPER`, stand-ins replace fused kernels of other packages that have no implementation
-    without a GPU.
+    On `PAPER`, substitutes replace fused kernels of other packages that do not run without a GPU.
     """
 
     def __init__(self, trace: Trace, device: torch.device = PAPER) -> None:

@@ -1,4 +1,7 @@
-"""Megatron-core's tensor and sequence parallelism behind the layers' ``Parallel``; the only place where the layers meet it."""
+"""Megatron-core's tensor and sequence parallelism as an implementation of ``Parallel``.
+
+This is the only module that connects the layers to it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ from fem_megatron.shape import Weight
 class _Share(torch.autograd.Function):
     """Identity forward, sum over ranks backward.
 
-    Megatron's ``copy_to_tensor_model_parallel_region`` loses the sum where the gradient is not contiguous, as a transposed weight's is
-    (``mappings._reduce``, 0.16.1, reduces a copy and returns its input), and writes into a gradient that autograd may have shared out.
+    Megatron's ``copy_to_tensor_model_parallel_region`` loses the sum if the gradient is not
+    contiguous, as for a transposed weight (``mappings._reduce``, 0.16.1, reduces a copy and returns
+    its input), and writes into a gradient that autograd may have shared.
     """
 
     @staticmethod
@@ -57,7 +61,10 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 
 class TensorParallel(Parallel):
-    """``fem_megatron.parallel.Parallel`` over a Megatron process group. eight_bit: linear maps that may multiply 8-bit floats (`fp8`)."""
+    """``fem_megatron.parallel.Parallel`` over a Megatron process group.
+
+    eight_bit: True if suitable linear maps multiply 8-bit floats (`fp8`).
+    """
 
     def __init__(
         self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype, eight_bit: bool = False
@@ -138,10 +145,11 @@ class TensorParallel(Parallel):
         return fusions.swiglu(packed)
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Marked as Megatron's optimizer, gradient norm and checkpoints expect.
+        """Return the parameter with the marks that Megatron's optimizer, gradient norm and
+        checkpoints expect.
 
         Raises:
-            ValueError: the ranks do not divide the weight.
+            ValueError: if the ranks do not divide the weight.
         """
         shape = list(weight.shape)
         if weight.split is not None:

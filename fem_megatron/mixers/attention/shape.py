@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Switches of standard attention, as the open models of Llama's family have them: of the mixers transformer and yuriiformer."""
+    """Switches of standard attention, as in open models of Llama's family; for transformer and
+    yuriiformer.
+    """
 
     head_dim: int | None = setting(
         None, "Width of a head; null: hidden_size / num_attention_heads.", least=1
@@ -61,7 +63,9 @@ class AttentionShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads or groups do not fit."""
+        """Return the shape for the configuration ``model``. Raise ValueError if heads or groups do
+        not fit.
+        """
         heads, groups, switches = (
             model.num_attention_heads,
             model.num_query_groups or model.num_attention_heads,
@@ -87,11 +91,13 @@ class AttentionShape(Shape):
 
     @property
     def group_width(self) -> int:
-        """Rows that a group owns in the packed projection: its queries, its key, its value."""
+        """Rows of a group in the packed projection: its queries, its key, its value."""
         return (self.heads // self.groups + 2) * self.head
 
     def weights(self) -> Weights:
-        """norm, in_proj (group-major: the group's queries, k, v), its bias where there is one, the norms of q and k likewise, out_proj."""
+        """Return norm, in_proj (group-major: queries, k, v), optional bias, optional q and k norms,
+        out_proj.
+        """
         rows = self.groups * self.group_width
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -102,12 +108,14 @@ class AttentionShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections, scores and reads."""
+        """Return the FLOPs of projections, scores and reads."""
         attention = 4.0 * self.keys_seen(length, whole_square) * self.heads * self.head
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def keys_seen(self, length: int, whole_square: bool) -> float:
-        """Keys that a token sees on average; whole_square: those that the layer's products go over, masked ones too."""
+        """Return the average number of keys that a token sees; with the flag, including computed
+        masked keys.
+        """
         window = self.window
         if window is None or length <= window:
             return keys_seen(length, whole_square)
@@ -117,7 +125,9 @@ class AttentionShape(Shape):
         return (window * window + blocks * block * (block + window)) / length
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Keys and values of the groups; under a window of the tokens that the next one will see."""
+        """Return the bytes of the groups' keys and values; with a window, only of tokens the next
+        one sees.
+        """
         kept = length if self.window is None else min(length, self.window - 1)
         return 2 * kept * self.groups * self.head * element
 
@@ -132,7 +142,10 @@ class AttentionShape(Shape):
         return CutWidths(keyed=heads, shared=groups, rings=self.window is None)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Keys and values; or these, of as many heads as there are ranks at least, queries and what was read."""
+        """Return the traffic of keys and values, or of exchanged heads.
+
+        Exchanged are queries, output, and keys and values of at least as many heads as ranks.
+        """
         e, tensor = training.element * self.head, training.tensor_parallel
         if kinds.ring:
             return Crossing(ring=2 * self.groups * self.head / tensor)
@@ -152,7 +165,9 @@ class AttentionShape(Shape):
         return True
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """The table's: k rotated, v read in place; of a window's blocks copies for each of a group's queries."""
+        """Return the exact terms: rotated k, v read in place; for a window, copies per query of a
+        group.
+        """
         e, t, length = training.element, training.tensor_parallel, training.length
         query, keys = self.heads * self.head / t, self.groups * self.head / t
         blockwise, read = 0.0, query
@@ -199,6 +214,9 @@ class AttentionShape(Shape):
 
 
 def window_blocks(queries: int, window: int) -> tuple[int, int]:
-    """(queries in a block, blocks) of queries that see a whole window each: a block's products go over window + block keys."""
+    """Return (queries per block, blocks) of queries that each see a full window.
+
+    The products of a block cover window + block keys.
+    """
     block = min(window, queries)
     return block, -(-queries // block)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FemConfig:
-    """Switches and sizes of the Free Energy Mixer; read only where ``model.mixer`` is a FEM."""
+    """Switches and sizes of the Free Energy Mixer; read only if ``model.mixer`` is a FEM."""
 
     conditioner: bool = setting(
         True,
@@ -71,10 +71,12 @@ class FemConfig:
 class FemShape(Shape):
     """Widths of a FEM mixer.
 
-    With n_T, n_G in {0, 1} for the projections that T and G add, budget (i) spends 2 D^2 on q, k and 2 D^2 on v, o, lambda, g of
-    width d = 2D / (2 + n_T + n_G); budget (ii) spends 4 D^2 on all of them at one width d = 4D / (4 + n_T + n_G), and so do under both
-    the priors whose q and k are as wide as the values (AFT) or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)).
-    All switches on gives the paper's D/2 and 2D/3; all off gives the plain prior at standard attention's budget.
+    n_T, n_G in {0, 1} count the projections that T and G add. Budget (i) spends 2 D^2 on q, k and 2
+    D^2 on v, o, lambda, g of width d = 2D / (2 + n_T + n_G). Budget (ii) spends 4 D^2 on all of
+    them at one width d = 4D / (4 + n_T + n_G). Priors whose q and k are as wide as the values (AFT)
+    or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)) use one width under both budgets. With all
+    switches on, the widths are the paper's D/2 and 2D/3; with all off, the mixer is the plain prior
+    at standard attention's budget.
     """
 
     layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
@@ -94,7 +96,10 @@ class FemShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, prior: type[PriorShape]) -> FemShape:
-        """The widths that ``model`` asks for, over a prior of this class. Raises ValueError where the heads do not divide one of them."""
+        """Return the widths for ``model`` over a prior of this class.
+
+        Raises ValueError if the number of heads does not divide one of them.
+        """
         fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
         temperature = fem.temperature and fem.free_energy
         extra = int(temperature) + int(fem.gate)
@@ -140,7 +145,10 @@ class FemShape(Shape):
 
     @property
     def slices(self) -> dict[str, int]:
-        """Channels that one head owns in the packed projection, in order: the prior's, v, the lambda-logit and the g-logit if present."""
+        """Channels of one head in the packed projection, in order.
+
+        They are the prior's, v, and the lambda-logit and g-logit if present.
+        """
         gates = {
             name: self.value_head
             for name, present in (("lam", self.temperature), ("gate", self.gate))
@@ -150,11 +158,11 @@ class FemShape(Shape):
 
     @property
     def head_width(self) -> int:
-        """Rows a head owns in the packed projection."""
+        """Rows of a head in the packed projection."""
         return sum(self.slices.values())
 
     def weights(self) -> Weights:
-        """norm, in_proj (head-major), the prior's own, beta (T), tdc.* (C), out_proj."""
+        """Return norm, in_proj (head-major), the prior's weights, beta (T), tdc.* (C), out_proj."""
         packed = self.heads * self.head_width
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -181,7 +189,10 @@ class FemShape(Shape):
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 
     def conditioners(self) -> dict[str, int]:
-        """Width of the conditioner's state by name; a second one of half the width reads backwards where the mixer is bidirectional."""
+        """Return name -> width of the conditioner's state.
+
+        A bidirectional mixer has a second one of half the width, which reads backwards.
+        """
         if not self.conditioner:
             return {}
         return {"tdc": self.conditioner} | (
@@ -189,7 +200,9 @@ class FemShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections, the prior's reads of [v | U] (v alone without L), the conditioner's projections."""
+        """Return the FLOPs of projections, reads of [v | U] (only v without L) and the
+        conditioner's projections.
+        """
         streams = self.value_head * (2 if self.free_energy else 1)
         conditioner = sum(value for name, value in self.map_flops.items() if name.startswith("tdc"))
         flops = {
@@ -199,7 +212,7 @@ class FemShape(Shape):
         return flops | ({"conditioner": conditioner} if conditioner else {})
 
     def state_bytes(self, length: int, element: int) -> int:
-        """The prior's state of every head and the conditioner's (fp32)."""
+        """Return the bytes of every head's prior state and of the conditioner's state (fp32)."""
         prior = self.prior.state_bytes(
             length, element, value=self.value_head, free_energy=self.free_energy
         )
@@ -209,12 +222,14 @@ class FemShape(Shape):
         return self.prior.product_scores
 
     def packing(self) -> dict[str, Packing]:
-        """Values are attention's; queries and keys where the prior compares them."""
+        """Return the packing: values are attention's; queries and keys if the prior compares them."""
         roles = "qkv" if self.prior.compares else "v"
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Over the softmax prior the table's; over another its own on a GPU, on a CPU an estimate."""
+        """Return the exact terms for the softmax prior; for other priors exact on a GPU, estimated
+        on a CPU.
+        """
         if not isinstance(self.prior, SoftmaxShape):
             return (
                 self._kept_of_a_prior(training)
@@ -297,7 +312,10 @@ class FemShape(Shape):
         }
 
     def _projection_keeps(self, training: Training) -> float:
-        """Of its input; beside 8-bit floats a conditioner keeps it whole."""
+        """Return the bytes kept of the projection's input.
+
+        With fp8, a conditioner additionally keeps the full input.
+        """
         return self.hidden * (
             training.entered + (training.element if self.conditioner and training.fp8 else 0)
         )
@@ -318,11 +336,15 @@ class FemShape(Shape):
 
     @property
     def passes(self) -> bool:
-        """Whether its read can pass states: a scan's, of which the exact form reads all tokens."""
+        """True if its read can pass states: a causal scan that does not require the exact form."""
         return isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference"
 
     def uncapturable(self) -> str | None:
-        """The form of a free energy's read, fast or exact, is chosen by a number of the device (`kernels.free_energy.ranges`)."""
+        """Return why CUDA graphs cannot capture the read, or None.
+
+        A number on the device may determine the read's form, fast or exact
+        (`kernels.free_energy.ranges`).
+        """
         if not self.free_energy:
             return None
         if isinstance(self.prior, ScanShape):
@@ -340,7 +362,11 @@ class FemShape(Shape):
         return CutWidths(always=heads, scanned=scanned)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Keys and values, or all that a read takes and gives, or a scan's state and the range of the values; the same of conditioners."""
+        """Return the traffic of the read and the conditioners.
+
+        The read exchanges keys and values, or all its inputs and outputs, or a scan's state and the
+        values' range.
+        """
         e, tensor, channels = (
             training.element,
             training.tensor_parallel,
