@@ -1,4 +1,7 @@
-"""CEM's switches and sizes (mathematics 2): attention and MLP as steps down an energy, with tied projections. Torch-free."""
+"""CEM's switches and sizes (mathematics 2).
+
+Attention and MLP are steps down an energy, with tied projections. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ ROOT = Scaling(0.0, -0.5)  # learning rate 1 / sqrt(m)
 
 @dataclass(frozen=True)
 class CemConfig:
-    """Switches and sizes of Causal Energy Minimization; read only where ``model.mixer`` or ``model.mlp`` is cem."""
+    """Switches and sizes of Causal Energy Minimization; read if ``model.mixer`` or ``model.mlp`` is
+    cem.
+    """
 
     diagonal: str = setting(
         "shared",
@@ -71,11 +76,15 @@ class CemConfig:
 def preconditioner_weights(
     switches: CemConfig, groups: int, hidden: int, rank: int, split: int | None
 ) -> Weights:
-    """p, u and v of ``groups`` preconditioners: d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
+    """Return p, u and v of ``groups`` preconditioners.
 
-    muP: V sums over the width. The one P of an MLP (split None) acts on a step whose channels are of size 1: d is FIXED, so p's rate falls
-    as 1 / sqrt(m), and U, from the rank's channels into the width, is FIXED. Each head's own P acts on that head's part of the step, whose
-    channels are of size 1 / sqrt(D), and the parts are summed over heads, whose number grows with D: 1 / sqrt(m) less for both.
+    d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
+
+    muP: V sums over the width. The one P of an MLP (split None) acts on a step whose channels have
+    size 1: d is FIXED, so p's rate falls as 1 / sqrt(m), and U, from the rank's channels into the
+    width, is FIXED. Each head's P acts on that head's part of the step, whose channels have size 1
+    / sqrt(D). The parts are summed over heads, whose number grows with D: a further factor 1 /
+    sqrt(m) for both.
     """
     if switches.preconditioner == "identity":
         return {}
@@ -96,7 +105,11 @@ def preconditioner_weights(
 def preconditioner_flops(
     switches: CemConfig, groups: int, rows: int, hidden: int, rank: int, steps: int, length: int
 ) -> dict[str, float]:
-    """The low-rank part: folded into ``groups`` matrices [rows, D] once a forward pass where it has more than ``rows`` tokens."""
+    """Return the FLOPs of the low-rank part.
+
+    With more than ``rows`` tokens it is folded into ``groups`` matrices [rows, D] once per forward
+    pass.
+    """
     if switches.preconditioner != "low_rank":
         return {}
     times = rows / length if length > rows else float(steps)
@@ -104,7 +117,7 @@ def preconditioner_flops(
 
 
 def _reads(switches: CemConfig, part: str) -> set[str]:
-    """The keys of attention or of the MLP."""
+    """Return the configuration keys of attention or of the MLP."""
     names = ["preconditioner", "residual", f"steps_{part}", f"eta_{part}"]
     return {
         f"cem.{name}"
@@ -114,7 +127,7 @@ def _reads(switches: CemConfig, part: str) -> set[str]:
 
 @dataclass(frozen=True)
 class CemAttentionShape(Shape):
-    """D -> heads of D / heads channels, key and value in one, query and output in one."""
+    """D -> heads of D / heads channels; one matrix for key and value, one for query and output."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
     once = frozenset({"preconditioner"})
@@ -129,7 +142,9 @@ class CemAttentionShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemAttentionShape:
-        """The sizes that ``model`` asks for. Raises ValueError where the heads do not fit."""
+        """Return the shape for the configuration ``model``. Raise ValueError if the heads do not
+        fit.
+        """
         scale = score_scale(model, head_width(model))
         if (
             model.parametrization == "mup"
@@ -159,13 +174,17 @@ class CemAttentionShape(Shape):
 
     @property
     def scale(self) -> float:
-        """s = 1 / tau, what the scores are multiplied by."""
+        """s = 1 / tau, the factor on the scores."""
         if self.mup_scale is not None:
             return self.mup_scale
         return float((self.hidden if self.switches.scale == "model" else self.head) ** -0.5)
 
     def weights(self) -> Weights:
-        """norm; query (W_Q, its transpose the output) and key (W_K, the values too), head after head; the two biases; diagonal; P."""
+        """Return norm, query, key, the two biases, diagonal, and P.
+
+        query is W_Q, whose transpose is the output; key is W_K, which also gives the values. Both
+        are head-major.
+        """
         hidden = self.hidden
         weights = {
             "norm.weight": Weight((hidden,), init=1.0, per_token=True),
@@ -184,7 +203,10 @@ class CemAttentionShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Keys once; query, output, scores and read at every step; a shared diagonal's scores once for all heads."""
+        """Return the FLOPs: keys once; query, output, scores and read in every step.
+
+        A shared diagonal's scores are computed once for all heads.
+        """
         switches, keys = self.switches, keys_seen(length, whole_square or not self.causal)
         diagonals = {"none": 0, "shared": 1, "head": self.heads}[switches.diagonal]
         return {
@@ -201,14 +223,16 @@ class CemAttentionShape(Shape):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """k, half of attention's cache; with a diagonal also h. Steps add nothing."""
+        """Return the bytes of k, half of attention's cache; with a diagonal also of h. Steps add no
+        state.
+        """
         return length * self.hidden * (1 if self.switches.diagonal == "none" else 2) * element
 
     def product_scores(self) -> bool:
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """The energy is of q.k; values and output are those same two by definition."""
+        """Return the packing of q and k. Values and output are the same two matrices by definition."""
         return {
             name: Packing(self.heads, {part: self.head}, {part: part})
             for name, part in (("query.weight", "q"), ("key.weight", "k"))
@@ -230,7 +254,10 @@ class CemAttentionShape(Shape):
         return CutWidths(keyed=self.split_widths())
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """As every estimate; of a cut sequence copies in each step: of q and k, and with a diagonal of all tokens' u and h."""
+        """Return the estimate; for a split sequence, plus copies of q and k in each step.
+
+        With a diagonal, these include all tokens' u and h.
+        """
         kept, ranks, diagonal = (
             super().kept_bytes(training),
             training.ranks,
@@ -242,7 +269,11 @@ class CemAttentionShape(Shape):
         }
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """In each step keys, with a diagonal h too; or q, k and what was read, and the diagonal's u and h, which have no heads."""
+        """Return the traffic of all steps.
+
+        Each step gathers keys, and with a diagonal h; or it exchanges q, k and the output, and
+        gathers the diagonal's u and h, which have no heads.
+        """
         steps, e, diagonal = (
             self.switches.steps_attention,
             training.element,
@@ -256,7 +287,7 @@ class CemAttentionShape(Shape):
 
 @dataclass(frozen=True)
 class CemMlpShape(Shape):
-    """D -> inner -> D, up and down in one."""
+    """D -> inner -> D, with one matrix for up and down."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
     once = frozenset({"preconditioner"})
@@ -269,11 +300,13 @@ class CemMlpShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemMlpShape:
-        """The sizes that ``model`` asks for."""
+        """Return the shape for the configuration ``model``."""
         return cls(model.hidden_size, model.ffn_size, model.norm_eps, model.cem)
 
     def weights(self) -> Weights:
-        """norm; gamma (W, the gate); up (V, its transpose is the way down); P, which every rank holds whole."""
+        """Return norm; gamma (W, the gate); up (V, whose transpose projects down); P, replicated on
+        every rank.
+        """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "gamma.weight": Weight((self.inner, self.hidden), split=0),
@@ -281,7 +314,7 @@ class CemMlpShape(Shape):
         } | preconditioner_weights(self.switches, 1, self.hidden, self.switches.rank_mlp, None)
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """gamma once; up and down at every step."""
+        """Return the FLOPs: gamma once; up and down in every step."""
         switches = self.switches
         return {
             "MLP": 2.0 * self.hidden * self.inner * (1 + 2 * switches.steps_mlp)
@@ -290,16 +323,18 @@ class CemMlpShape(Shape):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """None: a token's MLP knows that token alone."""
+        """Return 0: the MLP reads only the current token."""
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """As every estimate, and of the inner channels gamma and each step's."""
+        """Return the estimate, including the inner channels of gamma and of each step."""
         inner = training.element * (3 * self.switches.steps_mlp + 1) * self.inner
         return training.estimate(self.hidden, self.kept, inner)
 
     def packing(self) -> dict[str, Packing]:
-        """up, inside SiLU, is SwiGLU's gate projection; gamma, which multiplies it, the up projection."""
+        """Return the packing: up, inside SiLU, is SwiGLU's gate; gamma, which multiplies it,
+        SwiGLU's up.
+        """
         pairs = (("up.weight", "gate"), ("gamma.weight", "up"))
         return {name: Packing(1, {role: self.inner}, {role: role}) for name, role in pairs}
 

@@ -81,7 +81,7 @@ class ScanPrior(Prior):
         """Return q, k and the log-decay; each may be None.
 
         q and k: [s, b, h, d_k], not negative, in the products' dtype. log-decay: [s, b, h, 1 or
-        d_k], at most 0, wide. Without q and k all tokens have equal weight apart from the decay.
+        d_k], at most 0, wide. Without q and k the weights are those of the decay alone.
         """
         raise NotImplementedError
 

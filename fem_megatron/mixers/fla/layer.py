@@ -1,4 +1,7 @@
-"""Any layer of flash-linear-attention by its class name, as a baseline: x + layer(RMSNorm(x)). The package is loaded when one is built."""
+"""Layers of flash-linear-attention, selected by class, as baselines: x + layer(RMSNorm(x)).
+
+The package is imported when such a layer is built.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,14 @@ from fem_megatron.update import Update, rms_norm
 
 
 class FlaLayer(Update):
-    """Its matrices are drawn as every layer's are, the rest stays as the package starts it, by a seed of the layer's number.
+    """A layer of flash-linear-attention.
 
-    Decoding keeps the normalised inputs and runs the layer over all of them at every step: right, but slow. Not for export.
-    Raises ValueError without the package, without a layer of that name, for options it does not take, and under tensor parallelism.
+    Its matrices are initialised like those of every layer. Other parameters keep the package's
+    initialisation, seeded by the layer's number. Decoding stores the normalised inputs and runs the
+    layer over all of them at every step, which is correct but slow. Export is not supported.
+
+    Raises ValueError without the package, for an unknown layer or option, and under tensor
+    parallelism.
     """
 
     def __init__(self, shape: FlaShape, parallel: Parallel) -> None:
@@ -48,7 +55,7 @@ class FlaLayer(Update):
         return x + context.apart(read, h, time=1)[:, -x.shape[0] :].transpose(0, 1)
 
     def require_gpu(self, x: Tensor) -> None:
-        """Raises ValueError where x is on the CPU, for which the package has no kernels."""
+        """Raise ValueError if x is on the CPU, for which the package has no kernels."""
         if x.device.type == "cpu":
             raise ValueError(
                 f"model.mixer=fla.{self.shape.name} needs a GPU; deltanet, gated_deltanet and mamba2 run without"

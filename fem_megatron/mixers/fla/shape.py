@@ -1,4 +1,6 @@
-"""Any layer of flash-linear-attention as a mixer: what is known of it without the package. Torch-free."""
+"""Shape of a flash-linear-attention layer, as far as it is available without the package.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlaConfig:
-    """What flash-linear-attention's layers are built with; read only where ``model.mixer`` is fla.<LayerName>."""
+    """Arguments of flash-linear-attention's layers; read only if ``model.mixer`` is
+    fla.<LayerName>.
+    """
 
     options: dict[str, Any] = setting(
         dict,
@@ -24,7 +28,10 @@ class FlaConfig:
 
 @dataclass(frozen=True)
 class FlaShape(Shape):
-    """The layer ``fla.layers.<name>``: its parameters and FLOPs are the package's and unknown here (``external``)."""
+    """The layer ``fla.layers.<name>``.
+
+    Its parameters and FLOPs depend on the package and are not available (``external``).
+    """
 
     layer_class = "fem_megatron.mixers.fla.layer:FlaLayer"
     external = True
@@ -38,7 +45,11 @@ class FlaShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int, *, name: str) -> FlaShape:
-        """What ``model`` asks for. Raises ValueError where the name is none, the model is not causal or an option is given twice."""
+        """Return the shape for the configuration ``model``.
+
+        Raises ValueError if the name is invalid, the model is not causal, or an option is set by
+        the model.
+        """
         if not name.isidentifier():
             raise ValueError(
                 f"model.mixer=fla.{name}: write a class of fla.layers, e.g. fla.GatedLinearAttention"
@@ -60,15 +71,17 @@ class FlaShape(Shape):
         )
 
     def weights(self) -> Weights:
-        """norm alone; the layer's own (``layer.*``) are known when it is built."""
+        """Return the norm; the layer's own weights (``layer.*``) are unknown until it is built."""
         return {"norm.weight": Weight((self.hidden,), init=1.0, per_token=True)}
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Unknown."""
+        """Return {}: the FLOPs are unknown."""
         return {}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """The normalised inputs of all tokens: decoding reads them anew at every step."""
+        """Return the bytes of all tokens' normalised inputs, which decoding reads again at every
+        step.
+        """
         return length * self.hidden * element
 
     def reads(self) -> set[str]:

@@ -30,7 +30,10 @@ LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; furt
 
 @dataclass(frozen=True)
 class HyperSetConfig:
-    """Switches and sizes of Hyper-SET; read only where ``model.mixer`` is hyperset. Its depth is ``model.recurrence``."""
+    """Switches and sizes of Hyper-SET; read only if ``model.mixer`` is hyperset.
+
+    Its depth is ``model.recurrence``.
+    """
 
     attention: str = setting(
         "softmax",
@@ -86,7 +89,10 @@ class HyperSetConfig:
 
 @dataclass(frozen=True)
 class HyperSetShape(Shape):
-    """One iteration: an attention step, then a feed-forward step. ``iterations``: how many adapters there are (lora_rank > 0)."""
+    """One iteration: an attention step, then a feed-forward step.
+
+    iterations: number of adapters (lora_rank > 0).
+    """
 
     layer_class = "fem_megatron.mixers.hyperset.layer:HyperSet"
     once = frozenset({"step sizes"})
@@ -103,7 +109,10 @@ class HyperSetShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> HyperSetShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit, or bisoftmax is asked of a causal model."""
+        """Return the shape for the configuration ``model``.
+
+        Raises ValueError if heads do not fit or if bisoftmax is requested for a causal model.
+        """
         switches, hidden = model.hyperset, model.hidden_size
         heads = hidden // head_width(model)
         if model.causal and switches.attention == "bisoftmax":
@@ -141,7 +150,10 @@ class HyperSetShape(Shape):
         return self.switches.time_size if self.switches.time_mlp else self.hidden
 
     def weights(self) -> Weights:
-        """subspaces (W^T), directions (D^T), their norms, each iteration's adapters (lora_rank) and ``step.*`` (learned step sizes)."""
+        """Return subspaces (W^T), directions (D^T), their norms, adapters and step sizes.
+
+        Each iteration has adapters with lora_rank; ``step.*`` exist with learned step sizes.
+        """
         hidden, rank = self.hidden, self.switches.lora_rank
         weights = {}
         for name, rows, norm in (
@@ -186,7 +198,11 @@ class HyperSetShape(Shape):
         return weights | {f"step.{name}": weight for name, weight in step.items()}
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Of one iteration. "step sizes": alpha_t, gamma_t of a token, and its share of embedding t, once for a sequence of ``length``."""
+        """Return the FLOPs of one iteration.
+
+        "step sizes": alpha_t and gamma_t of a token, and its share of the embedding of t, which is
+        computed once for a sequence of ``length``.
+        """
         hidden, rank = self.hidden, self.switches.lora_rank
         flops = {
             "mixer projections": 4.0 * hidden * hidden,
@@ -211,13 +227,15 @@ class HyperSetShape(Shape):
         return 2.0 * products * self.hidden * keys_seen(length, whole_square)
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Of one iteration: every token's z, key and value at once; linear: a head's p x p sums."""
+        """Return the bytes for one iteration: every token's z, which is key and value; linear: p x
+        p sums.
+        """
         if self.switches.attention == "linear":
             return self.hidden * self.head * max(4, element)
         return length * self.hidden * element
 
     def summary(self) -> str:
-        """Heads and widths."""
+        """Return heads and widths."""
         return f"{self.heads} heads of {self.head}, feed-forward {self.inner}"
 
     def reads(self) -> set[str]:
@@ -235,7 +253,7 @@ class HyperSetShape(Shape):
         return {f"hyperset.{name}" for name in names}
 
     def split_widths(self) -> dict[str, int]:
-        """Heads, and the feed-forward's width."""
+        """Return the heads and the feed-forward's width."""
         return {
             "model.num_attention_heads": self.heads,
             "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner,
@@ -248,7 +266,9 @@ class HyperSetShape(Shape):
         return CutWidths(scanned=heads) if kind == "linear" else CutWidths(keyed=heads)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """z, and what was read, or the sums of linear attention; keys change with each iteration."""
+        """Return the traffic of z and the output, or of linear attention's sums. Keys change in
+        each iteration.
+        """
         e = training.element * self.hidden / training.tensor_parallel
         if kinds.states and self.switches.attention == "linear" and self.causal:
             return Crossing(
@@ -257,5 +277,5 @@ class HyperSetShape(Shape):
         return Crossing(keys=e) if kinds.gathers else Crossing(2 * e)
 
     def rotary_size(self) -> int:
-        """All of a head, with ``model.rope``."""
+        """Return the width of a head with ``model.rope``, else 0."""
         return self.head if self.rope else 0
