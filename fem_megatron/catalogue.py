@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 EVERY_LAYOUT = "TP SP PP VPP CP DP"
-# What every part of a model says, so that one may be tried with any mixer: a mixer with heads or an MLP of its own leaves those out, and
-# one without positions is as it is under rope=false. muP's base is checked by muP itself.
+# Keys that are valid with every mixer, so that a configuration can be combined with any mixer. A mixer
+# that defines its own heads or MLP ignores those keys, and one without positions ignores rope. The base
+# of muP is checked by the mup module.
 EVERYONES = frozenset(
     "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size vocab_size make_vocab_size_divisible_by "
     "tie_embeddings causal rope rope_base rope_scaling norm_eps init_std parametrization mup".split()
@@ -68,7 +69,7 @@ def _fem(about: str, prior: type[PriorShape], cost: str) -> Mixer:
 
 
 BASELINE = "transformer"
-"""What the others are compared with."""
+"""The mixer with which the others are compared."""
 
 MIXERS: dict[str, Mixer] = {
     "fem_softmax": _fem("FEM over softmax attention's weights", SoftmaxShape, "T^2"),

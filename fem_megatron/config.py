@@ -32,7 +32,7 @@ MIXERS = tuple(catalogue.MIXERS)
 class ModelConfig:
     """A decoder-only language model."""
 
-    moved: ClassVar[dict[str, str]] = MOVED  # older names of keys
+    moved: ClassVar[dict[str, str]] = MOVED  # older names of keys -> current names
 
     mixer: str = setting(
         "fem_softmax",
@@ -171,9 +171,8 @@ class ModelConfig:
 
         Older names of keys are accepted. Unknown keys raise TypeError.
         """
-        computed = {
-            name for name, value in vars(cls).items() if isinstance(value, cached_property)
-        }  # vars() of an object has them, too
+        # vars() of an instance includes them
+        computed = {name for name, value in vars(cls).items() if isinstance(value, cached_property)}
         given = moved(
             {name: value for name, value in fields.items() if name not in computed}, cls.moved
         )

@@ -152,9 +152,8 @@ class Cut:
 
         if not torch.is_grad_enabled():
             return gathered(*given)
-        made: Tensor = checkpoint(
-            gathered, *given, use_reentrant=False, preserve_rng_state=False
-        )  # nothing is random
+        # no RNG state: the operations are deterministic
+        made: Tensor = checkpoint(gathered, *given, use_reentrant=False, preserve_rng_state=False)
         return made
 
     def side_by_side(self, read: Read, given: Given, each: Given, dims: Dims) -> Tensor:

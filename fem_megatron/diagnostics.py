@@ -23,7 +23,7 @@ from fem_megatron.shape import located
 from fem_megatron.state import Context
 from fem_megatron.update import Update
 
-TOKENS = 256  # of the sample
+TOKENS = 256  # tokens of the sample
 
 Quantities = dict[str, Tensor]
 """Name -> a number, the same on every tensor-parallel rank."""
@@ -113,7 +113,7 @@ def observe(
     split = len(whole[0]) > len(x)
     if split:
         length -= length % parallel.size
-    if not length:  # documents of fewer tokens than there are ranks
+    if not length:  # fewer tokens than ranks
         return _generic(*_tokens(update, whole))
     whole = [t[start : start + length] for t in whole]
     sliced = [t.chunk(parallel.size)[parallel.rank] if split else t for t in whole]
@@ -126,7 +126,7 @@ def observe(
     )
     sample = Sample(sliced[0], sliced[1], here, torch.arange(length, device=x.device))
     generic = _generic(*_tokens(update, whole))
-    # Eigenvalues of what is not finite would end the run, which knows what to do with such a step.
+    # Eigenvalues of non-finite values would raise, but training handles such a step itself.
     if update.diagnostics is None or not whole[1].isfinite().all():
         return generic
     more: Quantities = located(update.diagnostics)(update, sample)

@@ -117,9 +117,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Ranks) -> Tensor:
         ctx.widths = [t.shape[-1] for t in (q, k, v)]
-        q, k, v = (
-            pad(t, (0, max(ctx.widths) - t.shape[-1])) for t in (q, k, v)
-        )  # the kernels want one
+        # The kernels require equal widths.
+        q, k, v = (pad(t, (0, max(ctx.widths) - t.shape[-1])) for t in (q, k, v))
         out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         total, kept = out.new_full(q.shape[:3], -torch.inf), list[Sequence[Any]]()
 
@@ -155,9 +154,8 @@ class _Ring(torch.autograd.Function):
                 whole[:, :, columns] += (
                     part.to(whole.dtype).unflatten(1, (whole.shape[1], -1)).sum(2)
                 )
-            held[:] = ctx.ranks.shift(
-                held
-            )()  # behind the keys and values, and in the end to whose they are
+            # The gradients follow the keys and values and end at the rank that owns them.
+            held[:] = ctx.ranks.shift(held)()
 
         _round(ctx.ranks, k, v, add)
         return (
@@ -179,11 +177,10 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None
             coming = ranks.shift(held)
         if step == 0:
             add(*held, every, every, True)
-        elif (
-            source < ranks.rank
-        ):  # its first chunk is before both of this rank's, its second behind them
+        # Its first chunk precedes both of this rank's chunks, its second follows them.
+        elif source < ranks.rank:
             add(*held, every, slice(0, half), False)
-        else:  # both of its chunks lie between this rank's
+        else:  # both of its chunks are between this rank's
             add(*held, slice(half, None), every, False)
         held = held if coming is None else coming()
 

@@ -29,7 +29,7 @@ MOVED = {
     "attention.rope_high_freq_factor": "rope_scaling.high_freq_factor",
     "attention.rope_original_length": "rope_scaling.original_length",
 }
-"""Keys of the model that only the transformer had once -> where they are now."""
+"""Former keys of the model, which only the transformer had -> current keys."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def linear_scan(
     For a chunk of a split sequence, the state is that of all tokens up to the chunk's end.
     """
     if (cut := context.passing) is not None:
-        # What the product keeps is wider than what it is given.
+        # Recompute: the product keeps wider tensors than its inputs.
         end, fading = checkpoint(
             end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False
         )

@@ -40,8 +40,8 @@ class Scaling:
     lr: float
 
 
-# Adam's, of Yang et al. 2022, table 3. HIDDEN: sums over the width, into the width. FIXED: into the width, from what does not grow with
-# it, and vectors that scale channels one by one. OUTPUT: sums over the width, into what does not grow with it.
+# Adam's exponents, Yang et al. 2022, table 3. HIDDEN: maps the width to the width. FIXED: maps a fixed
+# size to the width; also vectors that scale single channels. OUTPUT: maps the width to a fixed size.
 HIDDEN, FIXED, OUTPUT = Scaling(-0.5, -1.0), Scaling(0.0, 0.0), Scaling(-1.0, -1.0)
 
 

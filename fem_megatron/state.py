@@ -129,9 +129,8 @@ class Context:
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return part(*given)
-        made: Tensor = checkpoint(
-            part, *given, use_reentrant=False, preserve_rng_state=False
-        )  # nothing is random
+        # no RNG state: the operations are deterministic
+        made: Tensor = checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False)
         return made
 
     def apart(
@@ -173,9 +172,8 @@ class Context:
                 read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None)
             )
 
-        once = any(
-            each is not None for each in (documents, self.state, self.valid)
-        )  # lengths that change from call to call
+        # lengths change from call to call
+        once = any(each is not None for each in (documents, self.state, self.valid))
         fixed = torch.compiler.is_compiling() or not (
             once or any(t.shape[time] % 128 for t in tensors if t is not None)
         )
@@ -231,9 +229,8 @@ class Context:
             return
         value, old = value.detach(), self.recall(name)
         if self.room is None:
-            part = (
-                torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes
-            )  # a traced tensor has no storage
+            # A traced tensor has no storage.
+            part = torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes
             self.state[self.prefix + name] = value.clone() if part else value
         elif old is None:
             self.state[self.prefix + name] = value.clone(memory_format=torch.contiguous_format)

@@ -55,7 +55,11 @@ POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = (
     "attention",
     "tiles",
 )
-"""Of a kernel: bound by memory; a GEMM, of bfloat16 or wider; an engine's attention; a Triton kernel of ours with matrix products."""
+"""Kinds of kernels.
+
+Bound by memory; a GEMM in bfloat16; a GEMM in a wider type; attention of an engine; a Triton kernel of
+this project with matrix products.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Trace:
     reads: list[str] = field(default_factory=list)
     kept_bytes: int = 0
     backward: bool = False
-    number: float = 0.0  # what the host reads
+    number: float = 0.0  # the value that the host reads
 
     @property
     def host_reads(self) -> int:
@@ -135,7 +139,7 @@ def run_on_paper(
 
     trace, kept = Trace(), dict[int, int]()
     with OnPaper(Trace()):
-        watch(PAPER)  # of a process, not of a layer
+        watch(PAPER)  # once per process, not per layer
 
     def keep(t: Tensor) -> Tensor:
         if t.is_meta and t.untyped_storage()._cdata not in owned:
@@ -146,7 +150,7 @@ def run_on_paper(
         forward, parameters = make(Paper(trace))
     owned = {each.untyped_storage()._cdata for each in parameters}
     with counted(trace), OnPaper(trace):
-        forward()  # a layer's first call may wait; what is told is its second
+        forward()  # the first call may wait for the device; only the second is recorded
     for told in (trace.launches, trace.kernels, trace.chosen, trace.reads):
         told.clear()
     with counted(trace), Dispatched(trace), OnPaper(trace):
@@ -182,12 +186,13 @@ def _place_of(file: str) -> str | None:
 
 
 TRACING = {__file__, contextlib.__file__, functools.__file__}
-"""Files that are not what is traced."""
+"""Files of the tracing code."""
 _ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain", "deepspeed")
+# They wrap or replace torch's functions and are treated like torch's frames.
 _WRAPPERS = (
     "deepspeed/utils/nvtx.py",
     "deepspeed/runtime/zero/linear.py",
-)  # as torch's own frames: around, or in place of, its functions
+)
 
 
 class OnPaper(TorchFunctionMode):
@@ -211,7 +216,7 @@ class OnPaper(TorchFunctionMode):
             self.trace.read(func)
             return _HOST_READS[func](args[0], self.trace.number)
         if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
-            return args[0]  # to the host, behind its back
+            return args[0]  # a copy to the host without waiting
         if func is Tensor.type and len(args) == 1 and args[0].is_meta and not kwargs:
             with torch._C.DisableTorchFunction():
                 return _TYPE(*args).replace("meta.", "cuda." if self.gpu else "")
@@ -278,8 +283,8 @@ _BACKWARD: dict[Any, tuple[str, str]] = {
     torch.autograd.backward: ("tensors", "grad_tensors"),
     Tensor.backward: ("self", "gradient"),
 }
-"""What begins a backward pass -> its arguments: what is derived, and by what."""
-_TYPE = Tensor.type  # `platform` puts a function of its own in its place
+"""Function that starts a backward pass -> its arguments for the tensors and their gradients."""
+_TYPE = Tensor.type  # saved, because `platform` replaces it
 _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
     Tensor.item: lambda t, number: number if t.is_floating_point() else 0,
     Tensor.__float__: lambda _, number: number,
@@ -289,7 +294,7 @@ _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
     Tensor.tolist: lambda t, number: torch.full(t.shape, number, device="cpu").tolist(),
     Tensor.cpu: lambda t, number: torch.full(t.shape, number, dtype=t.dtype, device="cpu"),
 }
-"""What waits for a number of the device -> what it gets here."""
+"""Function that waits for a number from the device -> replacement."""
 
 
 class Dispatched(TorchDispatchMode):
@@ -300,9 +305,8 @@ class Dispatched(TorchDispatchMode):
         self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # what torch asks of tensors to run the operation, and we to count it, is nobody's call
+        # Tensor queries by torch and by the counting code are not calls of the model.
+        with torch._C.DisableTorchFunction():
             return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -332,7 +336,7 @@ class Dispatched(TorchDispatchMode):
         kind = POINTWISE if not flops else PRODUCT if made[0].dtype == torch.bfloat16 else WIDE
         if name in _FILLED_FIRST:
             self.trace.add("fill", moved(made))
-            made = given[:1]  # as much is written then as is read
+            made = given[:1]  # it then writes as many bytes as it reads
         self.trace.add(name, _read(name, given, made) + moved(made), kind, flops)
         if name == "native_layer_norm_backward" and made[1:]:
             self.trace.add("layer norm, its weight's gradient", moved(given[:2]))
@@ -363,6 +367,7 @@ def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
     if name in _GATHERS:
         return moved(given[1:]) + moved(made)
     outputs = {_place(t) for t in made}
+    # These operations do not read a tensor into which they write.
     pure = name in (
         "cat",
         "stack",
@@ -371,7 +376,7 @@ def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
         "mm",
         "maximum",
         "cumsum",
-    )  # where these write into a tensor, they do not read it
+    )
     return moved([t for t in given if not (pure and _place(t) in outputs)])
 
 
@@ -398,7 +403,7 @@ def moved(tensors: Sequence[Tensor | None]) -> float:
     return float(total)
 
 
-# --- this project's Triton kernels ------------------------------------------------------------------------------------------------
+# --- this project's Triton kernels ------------------------------------------------------------
 
 
 @contextmanager
@@ -406,7 +411,8 @@ def counted(trace: Trace) -> Iterator[None]:
     """Record Triton launches (without running them) and chosen implementations, and replace other
     packages.
     """
-    # Both passes of a checkpointed part are compared by what they keep, whose device torch's own functions see otherwise than ours.
+    # torch compares what both passes of a checkpointed part keep. The device is left out, because
+    # torch's own functions see the meta device.
     checks = mock.patch.dict(_CHECKS, default=lambda t: {"shape": t.shape, "dtype": t.dtype})
     with _launches_counted(trace), _implementations_noted(trace), _packages(trace), checks:
         yield
@@ -468,7 +474,7 @@ def _implementations_noted(trace: Trace) -> Iterator[None]:
         Op.choose = own  # type: ignore[method-assign]
 
 
-# --- others' fused kernels --------------------------------------------------------------------------------------------------------
+# --- fused kernels of other packages ----------------------------------------------------------
 
 
 class _StandIn(torch.autograd.Function):
@@ -608,7 +614,7 @@ class _Attention(torch.autograd.Function):
             torch.empty(q.shape, dtype=torch.float32, device=META),
         )
         ctx.trace.add("attention, row terms", moved([*grads, out, lse]))
-        # Five products where the forward has two: the scores are made again.
+        # Five products instead of the forward's two: the scores are recomputed.
         ctx.trace.add(
             "attention",
             moved([*grads, q, k, v, lse, sums, sums[:], *made[1:]]),
@@ -668,7 +674,9 @@ def _packages(trace: Trace) -> Iterator[None]:
 
         def __init__(self, name: str) -> None:
             super().__init__(name)
-            self.__spec__ = ModuleSpec(name, None)  # whoever asks whether the package is there
+            self.__spec__ = ModuleSpec(
+                name, None
+            )  # for code that checks whether the package is installed
 
     names = ("fla", "fla.ops", "fla.ops.delta_rule", "fla.ops.gated_delta_rule")
     own = {name: sys.modules.get(name) for name in names}

@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-PREFIX = "fp8.largest."  # of names in a checkpoint
-_MANTISSA = 23  # bits of an fp32's
+PREFIX = "fp8.largest."  # prefix of names in a checkpoint
+_MANTISSA = 23  # mantissa bits of fp32
 
 
 class Fp8Linear(nn.Linear):
@@ -41,7 +41,10 @@ class Fp8Linear(nn.Linear):
 
 
 Known = tuple[Tensor, Tensor]
-"""Of a map's input, weight and gradient [3], fp32: the magnitudes that scales go by, 0 where there is none; this step's largest so far."""
+"""Magnitudes of a map's input, weight and gradient, two fp32 tensors [3].
+
+The first determines the scales (0: no value); the second is the largest of this step so far.
+"""
 
 
 def known_of(weight: Tensor) -> Known | None:
@@ -104,7 +107,7 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
     if known is not None:
         largest = torch.where(known[0] > 0, known[0], own)
         torch.maximum(known[1], own, out=known[1])
-    # The exponent's bits, one more: the power of two above. 0 and what is denormal have 2^-126.
+    # The exponent plus one gives the next power of two. Zero and denormals give 2^-126.
     exponent = ((largest / most).view(torch.int32) >> _MANTISSA) + 1
     scale = (exponent << _MANTISSA).view(torch.float32) + (own - own)
     scaled = t * scale.reciprocal()

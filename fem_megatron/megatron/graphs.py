@@ -65,7 +65,7 @@ def _capture(layers: list[MegatronBlock], x: Tensor) -> None:
     before = [one.clone() for one in noted]
     graphed = platform.captured(map(_as_function, layers), given)
     for one, value in zip(noted, before, strict=True):
-        one.copy_(value)  # what was tried was no step
+        one.copy_(value)  # trial runs are not steps
     for layer, run in zip(layers, graphed, strict=True):
         _replay(layer, run)
 

@@ -75,7 +75,10 @@ def add_z_loss(chunk: GPTModel, weight: float) -> None:
 
 
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""hidden [s / SP, b, h], the output layer's weight [V / TP, h], labels [b, s] -> losses [b, s], float32."""
+"""Function that computes the losses [b, s], float32.
+
+Arguments: hidden [s / SP, b, h], the output layer's weight [V / TP, h], labels [b, s].
+"""
 
 
 class _Summed(torch.autograd.Function):
@@ -102,9 +105,10 @@ class _Summed(torch.autograd.Function):
         )
         if learns:
             of_hidden = torch.empty_like(hidden)
+            # accumulate without rounding
             of_weight = torch.zeros_like(
                 weight, dtype=torch.promote_types(weight.dtype, torch.float32)
-            )  # not rounded on the way
+            )
             ctx.save_for_backward(of_hidden, of_weight)
         for start, (labels, mask) in zip(range(0, len(hidden), size), chunks, strict=True):
             x = hidden[start : start + size].detach().requires_grad_(learns)
@@ -178,5 +182,5 @@ def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
             known=(labels, loss_mask),
         )
 
-    # In the layer's own call: there ZeRO has its weight whole.
+    # Replaced on the layer itself, because ZeRO gathers its complete weight during its call.
     layer.forward, chunk._postprocess = forward, postprocess

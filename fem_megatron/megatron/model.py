@@ -27,7 +27,7 @@ from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
 from fem_megatron.shape import Normal
 
-MOST_DRAWN = 8  # weights at a time, each of which is whole on the host in float32
+MOST_DRAWN = 8  # weights drawn at a time, each complete on the host in float32
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         layernorm_epsilon=model.norm_eps,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Megatron marks a weight as tensor-parallel only while it initialises it, so it must be let do so.
+        # Megatron marks a weight as tensor-parallel only while it initialises it.
         init_method=_keep_memory,
         output_layer_init_method=_keep_memory,
         use_cpu_initialization=not platform.has_cuda(),
@@ -130,7 +130,7 @@ def build(
             ),
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="none",  # the mixers turn their own queries and keys
+            position_embedding_type="none",  # the mixers rotate queries and keys
             vp_stage=stage,
         )
         if chunk.pre_process and model.stream_size > model.hidden_size:
@@ -149,9 +149,8 @@ def build(
         if layout.cuda_graphs:
             graph_layers(chunk.decoder)
         chunks.append(chunk)
-    config.hidden_size = (
-        model.stream_size
-    )  # from here on it is what pipeline stages send each other, and nothing else
+    # used only for the width of pipeline messages after this point
+    config.hidden_size = model.stream_size
     return chunks
 
 
@@ -189,8 +188,8 @@ def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
 
     def forward(*given: Any, **named: Any) -> tuple[torch.Tensor, Any]:
         output: tuple[torch.Tensor, Any] = logits(*given, **named)
-        # In place and unseen by autograd, which has nothing to do here: a product does not read its own output in the backward pass, and
-        # the gradient that a finite loss sends to -inf is zero already. So only the padding's columns are ever touched.
+        # In place and hidden from autograd: a product does not read its output in the backward pass,
+        # and the gradient of a finite loss at -inf is already zero. Only padding columns are written.
         output[0].detach()[..., kept:].fill_(-torch.inf)
         return output
 
@@ -253,7 +252,7 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
             done.result()
 
 
-@torch.no_grad()  # it holds for the calling thread alone
+@torch.no_grad()  # no_grad applies only to the calling thread
 def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> None:
     """Fill this rank's slice of the weight ``name``."""
     rank, size = (

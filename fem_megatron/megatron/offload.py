@@ -68,7 +68,7 @@ def offload(module: nn.Module) -> None:
 @contextmanager
 def _kept_on_host(module: nn.Module) -> Iterator[None]:
     weights = {StorageWeakRef(weight.untyped_storage()).cdata for weight in module.parameters()}
-    # A storage that is gone leaves its number to no other while somebody refers to it weakly.
+    # While a weak reference exists, the address of a freed storage is not reused.
     sent: dict[tuple[int, int], tuple[StorageWeakRef, Sent]] = {}
 
     def pack(tensor: Tensor) -> Tensor | View:

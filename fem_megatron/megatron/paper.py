@@ -24,7 +24,8 @@ from kernels.machine import PAPER as PAPER
 from kernels.machine import name as name_of
 
 CPU = torch.device("cpu")
-# Megatron-core's functions that it hands to torch.compile: what they make between is in no memory, and each pass is one kernel.
+# Functions that Megatron-core compiles with torch.compile: they allocate no intermediate tensors, and
+# each is one kernel.
 _COMPILED = {
     "fusions.fused_cross_entropy": (
         *(
@@ -37,7 +38,7 @@ _COMPILED = {
 }
 Layer = Callable[..., Tensor]
 Fused = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""(name, function) -> the function as one kernel, whose results alone are seen."""
+"""(name, function) -> the function as one kernel, of which only the results are counted."""
 
 
 @contextlib.contextmanager
@@ -64,7 +65,7 @@ def machine(
             )
             _stand_in_kernels(stack, trace, fused)
         else:
-            stack.enter_context(META)  # what names no device is on it, too
+            stack.enter_context(META)  # also the default device
         platform.prepare()
         torch.distributed.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
@@ -173,7 +174,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         out, inputs = ctx.out, ctx.inputs
-        del ctx.out, ctx.inputs  # whoever holds the loss holds this node
+        del ctx.out, ctx.inputs  # a reference to the loss keeps this node alive
         return None, None, *torch.autograd.grad(out, inputs, grads)
 
 

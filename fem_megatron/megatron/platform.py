@@ -36,8 +36,9 @@ from kernels.implementations import check_overrides
 
 MEGATRON_VERSION = "0.16.1"
 
-# Modules of megatron.core on our path whose code names CUDA devices outright: `torch.empty(..., device=torch.cuda.current_device())`,
-# `torch.zeros(..., device="cuda")`, `torch.cuda.synchronize()`. Only the *name* `torch` in these modules is replaced.
+# Modules of megatron.core in use whose code names CUDA devices explicitly:
+# `torch.empty(..., device=torch.cuda.current_device())`, `torch.zeros(..., device="cuda")`,
+# `torch.cuda.synchronize()`. Only the *name* `torch` in these modules is replaced.
 PATCHED_MODULES = (
     "dist_checkpointing.exchange_utils",
     "dist_checkpointing.strategies.async_utils",
@@ -71,7 +72,7 @@ PATCHED_MODULES = (
     "utils",
 )
 
-_PDEATHSIG = 1  # of <linux/prctl.h>
+_PDEATHSIG = 1  # from <linux/prctl.h>
 _FACTORIES = (
     "zeros",
     "ones",
@@ -231,7 +232,7 @@ def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PDEATHSIG, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))
         if parent is not None and os.getppid() != parent.pid:
-            os._exit(1)  # it ended before it could be watched
+            os._exit(1)  # the parent ended before prctl took effect
         function(*args, **kwargs)
 
     return call
@@ -277,13 +278,13 @@ def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = Fals
         torch.cuda.set_device(local_rank)
     if "RANK" not in os.environ:
         settings |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    # No device_id: with it NCCL would connect each of Megatron's groups at once, collectively over all ranks, also the groups of one
-    # rank and those that nobody uses, and would run unbatched sends of a pipeline one after another.
+    # No device_id: with it NCCL would connect each of Megatron's groups immediately, collectively over
+    # all ranks, including unused groups and groups of one rank, and would serialise unbatched sends of
+    # a pipeline.
     torch.distributed.init_process_group(**settings)
     if has_cuda():
-        torch.distributed.barrier(
-            device_ids=[local_rank]
-        )  # connects all ranks; later barriers take the device from it
+        # Connects all ranks; later barriers use this device.
+        torch.distributed.barrier(device_ids=[local_rank])
 
 
 def peak_memory_bytes() -> int:
@@ -297,7 +298,7 @@ def peak_resident_bytes() -> int:
     """Return the largest resident set of this process so far, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Not ru_maxrss, which begins at what the process that started this one held.
+        # Not ru_maxrss, which starts at the parent process's value.
         return next(
             int(line.split()[1]) * 1024
             for line in status.read_text().splitlines()
@@ -439,7 +440,7 @@ def transformer_config_overrides() -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
-        # gloo sends from the tensor's own storage, which Megatron would free while the send is under way.
+        # gloo sends from the tensor's storage, which Megatron would free during the send.
         "deallocate_pipeline_outputs": False,
     }
 
@@ -522,9 +523,8 @@ def _install_cpu_shim() -> None:
     core = {name: importlib.import_module(f"megatron.core.{name}") for name in PATCHED_MODULES}
     if any(isinstance(module.torch, _TorchProxy) for module in core.values()):
         return
-    if (
-        "torch._dynamo" in sys.modules
-    ):  # Megatron was imported without `import_megatron`: its fusions would start a C++ build
+    # Megatron was imported without `import_megatron`: its fusions would start a C++ build.
+    if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
     proxy = _TorchProxy(
         {"cuda": _cuda_stand_in(), **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}}
@@ -544,8 +544,9 @@ def _install_cpu_shim() -> None:
     clip = _within_cuda_names(core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32)
     core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
     core["optimizer.optimizer"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
-    # utils.py:1205 sums squares by torch.norm, which on the CPU is up to 2e-5 off for a large fp32 tensor in which few rows carry most of
-    # the norm (an embedding's gradient): the grad norm, and so the clipping, would depend on how the tensor is cut.
+    # utils.py:1205 sums squares with torch.norm. On the CPU its error is up to 2e-5 for a large fp32
+    # tensor in which few rows contribute most of the norm (an embedding's gradient). The gradient norm,
+    # and therefore the clipping, would depend on how the tensor is split.
     core["optimizer.clip_grads"].l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
 
 

@@ -85,9 +85,8 @@ class TensorParallel(Parallel):
         return self.share(x)
 
     def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
-        if (
-            isinstance(linear, nn.Module) and linear.bias is not None
-        ):  # one kernel adds it unrounded
+        # one kernel adds the bias before rounding
+        if isinstance(linear, nn.Module) and linear.bias is not None:
             biased: Tensor = linear(self.enter(x))
             return biased
         weight = linear.get_parameter("weight") if isinstance(linear, nn.Module) else linear
@@ -107,22 +106,21 @@ class TensorParallel(Parallel):
         self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
     ) -> tuple[list[Tensor], Tensor]:
         weight = linear.get_parameter("weight")
-        if not self.sequence_parallel or self._in_eight_bits(
-            weight
-        ):  # of 8-bit floats a product keeps what it multiplied, whole
+        # an 8-bit product keeps its complete operand
+        if not self.sequence_parallel or self._in_eight_bits(weight):
             whole = self.enter(x)
             y = linear(whole)
             return others(whole), y
 
         def made(x: Tensor) -> tuple[list[Tensor], Tensor]:
             whole = self.enter(x)
-            return others(whole), nn.functional.linear(
-                whole, weight
-            )  # last: what is computed again ends at the last product's inputs
+            # The product is last, so that the recomputation ends at its inputs.
+            return others(whole), nn.functional.linear(whole, weight)
 
+        # no RNG state: the operations are deterministic
         found: tuple[list[Tensor], Tensor] = checkpoint(
             made, x, use_reentrant=False, preserve_rng_state=False
-        )  # nothing is random
+        )
         return found
 
     def leave(self, partial: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def windowed_attention(
     """
     tq, tk = q.shape[2], k.shape[2]
     past = tk - tq
-    near = min(max(window - past, 0), tq)  # queries that see all that is before them
+    near = min(max(window - past, 0), tq)  # queries whose window contains all earlier tokens
     reads = []
     if near:
         valid = None if keys_valid is None else keys_valid[:, : past + near]
@@ -109,7 +109,7 @@ def windowed_attention(
             fem_attention(q_near, k_near, v_near, causal=True, keys_valid=valid, scale=scale)
         )
     if near < tq:
-        # The first key is one before the first query's window, so that a block's keys are as many as window and block together.
+        # The first key is one before the first query's window, so that a block has window + block keys.
         first = past + near - window
         valid = None if keys_valid is None else keys_valid[:, first:]
         reads.append(
@@ -132,7 +132,7 @@ def _blockwise(
     q, k, v = (F.pad(t, (0, 0, 0, missing)) for t in (q, k, v))
     q = q.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)
     each, size = q.shape[1] // k.shape[1], window + block
-    # One copy, of the groups' windows for each of their queries: under a mask no engine of a GPU is known to read groups.
+    # Copy each group's windows for each of its queries: masked GPU engines do not support groups.
     k, v = (
         t.unfold(2, size, block)
         .permute(0, 2, 1, 4, 3)[:, :, :, None]

@@ -58,7 +58,7 @@ class AttentionShape(Shape):
     norm_eps: float
     bias: bool = False
     window: int | None = None
-    scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+    scale: float | None = None  # factor on the scores; None: 1 / sqrt(head)
     qk_norm: bool = False
 
     @classmethod
@@ -174,9 +174,8 @@ class AttentionShape(Shape):
         if self.window is not None and self.window < length:
             block, blocks = window_blocks(length - self.window, self.window)
             near, far = self.window / length, block * blocks / length
-            blockwise = (
-                far * query + 2 * query * blocks * (block + self.window) / length
-            )  # copies: each block's q, its window's k and v
+            # copies: each block's q, its window's k and v
+            blockwise = far * query + 2 * query * blocks * (block + self.window) / length
             read = (near + far) * query
         normed = (
             {"qk_norm": qk_norms_keep(training, self.head, self.heads + self.groups) / t}
@@ -184,9 +183,8 @@ class AttentionShape(Shape):
             else {}
         )
         packed = e * self.groups * self.group_width / t
-        if (
-            self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda)
-        ):  # a copy of q
+        # q is copied
+        if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):
             normed["qk_norm"] += e * query
         if training.again:
             return normed | {

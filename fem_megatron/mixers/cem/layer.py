@@ -24,7 +24,8 @@ from kernels.arguments import is_dynamic
 from kernels.cem_attention import Diagonal, cem_attention
 from kernels.cem_attention.reference import interaction_energy, interaction_scores
 
-# B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..; log(1 + y) is at most log 2, the next term under 1e-18.
+# B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..
+# log(1 + y) is at most log 2, so the next term is below 1e-18.
 DILOGARITHM: tuple[float, ...] = (
     1.0,
     -1 / 4,
@@ -80,7 +81,7 @@ class CemAttention(Update):
             self.biases(k),
         )
         for step in range(self.shape.switches.steps_attention):
-            # u of x = h from h as it was gathered: one exchange less.
+            # For x = h, u is computed from the gathered h, which saves an exchange.
             u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
             q, diagonal = self.look(u, seen)
             o = self.read(q, k, biases, diagonal, context)
@@ -327,7 +328,7 @@ def _measures(
     }
 
 
-BISECTIONS = 60  # float64's 52 bits of the bracket, and some
+BISECTIONS = 60  # more than the 52 mantissa bits of float64
 
 
 class Preconditioner(Layer):
@@ -355,10 +356,11 @@ class Preconditioner(Layer):
         if self.kind == "identity":
             return lambda c: c @ w
         rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
+        # read before the closures run, because offloaded weights may be freed by then
         diagonal, factors = (
             self.diagonal(),
             self.factors() if self.kind == "low_rank" else None,
-        )  # read here: offloaded ones are gone later
+        )
         if is_dynamic(tokens) or tokens > rows.shape[1]:
             folded = self.times(rows, diagonal, factors).flatten(0, 1)
             return lambda c: c @ folded
@@ -422,7 +424,7 @@ def smallest_eigenvalue(diagonal: Tensor, u: Tensor, v: Tensor) -> Tensor:
     diagonal, u, v = (t.detach().double().cpu() for t in (diagonal, u, v))
     a, rank = torch.cat((u, v), dim=-1), u.shape[-1]
     swap = torch.eye(2 * rank, dtype=torch.float64).roll(rank, 0)
-    # Between Gershgorin's kind of bound and the smallest diagonal entry, a Rayleigh quotient.
+    # Bracket: a Gershgorin-like lower bound; the smallest diagonal entry, a Rayleigh quotient.
     low = diagonal.amin(-1) - 2 * torch.linalg.matrix_norm(u, 2) * torch.linalg.matrix_norm(v, 2)
     high = (diagonal + 2 * (u * v).sum(-1)).amin(-1)
     tiny = torch.finfo(torch.float64).eps * diagonal.abs().amax(-1, keepdim=True)

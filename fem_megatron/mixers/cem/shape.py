@@ -138,7 +138,7 @@ class CemAttentionShape(Shape):
     norm_eps: float
     causal: bool
     switches: CemConfig
-    mup_scale: float | None = None  # of the scores, where muP has one
+    mup_scale: float | None = None  # muP's factor on the scores, if any
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemAttentionShape:
@@ -154,9 +154,8 @@ class CemAttentionShape(Shape):
             raise ValueError(
                 "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
             )
-        if (
-            model.parametrization == "mup" and model.cem.scale == "model"
-        ):  # the paper's 1 / sqrt(D) would vanish with the width
+        # the paper's 1 / sqrt(D) would vanish with the width
+        if model.parametrization == "mup" and model.cem.scale == "model":
             scale = model.mup.base_hidden_size**-0.5
         return cls(
             model.hidden_size,
@@ -193,7 +192,7 @@ class CemAttentionShape(Shape):
             "self_bias": Weight((1,), init=0.0),
             "cross_bias": Weight((1,), init=0.0),
         }
-        # The paper does not say where d starts; at zero the scores start as those of attention.
+        # The paper gives no initial value for d. With zero the initial scores are those of attention.
         if self.switches.diagonal == "shared":
             weights["diagonal"] = Weight((hidden,), init=0.0, mup=OUTPUT)
         elif self.switches.diagonal == "head":

@@ -22,7 +22,7 @@ from fem_megatron.shape import (
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
-CHUNK = 64  # tokens that the delta rule solves at once
+CHUNK = 64  # tokens per chunk of the delta rule
 
 
 @dataclass(frozen=True)

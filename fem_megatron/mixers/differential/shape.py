@@ -47,7 +47,7 @@ class DifferentialShape(Shape):
     lambda_init: float
     rope: Rope | None
     norm_eps: float
-    scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+    scale: float | None = None  # factor on the scores; None: 1 / sqrt(head)
     qk_norm: bool = False
 
     @classmethod

@@ -14,7 +14,7 @@ from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 from kernels.pairs import allowed_pairs
 
-ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 there, and so is softplus over its root mean square
+ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 at this value, and so is softplus over its RMS
 
 
 def observe(mixer: FemMixer, sample: Sample) -> Quantities:
@@ -89,7 +89,7 @@ def _given_to_prior(
         handle.remove()
     parts, v, beta, lam, _, context = given
     if isinstance(mixer.shape.prior, AftShape):
-        # AFT's query multiplies the read; this one by 1, whether it stands inside or after it.
+        # AFT's query multiplies the read. This value gives a factor of 1 for both query modes.
         parts["q"] = torch.full_like(parts["q"], ONE_AS_AFT_QUERY)
     return (
         {name: wide(t) for name, t in parts.items()},

@@ -50,9 +50,8 @@ class FemMixer(Update):
             )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        one = self.parallel.size == 1 and bool(
-            self.shape.conditioner
-        )  # else the conditioner's norm is of what the ranks gather
+        # With several ranks, the conditioner normalises the gathered sequence.
+        one = self.parallel.size == 1 and bool(self.shape.conditioner)
         x, h, u = residual_norm(
             x, self.norm(), self.shape.norm_eps, self.tdc.norm() if one else None
         )
@@ -84,7 +83,8 @@ class FemMixer(Update):
         rope = self.shape.rope if size else None
         turn = None if rope is None or normed else rotations(z, size, context, rope)
         parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
-        if normed:  # between the conditioner's scaling and RoPE, which `fem_projection` does in one pass where nothing comes between
+        # The norms are between the conditioner's scaling and RoPE, which `fem_projection` otherwise fuses.
+        if normed:
             q, k = head_norms(
                 self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps
             )

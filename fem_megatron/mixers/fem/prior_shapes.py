@@ -132,7 +132,7 @@ class SoftmaxShape(PriorShape):
 
 
 CHUNK, CHUNK_PER_CHANNEL = 64, 16
-"""Tokens whose pairs `kernels.linear_attention` makes at once, with one decay for a head (or none), or one for each channel."""
+"""Chunk lengths of `kernels.linear_attention`: at most one decay per head; one decay per channel."""
 
 
 @dataclass(frozen=True)

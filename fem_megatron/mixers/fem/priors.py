@@ -26,7 +26,10 @@ from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
 
 Parts = dict[str, Tensor]
-"""The projection's slices that the prior's shape names: each [s, b, local heads, width], scaled by the conditioner, q and k turned."""
+"""Slices of the projection, by the names in the prior's shape.
+
+Each is [s, b, local heads, width] and scaled by the conditioner; q and k are rotated.
+"""
 
 
 class Prior(Layer):

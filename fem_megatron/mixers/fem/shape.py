@@ -103,7 +103,7 @@ class FemShape(Shape):
         fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
         temperature = fem.temperature and fem.free_energy
         extra = int(temperature) + int(fem.gate)
-        # Priors that need no more than the values' width of q and k, or none, give the budget to the values.
+        # Priors with q and k at most as wide as the values leave the budget to the values.
         narrow = prior.narrow(fem)
         full_width = fem.budget == "i" and narrow is None
         share, parts = (
@@ -178,9 +178,8 @@ class FemShape(Shape):
         for name, size in self.conditioners().items():
             weights |= {
                 f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
-                f"{name}.in_proj.weight": Weight(
-                    (3 * size, self.hidden), split=0, precise=True
-                ),  # decays' logits
+                # logits of decays
+                f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0, precise=True),
                 f"{name}.state_norm.weight": Weight((size,), init=1.0),
                 f"{name}.out_proj.weight": Weight(
                     (packed, size), split=0, init=0.0, bare=True, maps=tuple(self.slices.values())
@@ -271,9 +270,8 @@ class FemShape(Shape):
             if self.free_energy or self.gate or training.operand < WIDE
             else 0.0,
         }
-        if (
-            self.prior.qk_norm
-        ):  # a GPU's kernel keeps its arguments, so that what it gives is kept here
+        # A GPU's kernel keeps its arguments, so its results are counted in this term.
+        if self.prior.qk_norm:
             terms["qk_norm"] = (
                 qk_norms_keep(training, qk_head, 2 * self.heads) / t
                 + e * 2 * self.heads * qk_head / t * cuda
@@ -289,9 +287,8 @@ class FemShape(Shape):
                 e * 2 * self.heads * qk_head / t + (e * slices + 2 * narrow * self.gate) * value
             )
             return terms
-        if (
-            self.free_energy and cuda
-        ):  # a GPU's kernels keep the packed product, each slice that is read, and the attention's own output
+        # GPU kernels keep the packed product, each slice that is read, and the attention's output.
+        if self.free_energy and cuda:
             terms["prep"] = e * value
         elif self.free_energy:
             terms["prep"] = WIDE * 2 * value
@@ -322,9 +319,8 @@ class FemShape(Shape):
 
     def _conditioner_keeps(self, training: Training) -> float:
         own = WIDE * (5 / training.tensor_parallel + 4) * self.conditioner
-        again = (
-            training.sequence_split > 1 and not training.fp8
-        )  # its norm and product, in the backward pass (`Parallel.project_beside`)
+        # The backward pass recomputes its norm and product (see `Parallel`).
+        again = training.sequence_split > 1 and not training.fp8
         return training.element * ((0 if again else self.hidden) + self.conditioner) + own
 
     def summary(self) -> str:

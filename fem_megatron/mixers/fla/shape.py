@@ -1,4 +1,4 @@
-"""Shape of a flash-linear-attention layer, as far as it is available without the package.
+"""Shape of a flash-linear-attention layer: the properties available without the package.
 Torch-free.
 """
 

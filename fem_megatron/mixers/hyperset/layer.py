@@ -122,9 +122,8 @@ class HyperSet(Update):
                 partial(symmetric_attention, kind=kind, causal=context.causal),
                 context.extend("z", z, dim=2),
             )
-            one = keys is z and not (
-                context.cut and context.cut.gathers
-            )  # without a past they are one, which takes less
+            # Without a past, queries and keys are one tensor, which saves memory.
+            one = keys is z and not (context.cut and context.cut.gathers)
             given = (z,) if one else (z, keys)
             o = context.apart(
                 lambda valid, z, keys=None: read(z, keys, valid=valid),
@@ -277,7 +276,7 @@ class HyperSet(Update):
                     step / (1.0 - switches.beta1**time),
                     square / (1.0 - switches.beta2**time),
                 )
-            # eps^2 under the root, where the released code adds eps to it: that root has no gradient at g = 0.
+            # eps^2 is inside the root; the released code adds eps outside, without a gradient at g = 0.
             step = step / (square + SECOND_MOMENT_EPS**2).sqrt()
         return step.to(gradient.dtype)
 

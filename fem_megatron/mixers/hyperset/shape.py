@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 LORA_STD = 0.02
-LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
+LINEAR_CHUNK = 64  # tokens per chunk of linear attention; earlier tokens are summed
 
 
 @dataclass(frozen=True)

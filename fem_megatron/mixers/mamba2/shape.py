@@ -25,7 +25,7 @@ from fem_megatron.shape import (
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
-CHUNK = 64  # tokens that the chunked read compares with each other
+CHUNK = 64  # tokens per chunk
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,9 @@ from fem_megatron.shape import (
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
-LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
-BLOCK = (
-    2**26
-)  # numbers of the systems that the exact step solves at a time on a GPU (`kernels.second_order_attention`)
+LINEAR_CHUNK = 64  # tokens per chunk of linear attention; earlier tokens are summed
+# Elements of the systems that the exact step solves at a time on a GPU.
+BLOCK = 2**26
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 and MLP.
 
 Attention is interpreted as the gradient of an interaction energy, the MLP as that of a potential,
-and a layer as a step down each in turn (Lie-Trotter splitting). Each token has a velocity v in
+and a layer as a step down each in turn (Trotter splitting). Each token has a velocity v in
 addition to x, which starts as a separate embedding. A step f on normalised input becomes:
 
     ahead = x + mu v

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.shape import Shape, SwiGluShape, Training, Weight, Weights
 
-SHARE, GAIN = 0.9, 1.0  # that mu and beta, and gamma, start from
+SHARE, GAIN = 0.9, 1.0  # initial values of mu and beta, and of gamma
 
 
 class AcceleratedShape(Shape):
