@@ -30,7 +30,8 @@ class Block(nn.Module):
         self.mlp: Update | None = (
             None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
         )
-        # Stored on the block, because a peft module that replaces an update has none of its attributes.
+        # Stored on the block, because a peft module that replaces an update has none of its
+        # attributes.
         self.hidden, self.streams = (
             shape.mixer.hidden,
             [part.stream for part in (shape.mixer, shape.mlp) if part is not None],

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 EVERY_LAYOUT = "TP SP PP VPP CP DP"
-# Keys that are valid with every mixer, so that a configuration can be combined with any mixer. A mixer
-# that defines its own heads or MLP ignores those keys, and one without positions ignores rope. The base
-# of muP is checked by the mup module.
+# Keys that are valid with every mixer, so that a configuration can be combined with any mixer. A
+# mixer that defines its own heads or MLP ignores those keys, and one without positions ignores
+# rope. The base of muP is checked by the mup module.
 EVERYONES = frozenset(
-    "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size vocab_size make_vocab_size_divisible_by "
-    "tie_embeddings causal rope rope_base rope_scaling norm_eps init_std parametrization mup".split()
+    "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size "
+    "vocab_size make_vocab_size_divisible_by tie_embeddings causal rope rope_base rope_scaling "
+    "norm_eps init_std parametrization mup".split()
 )
 
 
@@ -112,14 +113,16 @@ MIXERS: dict[str, Mixer] = {
         lambda model, layer: EnergyLinearShape.of(model),
     ),
     "hyperset": Mixer(
-        "tied symmetric attention and feed-forward with learned step sizes; depth is model.recurrence",
+        "tied symmetric attention and feed-forward with learned step sizes; depth is "
+        "model.recurrence",
         "Hyper-SET",
         "T^2 (linear: T)",
         lambda model, layer: HyperSetShape.of(model),
         mlp="none",
     ),
     "yuriiformer": Mixer(
-        "attention and MLP as Nesterov steps: a token has a velocity, too, from an embedding of its own",
+        "attention and MLP as Nesterov steps: a token also has a velocity, from a separate "
+        "embedding",
         "YuriiFormer",
         "T^2",
         lambda model, layer: AcceleratedAttentionShape.of(model),
@@ -147,7 +150,8 @@ MIXERS: dict[str, Mixer] = {
         "a selective state space with a scalar decay a head", "Mamba-2", "T", Mamba2Shape.of
     ),
     "fla.*": Mixer(
-        "any layer of flash-linear-attention by its class, e.g. fla.GatedLinearAttention; needs a GPU",
+        "any layer of flash-linear-attention by its class, e.g. fla.GatedLinearAttention; needs "
+        "a GPU",
         "flash-linear-attention",
         "the layer's",
         lambda model, layer: FlaShape.of(model, layer, name="*"),
@@ -191,7 +195,8 @@ def blocks(model: ModelConfig) -> list[BlockShape]:
             else f"model.mixer={model.mixer}"
         )
         raise ValueError(
-            f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} reads this as it is set up; leave it out"
+            f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} uses this key in "
+            "this configuration; leave it out"
         )
     return made
 
@@ -224,7 +229,8 @@ def mixer_names(model: ModelConfig) -> list[str]:
     pattern = model.pattern or [model.mixer]
     if model.num_layers % len(pattern):
         raise ValueError(
-            f"model.pattern has {len(pattern)} layers, which does not divide model.num_layers={model.num_layers}"
+            f"model.pattern has {len(pattern)} layers, which does not divide "
+            f"model.num_layers={model.num_layers}"
         )
     return [*pattern] * (model.num_layers // len(pattern))
 
@@ -243,7 +249,8 @@ def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
             else "model.attention.head_dim"
         )
         raise ValueError(
-            f"model.rope turns pairs of channels, but a head has {odd}; change {key}, or set model.rope=false"
+            f"model.rope rotates pairs of channels, but a head has {odd}; change {key}, or set "
+            "model.rope=false"
         )
     return BlockShape(shape, None if mlp == "none" else MLPS[mlp](model), model.recurrence)
 

@@ -77,12 +77,15 @@ class Dims:
 
 
 def own_chunks(size: int, rank: int) -> tuple[int, int]:
-    """Return the numbers of a rank's two chunks among the 2 ``size``, in the order of its tokens."""
+    """Return the numbers of a rank's two chunks of the 2 ``size``, in token order."""
     return rank, 2 * size - 1 - rank
 
 
 def own_tokens(whole: Tensor, size: int, rank: int, time: int) -> Tensor:
-    """Return a rank's tokens of a tensor with all tokens along ``time``, a multiple of 2 ``size``."""
+    """Return a rank's tokens of a tensor with all tokens along ``time``.
+
+    The number of tokens must be a multiple of 2 ``size``.
+    """
     chunks = whole.chunk(2 * size, time)
     return torch.cat([chunks[number] for number in own_chunks(size, rank)], time)
 
@@ -140,7 +143,7 @@ class Cut:
             return self._by_heads(read, given, each, dims, context)
         if context.documents is not None or not context.causal:
             raise ValueError(
-                "documents that are read apart, and reads both ways, are made by exchanging heads"
+                "reads of separate documents, and reads that are not causal, must exchange heads"
             )
 
         def gathered(*given: Tensor | None) -> Tensor:

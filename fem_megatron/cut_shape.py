@@ -127,17 +127,18 @@ def cut_kinds(
     )
     words, only = (
         f"{words} does not divide",
-        "documents that are read apart are read by whole heads (all_to_all)",
+        "separate documents are read by complete heads (all_to_all)",
     )
     for name, width in (widths.always | ({} if states else widths.scanned)).items():
         if width % ranks:
             choice = (
                 f"; {only}"
                 if separate
-                else "; leave parallel.context_parallel_kind out: states are passed"
+                else "; leave parallel.context_parallel_kind out, so that states are passed"
             )
             raise ValueError(
-                f"{words} {name}={width}, which is exchanged for tokens{'' if name in widths.always else choice}"
+                f"{words} {name}={width}, which is exchanged for "
+                f"tokens{'' if name in widths.always else choice}"
             )
     keyed, ring = widths.keyed, asked == "ring" and widths.rings
     short = [f"{name}={width}" for name, width in keyed.items() if width % ranks]
@@ -151,10 +152,12 @@ def cut_kinds(
     if separate or not causal:
         why = f"{words} {short[0]}" if short else f"parallel.context_parallel_kind={asked}"
         raise ValueError(
-            f"{why}, and {only if separate else 'reads both ways are of whole heads (all_to_all)'}"
+            f"{why}, and "
+            f"{only if separate else 'reads that are not causal use complete heads (all_to_all)'}"
         )
     if asked == "all_to_all":
         raise ValueError(
-            f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all needs; all_gather does not"
+            f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all requires; "
+            "all_gather does not"
         )
     return CutKinds(gathers=True, states=states, ring=ring)

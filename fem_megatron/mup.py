@@ -28,13 +28,15 @@ class MupConfig:
 
     base_hidden_size: int = setting(
         256,
-        "hidden_size of the model that init_std and the learning rate are meant for; m = hidden_size / base_hidden_size.",
+        "hidden_size of the model for which init_std and the learning rate are chosen; m = "
+        "hidden_size / base_hidden_size.",
         least=1,
     )
     base_head_size: int | None = setting(
         None,
-        "Where heads grow wider with the model: the base's width of a query; scores are multiplied by sqrt(base_head_size) / width. null: "
-        "1 / sqrt(width), right where the models' heads are of one width and the wider model has more of them.",
+        "For heads that grow wider with the model: the width of a query in the base; scores are "
+        "multiplied by sqrt(base_head_size) / width. null: 1 / sqrt(width), for models whose "
+        "heads have the same width and whose number of heads grows.",
         least=1,
     )
 
@@ -129,12 +131,14 @@ def check_model(model: ModelConfig) -> None:
     if model.parametrization != "mup":
         if changed := mup.changed():
             raise ValueError(
-                f"model.mup.{changed[0]} is set, but model.parametrization is {model.parametrization}; set it to mup, or leave both out"
+                f"model.mup.{changed[0]} is set, but model.parametrization is "
+                f"{model.parametrization}; set it to mup, or leave both out"
             )
         return
     if model.tie_embeddings:
         raise ValueError(
-            "model.tie_embeddings: muP starts and trains the output layer otherwise than the embedding; set it to false"
+            "model.tie_embeddings: muP uses different initial values and learning rates for the "
+            "output layer and the embedding; set it to false"
         )
 
 
@@ -144,10 +148,11 @@ def check_mixer(model: ModelConfig, name: str, shape: Shape) -> None:
         return
     if shape.external:
         raise ValueError(
-            f"model.parametrization=mup: the weights of {name} are another package's; set model.parametrization=standard"
+            f"model.parametrization=mup: the weights of {name} belong to another package; set "
+            "model.parametrization=standard"
         )
     if model.mup.base_head_size is not None and not shape.product_scores():
         raise ValueError(
-            f"model.mup.base_head_size scales scores that are products over a head's width, and {name} has none of that kind; "
-            "set it to null"
+            "model.mup.base_head_size scales scores that are products over a head's width, and "
+            f"{name} has no scores of this kind; set it to null"
         )

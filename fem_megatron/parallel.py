@@ -56,7 +56,7 @@ class Parallel(Protocol):
         """
 
     def gather(self, part: Tensor) -> Tensor:
-        """Gather [..., n / size] -> [..., n]. The following operations must be equal on every rank."""
+        """Gather [..., n / size] -> [..., n]. Later operations must be equal on every rank."""
 
     def share(self, whole: Tensor) -> Tensor:
         """Return a replicated tensor unchanged, for use by this rank's part; its gradient is summed

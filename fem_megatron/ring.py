@@ -198,7 +198,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
         )
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            "parallel.context_parallel_kind=ring on a GPU needs train.precision=bf16; all_gather takes fp32 too"
+            "parallel.context_parallel_kind=ring on a GPU needs train.precision=bf16; all_gather "
+            "also supports fp32"
         )
     out, total, *more = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale

@@ -38,13 +38,15 @@ class RopeScaling:
 
     kind: str | None = setting(
         None,
-        "Rotary frequencies for longer texts. linear: all divided by factor; llama3, yarn: the slow ones alone, those between turned "
-        "smoothly from the one to the other, yarn with sharper attention; abf: rope_base times factor; null: as they are.",
+        "Rotary frequencies for longer texts. linear: all divided by factor; llama3, yarn: only "
+        "the slow ones divided, with a smooth transition to the fast ones, yarn with sharper "
+        "attention; abf: rope_base times factor; null: unchanged.",
         tuple(KINDS),
     )
     factor: float = setting(
         8.0,
-        "How many times longer texts become: what divides frequencies; abf: what multiplies rope_base.",
+        "Factor by which texts become longer: it divides frequencies; abf: it multiplies "
+        "rope_base.",
         above=0,
     )
     original_length: int = setting(
@@ -54,11 +56,11 @@ class RopeScaling:
         1.0, "llama3: frequencies with fewer turns than this in original_length are slow.", above=0
     )
     high_freq_factor: float = setting(
-        4.0, "llama3: frequencies with more turns than this in original_length stay as they are."
+        4.0, "llama3: frequencies with more turns than this in original_length are unchanged."
     )
     beta_fast: float = setting(
         32.0,
-        "yarn: frequencies with more turns than this in original_length stay as they are.",
+        "yarn: frequencies with more turns than this in original_length are unchanged.",
         above=0,
     )
     beta_slow: float = setting(
@@ -66,7 +68,8 @@ class RopeScaling:
     )
     attention_factor: float | None = setting(
         None,
-        "yarn: what queries and keys are each multiplied by, scores by its square; null: 0.1 ln(factor) + 1.",
+        "yarn: factor on queries and on keys, so that scores are multiplied by its square; null: "
+        "0.1 ln(factor) + 1.",
         above=0,
     )
 
@@ -142,7 +145,7 @@ class Rope:
 
 
 def check(model: ModelConfig) -> None:
-    """Raise ValueError, naming the key, if fields of model.rope_scaling conflict or have no effect."""
+    """Raise ValueError, naming the key, for conflicting or unused fields of model.rope_scaling."""
     given = model.rope_scaling
     where, changed = "model.rope_scaling", [name for name in given.changed() if name != "kind"]
     if given.kind is None:
@@ -152,10 +155,11 @@ def check(model: ModelConfig) -> None:
             )
         return
     if not model.rope:
-        raise ValueError(f"{where}.kind={given.kind} scales rotary angles, and model.rope is false")
+        raise ValueError(f"{where}.kind={given.kind} scales rotary angles, but model.rope is false")
     if vain := [name for name in changed if name not in KINDS[given.kind]]:
         raise ValueError(
-            f"{where}.{vain[0]} is set, but {where}.kind={given.kind} does not read it; leave it out"
+            f"{where}.{vain[0]} is set, but {where}.kind={given.kind} does not read it; leave it "
+            "out"
         )
     low, high = given.low_freq_factor, given.high_freq_factor
     if low >= high:
@@ -166,5 +170,6 @@ def check(model: ModelConfig) -> None:
         )
     if given.kind == "yarn" and model.rope_base == 1:
         raise ValueError(
-            f"{where}.kind=yarn tells slow frequencies from fast ones, and with model.rope_base=1 all are one; raise it"
+            f"{where}.kind=yarn separates slow frequencies from fast ones, but with "
+            "model.rope_base=1 all are equal; raise it"
         )

@@ -40,8 +40,9 @@ class Scaling:
     lr: float
 
 
-# Adam's exponents, Yang et al. 2022, table 3. HIDDEN: maps the width to the width. FIXED: maps a fixed
-# size to the width; also vectors that scale single channels. OUTPUT: maps the width to a fixed size.
+# Adam's exponents, Yang et al. 2022, table 3. HIDDEN: maps the width to the width. FIXED: maps a
+# fixed size to the width; also vectors that scale single channels. OUTPUT: maps the width to a
+# fixed size.
 HIDDEN, FIXED, OUTPUT = Scaling(-0.5, -1.0), Scaling(0.0, 0.0), Scaling(-1.0, -1.0)
 
 
@@ -336,7 +337,7 @@ class Shape(ABC):
 
         A typical reason is a decision that the host makes in every pass.
         """
-        return "another package computes it, which nobody captured yet" if self.external else None
+        return "another package computes it, and its capture is untested" if self.external else None
 
     def product_scores(self) -> bool:
         """Return True if scores are products over a head's width, which model.mup.base_head_size
@@ -397,13 +398,14 @@ def head_width(model: ModelConfig) -> int:
     """
     if model.hidden_size % model.num_attention_heads:
         raise ValueError(
-            f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}"
+            f"model.num_attention_heads={model.num_attention_heads} does not divide "
+            f"model.hidden_size={model.hidden_size}"
         )
     return model.hidden_size // model.num_attention_heads
 
 
 def keys_seen(length: int, whole_square: bool) -> float:
-    """Return the average number of keys that a causal token sees, or all keys if the flag is set."""
+    """Return the average number of keys that a causal token sees, or all if the flag is set."""
     return float(length) if whole_square else (length + 1) / 2
 
 
@@ -424,14 +426,14 @@ def qk_norms_keep(training: Training, head: int, heads: int) -> float:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A layer: its mixer, its MLP (None if the mixer includes one) and the number of repetitions."""
+    """A layer: its mixer, its MLP (None if the mixer includes one) and its repetitions."""
 
     mixer: Shape
     mlp: Shape | None
     recurrence: int
 
     def weights(self) -> Weights:
-        """Return the weights with the names of the block's state dict: ``mixer.*`` and ``mlp.*``."""
+        """Return the weights with the block's state dict names: ``mixer.*`` and ``mlp.*``."""
         return {**self._weights}
 
     @cached_property

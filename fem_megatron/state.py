@@ -39,7 +39,8 @@ class Room:
         """Raise ValueError if ``length`` more tokens do not fit. Waits for the device."""
         if (needed := int(self.taken) + length) > self.places:
             raise ValueError(
-                f"the cache has room for {self.places} tokens, and {needed} are asked for: make it larger (max_cache_len)"
+                f"the cache has room for {self.places} tokens, but {needed} are needed: make it "
+                "larger (max_cache_len)"
             )
 
     def first(self, new: Tensor, dim: int) -> Tensor:
@@ -160,8 +161,10 @@ class Context:
         """
         documents = self.documents
         if (documents or self.cut) and (self.state is not None or self.valid is not None):
-            what = "documents are read apart" if documents else "a sequence is cut"
-            raise ValueError(f"{what} in training, without a decoding state and without padding")
+            what = "documents are read separately" if documents else "a sequence is split"
+            raise ValueError(
+                f"{what} only in training, without a decoding state and without padding"
+            )
         if passes and (cut := self.passing) is not None:
             return self.again(
                 lambda *given: cut.side_by_side(read, given, each, Dims(batch, time, heads)),
@@ -238,7 +241,7 @@ class Context:
             old.copy_(value)
 
     def extend(self, name: str, new: Tensor, dim: int = 1) -> Tensor:
-        """Return all past values and ``new`` (batch first) along ``dim``: one step of a KV-cache."""
+        """Return all past values and ``new`` (batch first) along ``dim``: a KV-cache step."""
         old = self.recall(name)
         if self.room is not None:
             return self._extend_in_room(self.room, name, old, new, dim)

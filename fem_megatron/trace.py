@@ -57,8 +57,8 @@ POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = (
 )
 """Kinds of kernels.
 
-Bound by memory; a GEMM in bfloat16; a GEMM in a wider type; attention of an engine; a Triton kernel of
-this project with matrix products.
+Bound by memory; a GEMM in bfloat16; a GEMM in a wider type; attention of an engine; a Triton kernel
+of this project with matrix products.
 """
 
 
@@ -176,7 +176,7 @@ def caller() -> str:
 
 @functools.cache
 def _place_of(file: str) -> str | None:
-    """Return the file path from its package on, or None for torch's and the tracing code's files."""
+    """Return the file path from its package on; None for torch's and the tracing code."""
     if file in TRACING or "/torch/" in file or file.startswith("<") or file.endswith(_WRAPPERS):
         return None
     parts = Path(file).parts
@@ -537,7 +537,7 @@ def stand_in(
 
 
 class Paper(OneProcess):
-    """One process with the fused kernels of a GPU training run in bfloat16; torch compiles SwiGLU."""
+    """One process with the fused kernels of a bfloat16 GPU run; torch compiles SwiGLU."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(torch.bfloat16)
@@ -644,9 +644,16 @@ def _attention(
 
 
 def _attention_of_a_cpu(
-    trace: Trace, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    trace: Trace,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the output of torch's flash attention for CPUs, which keeps the tensors that it really
     keeps.
     """

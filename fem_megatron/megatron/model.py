@@ -188,8 +188,9 @@ def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
 
     def forward(*given: Any, **named: Any) -> tuple[torch.Tensor, Any]:
         output: tuple[torch.Tensor, Any] = logits(*given, **named)
-        # In place and hidden from autograd: a product does not read its output in the backward pass,
-        # and the gradient of a finite loss at -inf is already zero. Only padding columns are written.
+        # In place and hidden from autograd: a product does not read its output in the backward
+        # pass, and the gradient of a finite loss at -inf is already zero. Only padding columns are
+        # written.
         output[0].detach()[..., kept:].fill_(-torch.inf)
         return output
 

@@ -24,8 +24,8 @@ from kernels.machine import PAPER as PAPER
 from kernels.machine import name as name_of
 
 CPU = torch.device("cpu")
-# Functions that Megatron-core compiles with torch.compile: they allocate no intermediate tensors, and
-# each is one kernel.
+# Functions that Megatron-core compiles with torch.compile: they allocate no intermediate tensors,
+# and each is one kernel.
 _COMPILED = {
     "fusions.fused_cross_entropy": (
         *(
@@ -147,7 +147,7 @@ def graphed(
                 out = run(*given)
                 gradients = torch.autograd.grad(out, given, torch.empty_like(out))
             if capture and trace.reads[seen:]:
-                raise RuntimeError(f"a CUDA graph holds no host read, as {trace.reads[seen]} is")
+                raise RuntimeError(f"a CUDA graph cannot contain a host read: {trace.reads[seen]}")
         held = (torch.empty_like(out), *gradients)
         made.append(partial(_replayed, run, given, held))
     return tuple(made)

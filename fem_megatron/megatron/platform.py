@@ -109,7 +109,10 @@ def lacks_fp8() -> str | None:
     """
     if not has_cuda() or (found := torch.cuda.get_device_capability()) >= (8, 9):
         return None
-    return f"a GPU of compute capability 8.9 or more, as H100 or L40S, and {device_name()} has {found[0]}.{found[1]}"
+    return (
+        f"a GPU of compute capability 8.9 or more, such as H100 or L40S, but {device_name()} has "
+        f"{found[0]}.{found[1]}"
+    )
 
 
 def lacks_graphs() -> str | None:
@@ -172,7 +175,7 @@ def _without_compiler_and_loggers() -> Iterator[None]:
 
 
 def check_kernel_overrides() -> None:
-    """Raise ValueError if FEM_KERNELS names an operation or an implementation that does not exist."""
+    """Raise ValueError if FEM_KERNELS names an unknown operation or implementation."""
     check_overrides()
 
 
@@ -224,7 +227,7 @@ def read_checkpoints_with(reader: type) -> None:
 
 
 def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``function`` for a forked process, so that Linux kills the process when its parent ends."""
+    """Wrap ``function`` for a forked process, which Linux then kills when its parent ends."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
@@ -251,8 +254,8 @@ def prepare() -> str:
 
     if megatron.core.__version__ != MEGATRON_VERSION:
         raise RuntimeError(
-            f"megatron-core {megatron.core.__version__} is installed, but this code is verified against {MEGATRON_VERSION}: "
-            f"pip install megatron-core=={MEGATRON_VERSION}"
+            f"megatron-core {megatron.core.__version__} is installed, but this code is verified "
+            f"against {MEGATRON_VERSION}: pip install megatron-core=={MEGATRON_VERSION}"
         )
     _fix_checkpoint_writers()
     if has_cuda():
@@ -277,10 +280,14 @@ def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = Fals
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
     if "RANK" not in os.environ:
-        settings |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    # No device_id: with it NCCL would connect each of Megatron's groups immediately, collectively over
-    # all ranks, including unused groups and groups of one rank, and would serialise unbatched sends of
-    # a pipeline.
+        settings |= {
+            "store": torch.distributed.HashStore(),  # type: ignore[attr-defined]
+            "rank": 0,
+            "world_size": 1,
+        }
+    # No device_id: with it NCCL would connect each of Megatron's groups immediately, collectively
+    # over all ranks, including unused groups and groups of one rank, and would serialise unbatched
+    # sends of a pipeline.
     torch.distributed.init_process_group(**settings)
     if has_cuda():
         # Connects all ranks; later barriers use this device.
@@ -408,7 +415,10 @@ def seed_rng(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return every random state that a step could use, as CPU byte tensors; ``cuda`` only on a GPU."""
+    """Return every random state that a step could use, as CPU byte tensors.
+
+    The key ``cuda`` exists only on a GPU.
+    """
     from megatron.core import tensor_parallel
 
     state = {
@@ -431,7 +441,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def transformer_config_overrides() -> dict[str, Any]:
-    """Return the machine-dependent Megatron settings: without CUDA its fused CUDA kernels are off."""
+    """Return machine-dependent Megatron settings: without CUDA, fused kernels are off."""
     if has_cuda():
         return {}
     return {
@@ -446,7 +456,7 @@ def transformer_config_overrides() -> dict[str, Any]:
 
 
 class _TorchProxy(types.ModuleType):
-    """``torch`` for a patched Megatron-core module: unchanged, except that CUDA names mean the CPU."""
+    """``torch`` for a patched Megatron-core module, in which CUDA names mean the CPU."""
 
     def __init__(self, overrides: dict[str, Any]):
         super().__init__("torch")
@@ -535,8 +545,12 @@ def _install_cpu_shim() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     random = core["tensor_parallel.random"]
     # random.py:41-112 read and write the CUDA generator through torch._C.
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    random._get_cuda_rng_state = (  # type: ignore[attr-defined]
+        lambda *_, **__: torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = (  # type: ignore[attr-defined]
+        lambda state, *_, **__: torch.set_rng_state(state)
+    )
     float16 = core["optimizer.optimizer"].Float16OptimizerWithFloat16Params
     float16.__init__ = _within_cuda_names(float16.__init__)
     distributed = core["optimizer.distrib_optimizer"].DistributedOptimizer
@@ -544,9 +558,9 @@ def _install_cpu_shim() -> None:
     clip = _within_cuda_names(core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32)
     core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
     core["optimizer.optimizer"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
-    # utils.py:1205 sums squares with torch.norm. On the CPU its error is up to 2e-5 for a large fp32
-    # tensor in which few rows contribute most of the norm (an embedding's gradient). The gradient norm,
-    # and therefore the clipping, would depend on how the tensor is split.
+    # utils.py:1205 sums squares with torch.norm. On the CPU its error is up to 2e-5 for a large
+    # fp32 tensor in which few rows contribute most of the norm (an embedding's gradient). The
+    # gradient norm, and therefore the clipping, would depend on how the tensor is split.
     core["optimizer.clip_grads"].l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
 
 

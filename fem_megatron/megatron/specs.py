@@ -91,7 +91,7 @@ class MegatronBlock(Block):
                 "rotary_pos_emb",
                 "context",
             ):
-                raise NotImplementedError(f"this layer does not take {name}")
+                raise NotImplementedError(f"this layer does not support the argument {name}")
         again = self.config.recompute_granularity == "selective" and self.training
         context = replace(
             packed_seq_params or Context(), causal=self.causal, recompute=again, cut=self.cut
@@ -109,7 +109,7 @@ class MegatronBlock(Block):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return each parameter under its name, split along its weight's dimension or replicated."""
+        """Return each parameter by its name, split along its weight's dimension or replicated."""
         groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": self.pg_collection.dp_cp}
         sharded: dict[str, Any] = {}
         for name, weight in self.named_parameters():

@@ -153,13 +153,16 @@ class TensorParallel(Parallel):
         if weight.split is not None:
             if shape[weight.split] % self.size:
                 raise ValueError(
-                    f"{self.size} tensor-parallel ranks do not divide a weight of shape {weight.shape}"
+                    f"{self.size} tensor-parallel ranks do not divide a weight of shape "
+                    f"{weight.shape}"
                 )
             shape[weight.split] //= self.size
         made = parameter(weight, tuple(shape), self.dtype)
         if weight.split is not None:
             set_tensor_model_parallel_attributes(made, True, weight.split, 1)
-        made.sequence_parallel = weight.per_token and self.sequence_parallel  # type: ignore[attr-defined]
+        made.sequence_parallel = (  # type: ignore[attr-defined]
+            weight.per_token and self.sequence_parallel
+        )
         return made
 
     def linear(self, weight: nn.Parameter) -> nn.Linear:

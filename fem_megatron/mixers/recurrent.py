@@ -1,4 +1,4 @@
-"""Parts shared by recurrent mixers: the short causal convolution followed by SiLU, and time steps."""
+"""Parts shared by recurrent mixers: the short causal convolution with SiLU, and time steps."""
 
 from __future__ import annotations
 

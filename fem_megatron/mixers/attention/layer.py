@@ -109,7 +109,8 @@ def windowed_attention(
             fem_attention(q_near, k_near, v_near, causal=True, keys_valid=valid, scale=scale)
         )
     if near < tq:
-        # The first key is one before the first query's window, so that a block has window + block keys.
+        # The first key is one before the first query's window, so that a block has window + block
+        # keys.
         first = past + near - window
         valid = None if keys_valid is None else keys_valid[:, first:]
         reads.append(

@@ -39,7 +39,7 @@ class AttentionConfig:
     )
     sliding_window: int | None = setting(
         None,
-        "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.",
+        "Number of tokens that a token sees, itself and those before it (Mistral); null: all.",
         least=1,
     )
 
@@ -78,7 +78,8 @@ class AttentionShape(Shape):
             )
         if switches.sliding_window is not None and not model.causal:
             raise ValueError(
-                "model.attention.sliding_window looks back from a token, and model.causal=false sees all; set it to null"
+                "model.attention.sliding_window limits earlier tokens, but with "
+                "model.causal=false a token sees all; set it to null"
             )
         sizes = (model.hidden_size, heads, groups, head, Rope.of(model), model.norm_eps)
         return cls(

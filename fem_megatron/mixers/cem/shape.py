@@ -41,12 +41,14 @@ class CemConfig:
 
     diagonal: str = setting(
         "shared",
-        "The diagonal D_k in attention's scores, h_j D_k u_i: none, one for all heads, or one a head.",
+        "The diagonal D_k in attention's scores, h_j D_k u_i: none, one for all heads, or one "
+        "per head.",
         ("none", "shared", "head"),
     )
     preconditioner: str = setting(
         "low_rank",
-        "P in front of every step. identity; diagonal: diag(softplus(d)); low_rank: that + U V^T + V U^T.",
+        "The preconditioner P of every step. identity; diagonal: diag(softplus(d)); low_rank: "
+        "diag(softplus(d)) + U V^T + V U^T.",
         ("identity", "diagonal", "low_rank"),
     )
     rank_attention: int = setting(
@@ -56,19 +58,25 @@ class CemConfig:
         16, "Columns of U and V of the MLP's preconditioner (low_rank).", least=1
     )
     steps_attention: int = setting(
-        2, "T: steps down attention's energy; keys and values stay as they are.", least=1
+        2,
+        "T: steps down attention's energy; keys and values are constant during the steps.",
+        least=1,
     )
-    steps_mlp: int = setting(2, "T: steps down the MLP's energy; gamma stays as it is.", least=1)
+    steps_mlp: int = setting(
+        2, ("T: steps down the MLP's energy; gamma is constant during the steps."), least=1
+    )
     eta_attention: float = setting(1.0, "Step size of attention.")
     eta_mlp: float = setting(1.0, "Step size of the MLP.")
     scale: str = setting(
         "model",
-        "Of attention's scores. model: 1 / sqrt(hidden_size), as the paper; head: 1 / sqrt(a head's width).",
+        "Factor on attention's scores. model: 1 / sqrt(hidden_size), as in the paper; head: 1 / "
+        "sqrt(a head's width).",
         ("model", "head"),
     )
     residual: str = setting(
         "normalised",
-        "Where x starts. normalised: from RMSNorm(h), as Algorithm 1 prints it; raw: from h itself, a pre-norm Transformer's residual.",
+        "Initial x of the steps. normalised: RMSNorm(h), as in Algorithm 1; raw: h, as in a "
+        "pre-norm Transformer's residual.",
         ("normalised", "raw"),
     )
 
@@ -152,7 +160,8 @@ class CemAttentionShape(Shape):
             and model.cem.scale != "head"
         ):
             raise ValueError(
-                "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
+                "model.mup.base_head_size: model.cem.scale=model does not depend on a head's "
+                "width; set model.cem.scale=head, or model.mup.base_head_size to null"
             )
         # the paper's 1 / sqrt(D) would vanish with the width
         if model.parametrization == "mup" and model.cem.scale == "model":
@@ -192,7 +201,8 @@ class CemAttentionShape(Shape):
             "self_bias": Weight((1,), init=0.0),
             "cross_bias": Weight((1,), init=0.0),
         }
-        # The paper gives no initial value for d. With zero the initial scores are those of attention.
+        # The paper gives no initial value for d. With zero the initial scores are those of
+        # attention.
         if self.switches.diagonal == "shared":
             weights["diagonal"] = Weight((hidden,), init=0.0, mup=OUTPUT)
         elif self.switches.diagonal == "head":
@@ -231,7 +241,7 @@ class CemAttentionShape(Shape):
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of q and k. Values and output are the same two matrices by definition."""
+        """Return the packing of q and k. Values and output are the same two matrices."""
         return {
             name: Packing(self.heads, {part: self.head}, {part: part})
             for name, part in (("query.weight", "q"), ("key.weight", "k"))

@@ -27,12 +27,13 @@ CHUNK = 64  # tokens per chunk of the delta rule
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Sizes of the delta-rule mixers; read only if ``model.mixer`` is deltanet or gated_deltanet."""
+    """Sizes of the delta-rule mixers; read if ``model.mixer`` is deltanet or gated_deltanet."""
 
     heads: int | None = setting(None, "Heads; null: model.num_attention_heads.", least=1)
     key_size: int | None = setting(
         None,
-        "Width of queries and of keys over all heads; null: hidden_size (deltanet) or half of it (gated): 4 hidden_size^2 in all.",
+        "Width of queries and of keys over all heads; null: hidden_size (deltanet) or half of it "
+        "(gated), which gives 4 hidden_size^2 parameters.",
         least=1,
     )
     value_size: int | None = setting(
@@ -43,7 +44,7 @@ class DeltaConfig:
     conv_size: int = setting(4, "Taps of the short causal convolution.", least=1)
     negative_eigenvalues: bool = setting(
         False,
-        "beta in (0, 2) in place of (0, 1): transitions may flip a direction (arXiv 2411.12537).",
+        "beta in (0, 2) instead of (0, 1): transitions may flip a direction (arXiv 2411.12537).",
     )
 
 
@@ -79,14 +80,16 @@ class DeltaShape(Shape):
         heads = delta.heads or model.num_attention_heads
         if not model.causal:
             raise ValueError(
-                "model.causal: the delta rule reads from left to right only; take another mixer, or true"
+                "model.causal: the delta rule reads from left to right only; use another mixer, "
+                "or set true"
             )
         key = delta.key_size or (hidden // 2 if gated else hidden)
         value = delta.value_size or (2 * key if gated else key)
         for name, width in (("key_size", key), ("value_size", value)):
             if width % heads:
                 raise ValueError(
-                    f"model.delta.{name}={width} is not a multiple of the {heads} heads; set it, or model.delta.heads"
+                    f"model.delta.{name}={width} is not a multiple of the {heads} heads; change "
+                    "it, or model.delta.heads"
                 )
         return cls(
             hidden,

@@ -59,7 +59,8 @@ class DifferentialShape(Shape):
         heads, hidden = model.num_attention_heads, model.hidden_size
         if hidden % (2 * heads):
             raise ValueError(
-                f"model.num_attention_heads={heads}: differential heads have two queries, and {2 * heads} do not divide {hidden}"
+                f"model.num_attention_heads={heads}: differential heads have two queries, and "
+                f"{2 * heads} does not divide {hidden}"
             )
         head = hidden // (2 * heads)
         sizes = (hidden, heads, head, lambda_init(layer), Rope.of(model), model.norm_eps)

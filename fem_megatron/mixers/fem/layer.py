@@ -83,7 +83,8 @@ class FemMixer(Update):
         rope = self.shape.rope if size else None
         turn = None if rope is None or normed else rotations(z, size, context, rope)
         parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
-        # The norms are between the conditioner's scaling and RoPE, which `fem_projection` otherwise fuses.
+        # The norms are between the conditioner's scaling and RoPE, which `fem_projection` otherwise
+        # fuses.
         if normed:
             q, k = head_norms(
                 self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps

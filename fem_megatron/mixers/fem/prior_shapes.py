@@ -132,7 +132,7 @@ class SoftmaxShape(PriorShape):
 
 
 CHUNK, CHUNK_PER_CHANNEL = 64, 16
-"""Chunk lengths of `kernels.linear_attention`: at most one decay per head; one decay per channel."""
+"""Chunk lengths of `kernels.linear_attention`: for at most one decay per head, and per channel."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class GlaShape(LinearShape):
 
 @dataclass(frozen=True)
 class DecayShape(ScanShape):
-    """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): a decay for each head, no queries and no keys."""
+    """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): one decay per head, no queries or keys."""
 
     layer_class = "fem_megatron.mixers.fem.priors:DecayPrior"
 

@@ -148,8 +148,10 @@ class ScanPrior(Prior):
             return span
         if v.shape[1] % cut.ranks.size:
             raise ValueError(
-                f"beta * (max v - min v) is over {decision.limit:g}: the exact form reads whole heads, and the {cut.ranks.size} ranks of "
-                f"parallel.context_parallel_size do not divide a rank's {v.shape[1]} heads (model.num_attention_heads); take fewer ranks"
+                f"beta * (max v - min v) is over {decision.limit:g}: the exact form reads "
+                f"complete heads, and the {cut.ranks.size} ranks of "
+                f"parallel.context_parallel_size do not divide a rank's {v.shape[1]} heads "
+                "(model.num_attention_heads); use fewer ranks"
             )
         return None
 
@@ -313,7 +315,10 @@ class AftPrior(Prior):
         gate: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """Return o (`Prior.forward`) from the slices q and k; with query "after", times sigmoid(q)."""
+        """Return o (`Prior.forward`) from the slices q and k.
+
+        With query "after", o is multiplied by sigmoid(q).
+        """
         shape = self.shape.prior
         assert isinstance(shape, AftShape)
         q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))

@@ -21,18 +21,23 @@ class FemConfig:
 
     conditioner: bool = setting(
         True,
-        "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + phi(history).",
+        "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + "
+        "phi(history).",
     )
-    free_energy: bool = setting(True, "L: the free-energy branch F beside the expectation mu.")
+    free_energy: bool = setting(
+        True, ("L: the free-energy branch F in addition to the expectation mu.")
+    )
     temperature: bool = setting(
         True,
-        "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the read is F alone.",
+        "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the "
+        "read is only F.",
     )
     gate: bool = setting(True, "G: the outer gate g, RMS-normalised over a head's channels.")
     budget: str = setting(
         "i",
-        "How 4*hidden_size^2 parameters are shared out: (i) full-width queries and keys, narrower values; (ii) all of one width. "
-        "fem_lrnn_decay, and fem_aft with its query after, have one width under both.",
+        "Distribution of 4*hidden_size^2 parameters: (i) full-width queries and keys, narrower "
+        "values; (ii) all of one width. fem_lrnn_decay, and fem_aft with aft_query=after, have "
+        "one width under both.",
         ("i", "ii"),
     )
     value_size: int | None = setting(
@@ -40,12 +45,13 @@ class FemConfig:
     )
     conditioner_size: int | None = setting(
         None,
-        "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head.",
+        "Width H_c of the conditioner's state; null: d / 16 (at least 4), rounded up to a "
+        "multiple of the heads.",
         least=1,
     )
     gla_decay: str = setting(
         "head",
-        "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).",
+        "fem_gla: one decay per head, or per channel of q and k (hidden_size^2 more parameters).",
         ("head", "channel"),
     )
     feature_eps: float = setting(
@@ -53,17 +59,19 @@ class FemConfig:
     )
     aft_query: str = setting(
         "after",
-        "fem_aft: where the query gates. after: the read; inside: both sums, before the logarithm (the released code).",
+        "fem_aft: what the query gates. after: the read; inside: both sums, before the logarithm "
+        "(the released code).",
         ("after", "inside"),
     )
     mamba_states: int | None = setting(
         None,
-        "fem_mamba: N, states of a channel; null: what the budget of q and k has room for.",
+        "fem_mamba: N, states of a channel; null: as many as fit into the budget of q and k.",
         least=1,
     )
     mamba_normalise: bool = setting(
         True,
-        "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the ablation.",
+        "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the "
+        "ablation.",
     )
 
 
@@ -119,7 +127,8 @@ class FemShape(Shape):
         for what, width in (("query/key", qk), ("value", value)):
             if width % heads:
                 raise ValueError(
-                    f"model.num_attention_heads={heads} does not divide the mixer's {what} width {width}"
+                    f"model.num_attention_heads={heads} does not divide the mixer's {what} width "
+                    f"{width}"
                 )
         return cls(
             prior=prior.of(model, qk // heads, value // heads),
@@ -221,7 +230,7 @@ class FemShape(Shape):
         return self.prior.product_scores
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing: values are attention's; queries and keys if the prior compares them."""
+        """Return the packing of values; also of queries and keys if the prior compares them."""
         roles = "qkv" if self.prior.compares else "v"
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
@@ -344,7 +353,10 @@ class FemShape(Shape):
         if not self.free_energy:
             return None
         if isinstance(self.prior, ScanShape):
-            return "the host chooses the form of its read in each call, by its values' range, unless model.fem.free_energy=false"
+            return (
+                "the host selects the form of its read in each call, from the range of its "
+                "values, unless model.fem.free_energy=false"
+            )
         if isinstance(self.prior, SoftmaxShape) and self.backend == "fused":
             return "its read waits for its values' range, unless model.attention_backend=auto"
         return None

@@ -33,7 +33,8 @@ class FlaLayer(Update):
         self.shape = shape
         if parallel.size != 1:
             raise ValueError(
-                f"model.mixer=fla.{shape.name} cannot be split: set parallel.tensor_model_parallel_size to 1"
+                f"model.mixer=fla.{shape.name} cannot be split: set "
+                "parallel.tensor_model_parallel_size to 1"
             )
         super().__init__(shape, parallel)
 
@@ -42,7 +43,9 @@ class FlaLayer(Update):
             torch.manual_seed(self.shape.layer)
             self.layer = _build(self.shape).to(self.parallel.dtype)
         for weight in self.layer.parameters():
-            weight.spec = Weight(tuple(weight.shape), init="normal" if weight.ndim == 2 else 0.0)  # type: ignore[attr-defined]
+            weight.spec = Weight(  # type: ignore[attr-defined]
+                tuple(weight.shape), init="normal" if weight.ndim == 2 else 0.0
+            )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         self.require_gpu(x)
@@ -58,7 +61,8 @@ class FlaLayer(Update):
         """Raise ValueError if x is on the CPU, for which the package has no kernels."""
         if x.device.type == "cpu":
             raise ValueError(
-                f"model.mixer=fla.{self.shape.name} needs a GPU; deltanet, gated_deltanet and mamba2 run without"
+                f"model.mixer=fla.{self.shape.name} needs a GPU; deltanet, gated_deltanet and "
+                "mamba2 run without"
             )
 
 
@@ -68,7 +72,8 @@ def _build(shape: FlaShape) -> nn.Module:
         layers = import_module("fla.layers")
     except ImportError as error:
         raise ValueError(
-            f"{where} needs a GPU and the package flash-linear-attention (pip install flash-linear-attention): {error}"
+            f"{where} needs a GPU and the package flash-linear-attention (pip install "
+            f"flash-linear-attention): {error}"
         ) from None
     made = getattr(layers, shape.name, None)
     if made is None:
@@ -81,6 +86,7 @@ def _build(shape: FlaShape) -> nn.Module:
     unknown = sorted(set(arguments) - set(takes))
     if unknown:
         raise ValueError(
-            f"model.fla.options: fla.{shape.name} does not take {', '.join(unknown)}; it takes {', '.join(takes)}"
+            f"model.fla.options: fla.{shape.name} does not take {', '.join(unknown)}; it takes "
+            f"{', '.join(takes)}"
         )
     return made(**arguments)

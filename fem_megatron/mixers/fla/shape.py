@@ -22,7 +22,8 @@ class FlaConfig:
 
     options: dict[str, Any] = setting(
         dict,
-        "Arguments of the layer's class besides hidden_size, num_heads and layer_idx, e.g. {expand_v: 1}.",
+        "Arguments of the layer's class in addition to hidden_size, num_heads and layer_idx, "
+        "e.g. {expand_v: 1}.",
     )
 
 
@@ -52,15 +53,17 @@ class FlaShape(Shape):
         """
         if not name.isidentifier():
             raise ValueError(
-                f"model.mixer=fla.{name}: write a class of fla.layers, e.g. fla.GatedLinearAttention"
+                f"model.mixer=fla.{name}: write a class of fla.layers, e.g. "
+                "fla.GatedLinearAttention"
             )
         if not model.causal:
             raise ValueError(
-                "model.causal: flash-linear-attention's layers read from left to right only; take another mixer, or true"
+                "model.causal: flash-linear-attention's layers read from left to right only; use "
+                "another mixer, or set true"
             )
         for key in ("hidden_size", "num_heads", "layer_idx"):
             if key in model.fla.options:
-                raise ValueError(f"model.fla.options.{key} is given by the model; leave it out")
+                raise ValueError(f"model.fla.options.{key} is set by the model; leave it out")
         return cls(
             name,
             model.hidden_size,

@@ -86,7 +86,8 @@ class HyperSet(Update):
         )
         if seen is None:
             raise ValueError(
-                "HyperSet: step_condition origin needs context.origin, the block's input, after the first iteration"
+                "HyperSet: step_condition origin needs context.origin, the block's input, after "
+                "the first iteration"
             )
         alpha, gamma = self.step(seen, context.iteration)
         return alpha, gamma
@@ -219,7 +220,10 @@ class HyperSet(Update):
         return linear(h, weight) + LORA_SCALE * linear(linear(h, b), a)
 
     def _project_back(self, part: Tensor, name: str, context: Context) -> Tensor:
-        """Return (W + 4 A_t B_t)^T part: [s, b, rows / size] -> this rank's summand of [s, b, D]."""
+        """Return (W + 4 A_t B_t)^T part, this rank's summand of [s, b, D].
+
+        part: [s, b, rows / size].
+        """
         out: Tensor = part @ self.get_submodule(name)()
         if not self.shape.switches.lora_rank:
             return out
@@ -254,7 +258,8 @@ class HyperSet(Update):
         if memory is None:
             if context.iteration:
                 raise ValueError(
-                    f"HyperSet: update {switches.update} needs context.memory, one dict for all iterations of a forward pass"
+                    f"HyperSet: update {switches.update} needs context.memory, one dict for all "
+                    "iterations of a forward pass"
                 )
             memory = {}
         g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -276,7 +281,8 @@ class HyperSet(Update):
                     step / (1.0 - switches.beta1**time),
                     square / (1.0 - switches.beta2**time),
                 )
-            # eps^2 is inside the root; the released code adds eps outside, without a gradient at g = 0.
+            # eps^2 is inside the root; the released code adds eps outside, without a gradient at g
+            # = 0.
             step = step / (square + SECOND_MOMENT_EPS**2).sqrt()
         return step.to(gradient.dtype)
 

@@ -37,43 +37,50 @@ class HyperSetConfig:
 
     attention: str = setting(
         "softmax",
-        "The attention energy's operator. softmax: each token descends its own conditional energy (the causal form); "
-        "bisoftmax: softmax over rows and columns, for encoders; sigmoid; linear: linear time.",
+        "The attention energy's operator. softmax: each token descends its conditional energy "
+        "(the causal form); bisoftmax: softmax over rows and columns, for encoders; sigmoid; "
+        "linear: linear time.",
         ("softmax", "bisoftmax", "sigmoid", "linear"),
     )
     feed_forward: str = setting(
         "relu", "The feed-forward energy's operator.", ("relu", "softmax", "gated")
     )
-    multiplier: int = setting(4, "Width M of the feed-forward, in hidden_size.", least=1)
+    multiplier: int = setting(4, "Width M of the feed-forward divided by hidden_size.", least=1)
     step_size: str = setting(
         "learned",
-        "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: alpha, gamma.",
+        "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: "
+        "alpha, gamma.",
         ("learned", "fixed"),
     )
-    alpha: float = setting(0.1, "Step size of attention where step_size is fixed.")
-    gamma: float = setting(0.1, "Step size of the feed-forward where step_size is fixed.")
+    alpha: float = setting(0.1, "Step size of attention if step_size is fixed.")
+    gamma: float = setting(0.1, "Step size of the feed-forward if step_size is fixed.")
     step_condition: str = setting(
         "origin",
-        "What the step sizes see besides the iteration: the block's input x(0), or x(t).",
+        "Input of the step sizes' network in addition to the iteration: the block's input x(0), "
+        "or x(t).",
         ("origin", "current"),
     )
     step_norm: bool = setting(
         True,
-        "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on x's scale.",
+        "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on "
+        "x's scale.",
     )
     time_size: int = setting(
         512,
         "Width of the sinusoidal embedding of the iteration.",
         least=2,
-        check=lambda size: "must be even: a sine and a cosine a frequency" if size % 2 else None,
+        check=lambda size: (
+            "must be even: one sine and one cosine per frequency" if size % 2 else None
+        ),
     )
     time_mlp: bool = setting(
         True,
-        "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size is used as it is.",
+        "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size "
+        "is used unchanged.",
     )
     update: str = setting(
         "gradient",
-        "How a step uses the gradient; the others keep running means over the iterations.",
+        "Use of the gradient in a step: directly, or with running means over the iterations.",
         ("gradient", "momentum", "rmsprop", "adam"),
     )
     beta1: float = setting(0.9, "Decay of the running gradient (momentum, adam).", least=0, below=1)
@@ -117,16 +124,18 @@ class HyperSetShape(Shape):
         heads = hidden // head_width(model)
         if model.causal and switches.attention == "bisoftmax":
             raise ValueError(
-                "model.hyperset.attention: bisoftmax lets a token see what follows it; a causal model needs softmax"
+                "model.hyperset.attention: with bisoftmax a token sees later tokens; a causal "
+                "model needs softmax"
             )
         if model.parametrization == "mup" and switches.feed_forward != "relu":
             raise ValueError(
-                f"model.hyperset.feed_forward={switches.feed_forward}: its step grows or shrinks with the width however weights start; "
-                "muP needs relu"
+                f"model.hyperset.feed_forward={switches.feed_forward}: its step depends on the "
+                "width for any initialisation; muP needs relu"
             )
         if not switches.time_mlp and hidden % 2:
             raise ValueError(
-                f"model.hidden_size={hidden} must be even under model.hyperset.time_mlp=false: a sine and a cosine a frequency"
+                f"model.hidden_size={hidden} must be even under model.hyperset.time_mlp=false: "
+                "one sine and one cosine per frequency"
             )
         return cls(
             hidden=hidden,

@@ -34,7 +34,8 @@ class Mamba2Config:
 
     inner_size: int | None = setting(
         None,
-        "Width of the values; null: 4 hidden_size^2 parameters in all, by 2 heads (from 12 by 4, from 32 by 8). The paper: 2 hidden_size.",
+        "Width of the values; null: about 4 hidden_size^2 parameters, with the number of heads a "
+        "multiple of 2 (from 12 heads of 4, from 32 of 8). The paper: 2 hidden_size.",
         least=1,
     )
     head_size: int = setting(
@@ -73,7 +74,8 @@ class Mamba2Shape(Shape):
         mamba, hidden = model.mamba2, model.hidden_size
         if not model.causal:
             raise ValueError(
-                "model.causal: Mamba-2 reads from left to right only; take another mixer, or true"
+                "model.causal: Mamba-2 reads from left to right only; use another mixer, or set "
+                "true"
             )
         if mamba.inner_size is None:
             budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
@@ -81,7 +83,8 @@ class Mamba2Shape(Shape):
             heads = step * max(1, round(budget / step))
         elif mamba.inner_size % mamba.head_size:
             raise ValueError(
-                f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of model.mamba2.head_size={mamba.head_size}"
+                f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of "
+                f"model.mamba2.head_size={mamba.head_size}"
             )
         else:
             heads = mamba.inner_size // mamba.head_size

@@ -107,7 +107,8 @@ class SecondOrderAttention(_EnergyHeads):
         longest, length = self.shape.max_length(), context.past + q.shape[2]
         if longest is not None and length > longest:
             raise ValueError(
-                f"model.second_order.exact_max_length={longest}, but mha2nd was given {length} tokens; raise it, or use mixer mha2nd1st"
+                f"model.second_order.exact_max_length={longest}, but mha2nd was given {length} "
+                "tokens; raise it, or use mixer mha2nd1st"
             )
         k = context.extend("k", k, dim=2)
         temperature, newton = self.temperatures()

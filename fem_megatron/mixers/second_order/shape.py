@@ -41,22 +41,26 @@ class SecondOrderConfig:
 
     exact_max_length: int = setting(
         512,
-        "mha2nd: longest sequence; it holds a d x d system of every token and head, and solves it.",
+        "mha2nd: longest sequence; the mixer stores and solves a d x d system for every token "
+        "and head.",
         least=1,
     )
     jitter: float = setting(
         1e-6,
-        "Added to the diagonal of G = W_Q W_Q^T before its Cholesky factorisation, times the mean of that diagonal; 0: none.",
+        "Fraction of the mean diagonal of G = W_Q W_Q^T that is added to its diagonal before the "
+        "Cholesky factorisation; 0: none.",
         least=0,
     )
     temperature: str = setting(
         "raw",
-        "What is learned. raw: T and T' themselves, as in the paper (a head gives NaN if one falls to 0); log: their logarithms.",
+        "Learned quantity. raw: T and T', as in the paper (a head gives NaN if one of them falls "
+        "to 0); log: their logarithms.",
         ("raw", "log"),
     )
     linear_read: str = setting(
         "sum",
-        "energy_linear: sum over the tokens seen, as in the paper, or their mean, whose size does not grow with them.",
+        "energy_linear: sum over the tokens seen, as in the paper, or their mean, whose size "
+        "does not grow with the length.",
         ("sum", "mean"),
     )
 
@@ -138,7 +142,7 @@ class SecondOrderShape(_Heads):
 
     @classmethod
     def of(cls, model: ModelConfig, *, exact: bool) -> SecondOrderShape:
-        """Return the shape for the configuration ``model``. Raise ValueError if heads do not fit."""
+        """Return the shape for the configuration. Raise ValueError if heads do not fit."""
         return cls(*_sizes(model), exact=exact, sharpness=model.rope_scaling.attention() ** 2)
 
     def weights(self) -> Weights:
@@ -213,7 +217,10 @@ class SecondOrderShape(_Heads):
 
     def summary(self) -> str:
         """Return the heads and the kind of Newton step."""
-        return f"{self.heads} heads of {self.head}, {'exact' if self.exact else 'first-order'} Newton step"
+        return (
+            f"{self.heads} heads of {self.head}, {'exact' if self.exact else 'first-order'} "
+            "Newton step"
+        )
 
 
 @dataclass(frozen=True)
@@ -227,7 +234,7 @@ class EnergyLinearShape(_Heads):
 
     @classmethod
     def of(cls, model: ModelConfig) -> EnergyLinearShape:
-        """Return the shape for the configuration ``model``. Raise ValueError if heads do not fit."""
+        """Return the shape for the configuration. Raise ValueError if heads do not fit."""
         return cls(*_sizes(model))
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
