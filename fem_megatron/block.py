@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 def _updated(update: Update, stream: int, x: Tensor, context: Context) -> Tensor:
-    """Return x with its first ``stream`` channels updated and the others unchanged."""
+    """Return x with its first ``stream`` channels updated and the remaining ones unchanged."""
     if x.shape[-1] == stream:
         made: Tensor = update(x, context)
         return made

@@ -70,7 +70,7 @@ def _fem(about: str, prior: type[PriorShape], cost: str) -> Mixer:
 
 
 BASELINE = "transformer"
-"""The mixer with which the others are compared."""
+"""The mixer that serves as the baseline of comparisons."""
 
 MIXERS: dict[str, Mixer] = {
     "fem_softmax": _fem("FEM over softmax attention's weights", SoftmaxShape, "T^2"),

@@ -187,8 +187,9 @@ class Training:
     ) -> dict[str, float]:
         """Return the estimated bytes per token on one rank.
 
-        The estimate is the measured bytes per channel (``kept``) times ``hidden``, plus ``more``.
-        Every rank keeps the complete input, or its slice of it if ``sliced``.
+        The total is the measured bytes per channel (``kept``) times ``hidden``, plus ``more``. The
+        input is complete on every rank, or split over the sequence if ``sliced``; the rest is split
+        over the tensor-parallel ranks.
         """
         on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
         seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
@@ -270,7 +271,7 @@ class Shape(ABC):
         """Return the FLOPs of one token's forward pass by part.
 
         Only matrix products count, and a multiply-add counts as two. Causal attention sees (length
-        + 1) / 2 keys on average. With the flag set, it counts all keys, as torch's counter does.
+        + 1) / 2 keys on average. With the keyword set, it counts all keys, as torch's counter does.
         """
 
     @abstractmethod

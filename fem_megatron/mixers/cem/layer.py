@@ -335,7 +335,7 @@ class Preconditioner(Layer):
     """Preconditioners of G groups: p [G D], u and v [G, D, R]. Identity without p, diagonal without
     u.
 
-    If replicated, every rank has all weights and uses them on its part of the rows
+    The last keyword is True if every rank has all weights and uses them on its part of the rows
     (``parallel.share``); otherwise the weights are the rank's own.
     """
 

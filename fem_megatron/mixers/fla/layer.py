@@ -1,6 +1,6 @@
 """Layers of flash-linear-attention, selected by class, as baselines: x + layer(RMSNorm(x)).
 
-The package is imported when such a layer is built.
+The package is imported when a layer is built.
 """
 
 from __future__ import annotations
