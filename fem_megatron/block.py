@@ -32,10 +32,8 @@ class Block(nn.Module):
         )
         # Stored on the block, because a peft module that replaces an update has none of its
         # attributes.
-        self.hidden, self.streams = (
-            shape.mixer.hidden,
-            [part.stream for part in (shape.mixer, shape.mlp) if part is not None],
-        )
+        self.hidden = shape.mixer.hidden
+        self.streams = [part.stream for part in (shape.mixer, shape.mlp) if part is not None]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Update x [s (/ tensor-parallel size under sequence parallelism), b, D]; same shape and

@@ -206,10 +206,8 @@ def unread(model: ModelConfig) -> list[str]:
 
     Raises ValueError if sizes do not fit.
     """
-    read, default = (
-        set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model)))),
-        type(model)(),
-    )
+    read = set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model))))
+    default = type(model)()
     keys = []
     for name in (item.name for item in fields(model) if item.name not in EVERYONES | read):
         ours, theirs = getattr(model, name), getattr(default, name)

@@ -117,18 +117,14 @@ def cut_kinds(
         ValueError: if the method is impossible; the message names the width or the requested
         method.
     """
-    ranks, widths, states = (
-        tensor * context,
-        mixer.cut_widths(),
-        asked != "all_to_all" and not separate,
-    )
+    ranks = tensor * context
+    widths = mixer.cut_widths()
+    states = asked != "all_to_all" and not separate
     words = f"parallel.context_parallel_size={context}" + (
         f" x tensor_model_parallel_size={tensor}" if tensor > 1 else ""
     )
-    words, only = (
-        f"{words} does not divide",
-        "separate documents are read by complete heads (all_to_all)",
-    )
+    words = f"{words} does not divide"
+    only = "separate documents are read by complete heads (all_to_all)"
     for name, width in (widths.always | ({} if states else widths.scanned)).items():
         if width % ranks:
             choice = (

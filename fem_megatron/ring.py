@@ -88,10 +88,8 @@ def _by_ring(
     lam: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    scale, wide = (
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        torch.promote_types(q.dtype, torch.float32),
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
     if beta is None or window is None:
         return mix(_Ring.apply(q, k, v, scale, cut.ranks).to(wide), None, None, gate).to(q.dtype)
     centre, shifted = window.centre, window.shifted

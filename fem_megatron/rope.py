@@ -137,10 +137,8 @@ class Rope:
                 / (2 * math.log(self.base))
             )
 
-        low, high = (
-            max(math.floor(pair(self.scaling.beta_fast)), 0),
-            min(math.ceil(pair(self.scaling.beta_slow)), size - 1),
-        )
+        low = max(math.floor(pair(self.scaling.beta_fast)), 0)
+        high = min(math.ceil(pair(self.scaling.beta_slow)), size - 1)
         return low, high if high != low else high + 0.001
 
 

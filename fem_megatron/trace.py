@@ -493,11 +493,9 @@ class _StandIn(torch.autograd.Function):
         kept: tuple[int, ...],
         *given: Tensor | None,
     ) -> Tensor:
-        ctx.trace, ctx.name, ctx.given = (
-            trace,
-            name,
-            [None if t is None else (t.shape, t.dtype) for t in given],
-        )
+        ctx.trace = trace
+        ctx.name = name
+        ctx.given = [None if t is None else (t.shape, t.dtype) for t in given]
         ctx.save_for_backward(*(given[n] for n in kept))
         trace.add(name, moved([*given, made]))
         return made
@@ -595,10 +593,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, trace: Trace, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from kernels.tiles import empty_as
 
-        out, lse = (
-            empty_as(q, width=v.shape[-1]),
-            torch.empty(q.shape[:3], dtype=torch.float32, device=META),
-        )
+        out = empty_as(q, width=v.shape[-1])
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=META)
         ctx.trace, ctx.flops = trace, 2.0 * _pairs(q, k, causal) * (q.shape[-1] + v.shape[-1])
         ctx.save_for_backward(q, k, v, out, lse)
         trace.add("attention", moved([q, k, v, out, lse]), ATTENTION, ctx.flops)
@@ -609,10 +605,8 @@ class _Attention(torch.autograd.Function):
         from kernels.tiles import empty_as
 
         q, k, v, out, lse = ctx.saved_tensors
-        made, sums = (
-            [empty_as(t) for t in (q, k, v)],
-            torch.empty(q.shape, dtype=torch.float32, device=META),
-        )
+        made = [empty_as(t) for t in (q, k, v)]
+        sums = torch.empty(q.shape, dtype=torch.float32, device=META)
         ctx.trace.add("attention, row terms", moved([*grads, out, lse]))
         # Five products instead of the forward's two: the scores are recomputed.
         ctx.trace.add(

@@ -64,10 +64,8 @@ class ContextParallel(Ranks):
 
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """See `Ranks`."""
-        sent, received = (
-            [t.contiguous() for t in own],
-            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own],
-        )
+        sent = [t.contiguous() for t in own]
+        received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own]
         after, before = (
             torch.distributed.get_global_rank(self.group, (self.rank + by) % self.size)
             for by in (1, -1)

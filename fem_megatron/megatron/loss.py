@@ -99,10 +99,8 @@ class _Summed(torch.autograd.Function):
         losses: Losses,
         learns: bool,
     ) -> Tensor:
-        leaf, total = (
-            weight.detach().requires_grad_(learns),
-            torch.zeros((), dtype=torch.float32, device=hidden.device),
-        )
+        leaf = weight.detach().requires_grad_(learns)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if learns:
             of_hidden = torch.empty_like(hidden)
             # accumulate without rounding

@@ -256,10 +256,8 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
 @torch.no_grad()  # no_grad applies only to the calling thread
 def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> None:
     """Fill this rank's slice of the weight ``name``."""
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     split = getattr(weight, "tensor_model_parallel", False)
     dim = weight.partition_dim if split else 0  # type: ignore[attr-defined]
     shape = list(weight.shape)

@@ -160,10 +160,8 @@ def _without_compiler_and_loggers() -> Iterator[None]:
     compiler: three seconds in every process. inference/contexts/dynamic_context.py:70 and
     timers.py:13 import the loggers, if installed, for inference and for timers that are not used.
     """
-    compiler, absent = (
-        torch.compile,
-        [name for name in ("wandb", "tensorboard") if name not in sys.modules],
-    )
+    compiler = torch.compile
+    absent = [name for name in ("wandb", "tensorboard") if name not in sys.modules]
     torch.compile = lambda function: function  # type: ignore[assignment]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:

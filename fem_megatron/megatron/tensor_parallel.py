@@ -69,12 +69,10 @@ class TensorParallel(Parallel):
     def __init__(
         self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype, eight_bit: bool = False
     ) -> None:
-        self.group, self.sequence_parallel, self.dtype, self.eight_bit = (
-            group,
-            sequence_parallel,
-            dtype,
-            eight_bit,
-        )
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.dtype = dtype
+        self.eight_bit = eight_bit
         self.size, self.rank = group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:

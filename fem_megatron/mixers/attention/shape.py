@@ -66,11 +66,9 @@ class AttentionShape(Shape):
         """Return the shape for the configuration ``model``. Raise ValueError if heads or groups do
         not fit.
         """
-        heads, groups, switches = (
-            model.num_attention_heads,
-            model.num_query_groups or model.num_attention_heads,
-            model.attention,
-        )
+        heads = model.num_attention_heads
+        groups = model.num_query_groups or model.num_attention_heads
+        switches = model.attention
         head = switches.head_dim or head_width(model)
         if heads % groups:
             raise ValueError(

@@ -76,10 +76,8 @@ class CemAttention(Update):
         whole = self.parallel.enter(h)
         context = context.without_gap(whole.shape[0])
         k, seen = self.remember(whole, context)
-        back, biases = (
-            self.precondition(self.query(), whole.shape[0] * whole.shape[1]),
-            self.biases(k),
-        )
+        back = self.precondition(self.query(), whole.shape[0] * whole.shape[1])
+        biases = self.biases(k)
         for step in range(self.shape.switches.steps_attention):
             # For x = h, u is computed from the gathered h, which saves an exchange.
             u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
@@ -357,10 +355,8 @@ class Preconditioner(Layer):
             return lambda c: c @ w
         rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
         # read before the closures run, because offloaded weights may be freed by then
-        diagonal, factors = (
-            self.diagonal(),
-            self.factors() if self.kind == "low_rank" else None,
-        )
+        diagonal = self.diagonal()
+        factors = self.factors() if self.kind == "low_rank" else None
         if is_dynamic(tokens) or tokens > rows.shape[1]:
             folded = self.times(rows, diagonal, factors).flatten(0, 1)
             return lambda c: c @ folded

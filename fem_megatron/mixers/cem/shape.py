@@ -267,11 +267,9 @@ class CemAttentionShape(Shape):
 
         With a diagonal, these include all tokens' u and h.
         """
-        kept, ranks, diagonal = (
-            super().kept_bytes(training),
-            training.ranks,
-            self.switches.diagonal != "none",
-        )
+        kept = super().kept_bytes(training)
+        ranks = training.ranks
+        diagonal = self.switches.diagonal != "none"
         copies = self.heads * self.head / training.tensor_parallel + ranks * self.hidden * diagonal
         return kept | {
             "cut": 2 * self.switches.steps_attention * training.element * copies * (ranks > 1)
@@ -283,11 +281,9 @@ class CemAttentionShape(Shape):
         Each step gathers keys, and with a diagonal h; or it exchanges q, k and the output, and
         gathers the diagonal's u and h, which have no heads.
         """
-        steps, e, diagonal = (
-            self.switches.steps_attention,
-            training.element,
-            self.switches.diagonal != "none",
-        )
+        steps = self.switches.steps_attention
+        e = training.element
+        diagonal = self.switches.diagonal != "none"
         heads = e * self.heads * self.head / training.tensor_parallel
         if kinds.gathers:
             return Crossing(keys=steps * (heads + e * self.hidden * diagonal))

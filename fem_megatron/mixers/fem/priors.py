@@ -285,10 +285,8 @@ class LinearPrior(ScanPrior):
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         shape = self.shape.prior
         assert isinstance(shape, LinearShape)
-        wide, narrow = (
-            torch.promote_types(parts["q"].dtype, torch.float32),
-            product_type(parts["q"]),
-        )
+        wide = torch.promote_types(parts["q"].dtype, torch.float32)
+        narrow = product_type(parts["q"])
         q, k = (relu(parts[name].to(narrow)) + shape.eps for name in ("q", "k"))
         return q, k, -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
 
@@ -405,11 +403,9 @@ class MambaPrior(Prior):
                 context.keep("sums", sums)
             return o
 
-        delta, b_in, c_out = (
-            softplus(delta + self._step_logit(wide)),
-            softplus(b_in) + EPS,
-            softplus(c_out) + EPS,
-        )
+        delta = softplus(delta + self._step_logit(wide))
+        b_in = softplus(b_in) + EPS
+        c_out = softplus(c_out) + EPS
         values = v.sigmoid() if shape.squash else v
         return context.apart(
             read, delta, b_in, c_out, values, lam, gate, each=(self._rate(wide), beta)

@@ -244,17 +244,13 @@ class FemShape(Shape):
                 if training.cuda
                 else training.estimate(self.hidden, self.prior.kept, sliced=True)
             )
-        e, t, cuda, qk_head = (
-            training.element,
-            training.tensor_parallel,
-            training.cuda,
-            self.prior.qk_head,
-        )
-        value, packed, query = (
-            self.value_size / t,
-            self.heads * self.head_width / t,
-            self.heads * qk_head / t,
-        )
+        e = training.element
+        t = training.tensor_parallel
+        cuda = training.cuda
+        qk_head = self.prior.qk_head
+        value = self.value_size / t
+        packed = self.heads * self.head_width / t
+        query = self.heads * qk_head / t
         narrow = e < WIDE
         read = value * (2 if self.free_energy else 1)
         if not cuda:
@@ -375,11 +371,9 @@ class FemShape(Shape):
         The read exchanges keys and values, or all its inputs and outputs, or a scan's state and the
         values' range.
         """
-        e, tensor, channels = (
-            training.element,
-            training.tensor_parallel,
-            sum(self.conditioners().values()),
-        )
+        e = training.element
+        tensor = training.tensor_parallel
+        channels = sum(self.conditioners().values())
         states = channels * 2 * training.wide if kinds.states else 0.0
         exchanged = 0.0 if kinds.states else channels * (2 * e + training.wide)
         keys = span = ring = 0.0

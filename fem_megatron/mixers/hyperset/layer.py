@@ -119,10 +119,8 @@ class HyperSet(Update):
 
             o = context.apart(read_linear, z, passes=context.causal)
         else:
-            read, keys = (
-                partial(symmetric_attention, kind=kind, causal=context.causal),
-                context.extend("z", z, dim=2),
-            )
+            read = partial(symmetric_attention, kind=kind, causal=context.causal)
+            keys = context.extend("z", z, dim=2)
             # Without a past, queries and keys are one tensor, which saves memory.
             one = keys is z and not (context.cut and context.cut.gathers)
             given = (z,) if one else (z, keys)
@@ -174,10 +172,8 @@ class HyperSet(Update):
         """
         z = self.project_heads(x, context)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
-        turned, seen = (
-            self._turn(z, context, forth=True).permute(1, 2, 0, 3),
-            allowed_pairs(tokens, len(z), context.causal, context.valid),
-        )
+        turned = self._turn(z, context, forth=True).permute(1, 2, 0, 3)
+        seen = allowed_pairs(tokens, len(z), context.causal, context.valid)
         kind, share = self.shape.switches.attention, 1.0 if context.causal else 0.5
         energy = pair_energy(turned[:, :, tokens], turned, seen, kind=kind, share=share)
         if self.shape.rope is not None:
@@ -277,10 +273,8 @@ class HyperSet(Update):
             )
             if switches.update == "adam":
                 time = context.iteration + 1
-                step, square = (
-                    step / (1.0 - switches.beta1**time),
-                    square / (1.0 - switches.beta2**time),
-                )
+                step = step / (1.0 - switches.beta1**time)
+                square = square / (1.0 - switches.beta2**time)
             # eps^2 is inside the root; the released code adds eps outside, without a gradient at g
             # = 0.
             step = step / (square + SECOND_MOMENT_EPS**2).sqrt()
