@@ -49,10 +49,10 @@ EVERYONES = frozenset(
 class Mixer:
     """One value of ``model.mixer``.
 
-    cost: order of the cost for a sequence of T tokens. mlp: the MLP that follows the mixer unless
-    ``model.mlp`` sets another. shape: function of the model and the layer's number (from 0); raises
-    ValueError, with the key, if
-        sizes do not fit.
+    cost: order of the cost for a sequence of T tokens.
+    mlp: the MLP that follows the mixer unless ``model.mlp`` sets another.
+    shape: function of the model and the layer's number (from 0); raises ValueError, with
+        the key, if sizes do not fit.
     package: the module that computes the mixer, on a GPU only.
     """
 

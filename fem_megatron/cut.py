@@ -106,6 +106,7 @@ class Cut:
     gathers: True if reads that name their keys gather them.
     states: True if scans pass states where they can.
     ring: True if softmax reads use a ring instead of gathering.
+
     All other reads exchange heads.
     """
 
@@ -131,9 +132,11 @@ class Cut:
         """Return ``read(valid, *given, *each)`` over full sequences, restricted to this rank's
         tokens.
 
-        given: tensors with this rank's tokens. each: tensors per head, heads first; a tensor with
-        one head is shared by all heads. keys: indices in ``given`` of the tensors that queries
-        read; empty if the read does not name them. context: the layer's context, without a cut.
+        given: tensors with this rank's tokens.
+        each: tensors per head, heads first; a tensor with one head is shared by all heads.
+        keys: indices in ``given`` of the tensors that queries read; empty if the read does not
+            name them.
+        context: the layer's context, without a cut.
 
         Raises:
             ValueError: if keys would be gathered for a read of documents or a read that is not

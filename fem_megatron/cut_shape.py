@@ -1,4 +1,5 @@
 """Choice of read method and traffic for sequences split over ranks (`cut`), from sizes only.
+
 Torch-free.
 """
 
@@ -19,7 +20,8 @@ class CutWidths:
     always: reads that must exchange heads.
     keyed: reads that name their keys, which exchange heads unless keys are gathered.
     scanned: scans and convolutions, which exchange heads unless they pass states.
-    shared: heads of the keyed reads that several queries read; fewer heads than ranks are shared.
+    shared: heads of the keyed reads that several queries read; fewer heads than ranks are
+        shared.
     rings: True if the keyed reads use a softmax, so that their keys can pass around a ring.
     """
 
@@ -46,12 +48,14 @@ class Crossing:
     """Bytes that a rank sends to other ranks in one forward pass, if sequences are split.
 
     Per token:
-        exchanged: each of N ranks receives 1 / N of it. gathered, keys, angles: each rank receives
-        all of it. keys are gathered again in the backward
-            pass; angles have no gradient.
+        exchanged: each of N ranks receives 1 / N of it.
+        gathered, keys, angles: each rank receives all of it. keys are gathered again in the
+            backward pass; angles have no gradient.
         ring: numbers (not bytes) that pass around the ring; their gradients do so in fp32.
+
     Per sequence:
-        states: sent after each of the rank's two chunks. span: has no gradient.
+        states: sent after each of the rank's two chunks.
+        span: has no gradient.
     """
 
     exchanged: float = 0.0

@@ -47,10 +47,11 @@ def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dic
     """Observe the first execution of each block's updates in this context; the blocks are unchanged
     after it.
 
-    blocks: layer number in the full model -> block. All ranks of a tensor-parallel group must do
-    this together. The yielded dictionary is filled when the context ends:
-    ``layer_03/mixer/step_norm`` (for a block with recurrence
-    ``layer_03/iteration_01/mixer/step_norm``) -> value.
+    blocks: layer number in the full model -> block. All ranks of a tensor-parallel group
+        must do this together.
+
+    The yielded dictionary is filled when the context ends: ``layer_03/mixer/step_norm`` (for a
+    block with recurrence ``layer_03/iteration_01/mixer/step_norm``) -> value.
 
     ``step_norm`` is the mean of |x' - x| / |x|. ``activation_max`` is the largest |x'| of a
     channel. ``logit_max`` is the largest input of a softmax or sigmoid over tokens (scans have
@@ -103,8 +104,9 @@ def _hook(
 def observe(
     update: Update, x: Tensor, after: Tensor, context: Context, tokens: int = TOKENS
 ) -> Quantities:
-    """Return the quantities of one update from x to ``after``. The context must not contain a
-    state.
+    """Return the quantities of one update from x to ``after``.
+
+    The context must not contain a state.
     """
     parallel = update.parallel
     whole = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
@@ -156,8 +158,8 @@ def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
 def largest_logit(scores: Tensor, seen: Tensor | None, parallel: Parallel) -> Quantities:
     """Return the largest score of all heads.
 
-    scores: [b, local heads, n, keys], inputs of a softmax or sigmoid. seen: mask of the scores that
-    count; None: all.
+    scores: [b, local heads, n, keys], inputs of a softmax or sigmoid.
+    seen: mask of the scores that count; None: all.
     """
     found = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).amax((0, 2, 3))
     return {"logit_max": parallel.gather(found).max()}

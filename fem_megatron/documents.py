@@ -24,12 +24,15 @@ _LEAST = 4  # tokens of the shortest row
 class Documents:
     """Positions of the documents of a micro-batch [b, s].
 
-    positions: [s, b] int64, position of each token in its document, from 0. longest: first token
-    and length of the longest document of the first sequence. rows: (documents, tokens per row) for
-    each row length. batch, time: [all rows' tokens] int64, source of each row token; past a
-    document's end, its last token. kept: [b * s] int64, index of each token among the rows' tokens,
-    sequence after sequence. valid: for each row length, [documents, tokens per row] bool, False
-    past a document's end.
+    positions: [s, b] int64, position of each token in its document, from 0.
+    longest: first token and length of the longest document of the first sequence.
+    rows: (documents, tokens per row) for each row length.
+    batch, time: [all rows' tokens] int64, source of each row token; past a document's end,
+        its last token.
+    kept: [b * s] int64, index of each token among the rows' tokens, sequence after
+        sequence.
+    valid: for each row length, [documents, tokens per row] bool, False past a document's
+        end.
     """
 
     positions: Tensor
@@ -94,9 +97,11 @@ class Documents:
         """Return ``read(valid, *tensors)`` computed separately for every document.
 
         ``read`` receives documents along the ``batch`` dimension and their tokens along ``time``.
+        Its result has both dimensions, too. valid [documents, tokens] is None if causal: no token
+        of a document reads the entries past its end.
+
         tensors: have sizes b (or 1: equal in every sequence) and s in these dimensions; None stays
-        None. The result of ``read`` has both dimensions, too. valid [documents, tokens] is None if
-        causal: no token of a document reads the entries past its end.
+            None.
         """
         sizes = [documents * length for documents, length in self.rows]
         given = [None if t is None else self._rows(t, batch, time).split(sizes) for t in tensors]

@@ -68,8 +68,8 @@ def squares_before(
 ) -> Tensor | None:
     """Return the sum of f_i f_i^T, f = features(k), over the tokens before those of k, if causal.
 
-    k: [b, h, s, d]; the result is [b, h, d, d], fp32 or wider. For a sequence that is not split, or
-    a read that is not causal, return ``initial``.
+    k is [b, h, s, d]; the result is [b, h, d, d], fp32 or wider. For a sequence that is not split,
+    or a read that is not causal, return ``initial``.
     """
     if (cut := context.passing) is None or not context.causal:
         return initial
@@ -83,9 +83,9 @@ def states_before(
 ) -> Tensor:
     """Return the state before each of this rank's chunks, [2 b, ..., n].
 
-    end: like the result, the state after a scan of each chunk from zero. log_decay: [2 b, ..., 1],
-    at most 0, the decay that a chunk applies to the earlier state; its middle
-        dimensions may be 1. None: no decay.
+    end: like the result, the state after a scan of each chunk from zero.
+    log_decay: [2 b, ..., 1], at most 0, the decay that a chunk applies to the earlier
+        state; its middle dimensions may be 1. None: no decay.
     reverse: scans run from the last token to the first.
     """
     both = end if log_decay is None else torch.cat((end, log_decay.expand(*end.shape[:-1], 1)), -1)

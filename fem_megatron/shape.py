@@ -1,4 +1,5 @@
 """Shapes of mixers and MLPs: layer class, weights, and the costs per token of the entire layer.
+
 Torch-free.
 
 Long, because every property of a mixer is a method of one class.
@@ -50,24 +51,26 @@ HIDDEN, FIXED, OUTPUT = Scaling(-0.5, -1.0), Scaling(0.0, 0.0), Scaling(-1.0, -1
 class Weight:
     """One parameter.
 
-    shape: shape of the complete weight, before tensor parallelism. split: dimension that is split
-    over the tensor-parallel ranks; None if every rank has a full copy. init: "normal" (the model's
-    init_std), a Normal with a separate std, or a constant start value. per_token: True for an
-    unsplit weight that is applied to a rank's slice of the sequence (norms).
-        Under sequence parallelism its gradient is summed over the ranks.
-    bare: True for a matrix that is used in other ways than in one product with a token (applied in
-    both
-        directions, squared). It is not a linear module, which adapters or quantisation might
-        replace.
-    mup: scaling with the width, if it does not follow from the shape (``scaling``). vectors: True
-    if the rows are independent vectors that are stored together. None of them is decayed. maps:
-    number of rows of each linear map that is packed in the matrix, in order; the list repeats
-        until the matrix is full (one pass per head). (): the matrix, or each of its leading
-        indices, is one map. None: the weight contains no linear map (embedding rows, filters, one
-        number per head, low-rank factors). Muon orthogonalises each map separately.
-    precise: True if the product never uses 8-bit floats, because later steps accumulate its error
-    over
-        the sequence.
+    shape: shape of the complete weight, before tensor parallelism.
+    split: dimension that is split over the tensor-parallel ranks; None if every rank has a
+        full copy.
+    init: "normal" (the model's init_std), a Normal with a separate std, or a constant start
+        value.
+    per_token: True for an unsplit weight that is applied to a rank's slice of the sequence
+        (norms). Under sequence parallelism its gradient is summed over the ranks.
+    bare: True for a matrix that is used in other ways than in one product with a token
+        (applied in both directions, squared). It is not a linear module, which adapters or
+        quantisation might replace.
+    mup: scaling with the width, if it does not follow from the shape (``scaling``).
+    vectors: True if the rows are independent vectors that are stored together. None of them
+        is decayed.
+    maps: number of rows of each linear map that is packed in the matrix, in order; the list
+        repeats until the matrix is full (one pass per head). (): the matrix, or each of its
+        leading indices, is one map. None: the weight contains no linear map (embedding
+        rows, filters, one number per head, low-rank factors). Muon orthogonalises each map
+        separately.
+    precise: True if the product never uses 8-bit floats, because later steps accumulate its
+        error over the sequence.
     """
 
     shape: tuple[int, ...]
@@ -135,7 +138,8 @@ class Training:
     sequence_split: ranks that share the sequence outside the layer.
     micro_batch: sequences of ``length`` tokens.
     cuda: True if the fused GPU kernels run.
-    again: True if reads are recomputed and keep only their inputs (train.recompute = selective).
+    again: True if reads are recomputed and keep only their inputs (train.recompute =
+        selective).
     ranks: ranks that share a sequence.
     fp8: True if linear maps multiply 8-bit floats.
     """
@@ -203,10 +207,13 @@ class Training:
 class Kept(NamedTuple):
     """Bytes per token and channel that autograd keeps of one application, without its norm.
 
-    The values hold for the default switches. fp32, bf16: measured on a CPU, at widths 256 and 512
-    and lengths 64 and 256; they agree within 25%. gpu: in bf16 with GPU kernels
-    (`pretrain.rehearsal`), at widths 256 and 1024; None: as on a CPU. again: as gpu, but with
-    recomputed reads; None: as on a CPU.
+    The values hold for the default switches.
+
+    fp32, bf16: measured on a CPU, at widths 256 and 512 and lengths 64 and 256; they agree
+        within 25%.
+    gpu: in bf16 with GPU kernels (`pretrain.rehearsal`), at widths 256 and 1024; None: as
+        on a CPU.
+    again: as gpu, but with recomputed reads; None: as on a CPU.
     """
 
     fp32: float
@@ -238,11 +245,12 @@ class Packing:
 class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, including its norm.
 
-    layer_class: "module:class" of the ``Update`` that computes it. external: True if another
-    package computes it and only its parameters are available. kept: constants of the memory
-    estimate (``kept_bytes``). sliced: True if only the gathering projections of `Parallel`
-    (``project`` and its variant) use the input. once: parts of ``flops`` that are done once per
-    sequence, not once per document in it.
+    layer_class: "module:class" of the ``Update`` that computes it.
+    external: True if another package computes it and only its parameters are available.
+    kept: constants of the memory estimate (``kept_bytes``).
+    sliced: True if only the gathering projections of `Parallel` (``project`` and its
+        variant) use the input.
+    once: parts of ``flops`` that are done once per sequence, not once per document in it.
     """
 
     layer_class: ClassVar[str]
@@ -309,8 +317,8 @@ class Shape(ABC):
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence exchange, on one tensor-parallel rank.
 
-        kinds: the result of `cut_kinds`. This default is an estimate: q, k, v and the output, each
-        as wide as the stream.
+        kinds: the result of `cut_kinds`. This default is an estimate: q, k, v and the output,
+            each as wide as the stream.
         """
         return Crossing(4 * training.element * self.hidden / training.tensor_parallel)
 

@@ -63,8 +63,10 @@ class Room:
     def valid(self, known: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
         """Return a mask of ``extend``'s keys, [batch, places + length] bool.
 
-        True for tokens of the past and the ``length`` new tokens, except padding. known: [batch, up
-        to places] bool, False at padding, in text order; missing entries are not padding.
+        True for tokens of the past and the ``length`` new tokens, except padding.
+
+        known: [batch, up to places] bool, False at padding, in text order; missing entries are
+            not padding.
         """
         slot = torch.arange(self.places, device=device)
         now = self.taken + torch.arange(length, device=device)
@@ -93,20 +95,25 @@ State = dict[str, Tensor]
 class Context:
     """Inputs of an update other than x.
 
-    positions: [s] or [s, b], positions of the layer's tokens; None: 0, 1, 2, ... valid: [b, past +
-    s] bool, False at padding; None: no padding. With a room that contains a past,
-        [b, places + s].
+    positions: [s] or [s, b], positions of the layer's tokens; None: 0, 1, 2, ...
+    valid: [b, past + s] bool, False at padding; None: no padding. With a room that contains
+        a past, [b, places + s].
     state: the layer's decoding state, which the layer reads and replaces; None: no state
-    (training). past: number of tokens that the state represents. causal: a token sees itself and
-    earlier tokens only. iteration: for a repeated block, the number of the repetition (from 0).
-    origin: first input of a repeated block. memory: values that an update passes from one iteration
-    to the next within a forward pass (momentum).
-        Unlike the state they have gradients.
-    room: the slots of a state that is written in place and never grows. touching: the keys of a
-    room are read without a gap before the new ones. documents: documents of the sequence, read
-    independently (training); None: a sequence is one document. cut: the layer's tokens are this
-    rank's part of the sequence (training); None: the full sequence. recompute: reads of other
-    tokens and MLPs keep only their inputs; the backward pass recomputes them.
+        (training).
+    past: number of tokens that the state represents.
+    causal: a token sees itself and earlier tokens only.
+    iteration: for a repeated block, the number of the repetition (from 0).
+    origin: first input of a repeated block.
+    memory: values that an update passes from one iteration to the next within a forward
+        pass (momentum). Unlike the state they have gradients.
+    room: the slots of a state that is written in place and never grows.
+    touching: the keys of a room are read without a gap before the new ones.
+    documents: documents of the sequence, read independently (training); None: a sequence is
+        one document.
+    cut: the layer's tokens are this rank's part of the sequence (training); None: the full
+        sequence.
+    recompute: reads of other tokens and MLPs keep only their inputs; the backward pass
+        recomputes them.
     """
 
     positions: Tensor | None = None
@@ -149,11 +156,10 @@ class Context:
         sequence.
 
         batch, time, heads: dimensions of sequences, tokens and heads (or channels); ``read``
-        accepts any
-            sizes in them.
-        each: tensors per head, heads first; a tensor with one head is shared by all heads. keys:
-        indices of the tensors that contain keys or values; the queries are always the last keys.
-            Empty if a read does not separate keys from queries.
+            accepts any sizes in them.
+        each: tensors per head, heads first; a tensor with one head is shared by all heads.
+        keys: indices of the tensors that contain keys or values; the queries are always the
+            last keys. Empty if a read does not separate keys from queries.
         passes: True if ``read`` uses earlier tokens only through `scans` and `tokens_before`.
 
         cuDNN's attention plans again for each new shape, so it runs only on full sequences without

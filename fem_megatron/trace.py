@@ -66,8 +66,9 @@ of this project with matrix products.
 class Launch:
     """One kernel launch.
 
-    bytes: bytes read and written. flops: FLOPs of matrix products, a multiply-add counted as two; 0
-    for ``tiles``, where they are unknown.
+    bytes: bytes read and written.
+    flops: FLOPs of matrix products, a multiply-add counted as two; 0 for ``tiles``, where they
+        are unknown.
     """
 
     backward: bool
@@ -81,9 +82,11 @@ class Launch:
 class Trace:
     """Record of the executed kernels.
 
-    launches: all kernels. chosen: operation -> implementation. reads: places at which the host
-    waited for a number. kept_bytes: bytes kept for the backward pass. kernels: each Triton launch,
-    with its arguments and options by their names.
+    launches: all kernels.
+    kernels: each Triton launch, with its arguments and options by their names.
+    chosen: operation -> implementation.
+    reads: places at which the host waited for a number.
+    kept_bytes: bytes kept for the backward pass.
     """
 
     launches: list[Launch] = field(default_factory=list)

@@ -31,8 +31,8 @@ class Layer(nn.Module):
 class Update(Layer):
     """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those in its shape.
 
-    diagnostics: "module:function", (update, `diagnostics.Sample`) -> quantities in addition to the
-    step norm; None: no others.
+    diagnostics: "module:function", (update, `diagnostics.Sample`) -> quantities in addition
+        to the step norm; None: no others.
     """
 
     diagnostics: ClassVar[str | None] = None
@@ -100,14 +100,13 @@ def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tenso
 def frequencies(
     rope: Rope, size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
-    """Return RoPE's frequencies over ``size`` channels in radians per token, [size / 2], after
-    scaling.
+    """Return RoPE's scaled frequencies over ``size`` channels in radians per token, [size / 2].
 
-    f_i = base^(-2i / size) becomes (1 - s_i) f_i / factor + s_i f_i.
-    linear: s = 0.
-    llama3 (Llama 3.1's published code): s = (original f / 2 pi - low) / (high - low).
-    yarn (arXiv 2309.00071, 3.2): s = 1 - (i - first) / (last - first), `Rope.ramp`.
-    Both are clamped to [0, 1].
+    f_i = base^(-2i / size) becomes (1 - s_i) f_i / factor + s_i f_i, with s_i clamped to [0, 1]:
+
+        linear  s = 0
+        llama3  s = (original f / 2 pi - low) / (high - low)        Llama 3.1's published code
+        yarn    s = 1 - (i - first) / (last - first), `Rope.ramp`   arXiv 2309.00071, 3.2
     """
     scaling = rope.scaling
     plain = 1.0 / (

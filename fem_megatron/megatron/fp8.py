@@ -96,9 +96,10 @@ class _Linear(torch.autograd.Function):
 def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tuple[Tensor, Tensor]:
     """Return t / scale in ``dtype``, and the scale, an fp32 scalar tensor.
 
-    If t is not finite the result is NaN, because e4m3 has no infinity. known: two numbers for t. If
-    the first is not 0 it determines the scale, and larger values are clamped.
-        The second is raised to t's own magnitude.
+    If t is not finite the result is NaN, because e4m3 has no infinity.
+
+    known: two numbers for t. If the first is not 0 it determines the scale, and larger
+        values are clamped. The second is raised to t's own magnitude.
     """
     own = torch.linalg.vector_norm(
         t, torch.inf, dtype=torch.promote_types(t.dtype, torch.float32)
@@ -115,15 +116,16 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
 
 
 class Delayed:
-    """Delayed scaling (train.fp8=delayed): the largest input, weight and gradient of each map in
-    recent steps.
+    """Delayed scaling (train.fp8=delayed): each map's largest values in recent steps.
 
-    A step's scales use the maximum over these steps, times 2^margin, in all of its micro-batches.
-    The step's own magnitudes are available only at its end. Then the ranks that share the maps
-    agree on them in one all-reduce (``advance``). A skipped step is not recorded.
+    These are the largest magnitudes of the map's input, weight and gradient. A step's scales use
+    the maximum over the recent steps, times 2^margin, in all of its micro-batches. The step's own
+    magnitudes are available only at its end. Then the ranks that share the maps agree on them in
+    one all-reduce (``advance``). A skipped step is not recorded.
 
-    weights: by their names in the full model. history: [steps, maps, 3], fp32, the most recent step
-    first; gradients are those of the loss summed over tokens; 0: no value.
+    weights: by their names in the full model.
+    history: [steps, maps, 3], fp32, the most recent step first; gradients are those of the
+        loss summed over tokens; 0: no value.
     """
 
     def __init__(

@@ -134,12 +134,13 @@ class _Summed(torch.autograd.Function):
 
 
 def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
-    """Make a chunk that receives the loss mask return its losses' sum, with the logits of few
-    tokens at once.
+    """Make a chunk that receives the loss mask return its losses' sum, computed in chunks of
+    tokens.
 
-    tokens: largest number of tokens whose logits are stored at a time. Apply this after every other
-    change to the logits. Calls without a mask are unchanged. Under sequence parallelism a chunk of
-    tokens is taken from every rank's slice.
+    Apply this after every other change to the logits. Calls without a mask are unchanged. Under
+    sequence parallelism a chunk of tokens is taken from every rank's slice.
+
+    tokens: largest number of tokens whose logits are stored at a time.
     """
     layer, logits, finish = chunk.output_layer, chunk.output_layer.forward, chunk._postprocess
     ranks = chunk.pg_collection.tp.size() if layer.sequence_parallel else 1

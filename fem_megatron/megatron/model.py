@@ -234,8 +234,8 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
     parameter has its weight as ``spec``, including Megatron's own: the embedding, the final norm
     and the output layer.
 
-    draw: False fills these weights with NaN instead, for a model into which a checkpoint is loaded.
-    A weight that the checkpoint does not overwrite then shows as a loss of NaN.
+    draw: False fills these weights with NaN instead, for a model into which a checkpoint is
+        loaded. A weight that the checkpoint does not overwrite then shows as a loss of NaN.
     """
     outer, drawn = outer_weights(model), list[tuple[torch.nn.Parameter, str, Normal]]()
     for name, weight in chunk.named_parameters():

@@ -266,10 +266,12 @@ def prepare() -> str:
 def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = False) -> None:
     """Start the default process group from the launcher's environment.
 
-    Without a launcher the group has one process and is invisible to other libraries. in_order: a
-    GPU starts kernels in launch order. Megatron relies on this to overlap the collectives of tensor
-    and context parallelism with matrix products (tensor_parallel/layers.py:526, 0.16.1). An
-    existing CUDA_DEVICE_MAX_CONNECTIONS is not changed.
+    Without a launcher the group has one process and is invisible to other libraries.
+
+    in_order: a GPU starts kernels in launch order. Megatron relies on this to overlap the
+        collectives of tensor and context parallelism with matrix products
+        (tensor_parallel/layers.py:526, 0.16.1). An existing CUDA_DEVICE_MAX_CONNECTIONS is
+        not changed.
     """
     settings: dict[str, Any] = {"backend": prepare(), "timeout": timedelta(minutes=timeout_minutes)}
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -363,8 +365,9 @@ def synchronize() -> None:
 
 
 class Moment:
-    """A point in the device's work: an event on CUDA, the clock's time on a CPU. Creating one does
-    not wait.
+    """A point in the device's work: an event on CUDA, the clock's time on a CPU.
+
+    Creating one does not wait.
     """
 
     def __init__(self) -> None:
@@ -382,7 +385,10 @@ class Moment:
 
 
 class Copies:
-    """A stream for copies to the device, which run in parallel with kernels. No effect on a CPU."""
+    """A stream for copies to the device, which run in parallel with kernels.
+
+    No effect on a CPU.
+    """
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream() if has_cuda() else None

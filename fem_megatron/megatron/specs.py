@@ -77,8 +77,10 @@ class MegatronBlock(Block):
     ) -> tuple[torch.Tensor, None]:
         """Map hidden_states [s (/tp under SP), b, hidden] -> (same shape, no context).
 
-        The configuration, not a mask, determines causality. packed_seq_params: the layer's context.
-        Megatron has this argument for its own packing and passes it on unread.
+        The configuration, not a mask, determines causality.
+
+        packed_seq_params: the layer's context. Megatron has this argument for its own packing
+            and passes it on unread.
 
         Raises:
             NotImplementedError: if Megatron passes an inference context, an attention bias or

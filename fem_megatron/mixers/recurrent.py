@@ -98,7 +98,7 @@ def time_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return (delta, -A delta) with delta = softplus(raw + b) and A > 0, fp32 or wider.
 
-    raw: [..., local heads], from head ``first`` of ``heads``. log A = log A_0 + log_rate and b =
+    raw is [..., local heads], from head ``first`` of ``heads``. log A = log A_0 + log_rate and b =
     b_0 + step_bias, with learnable offsets that start at zero. The papers draw A_0 uniformly from
     ``rates`` and softplus(b_0) log-uniformly from 0.001 to 0.1. This function instead assigns
     evenly spaced quantiles of both distributions to the heads, the second in golden-ratio order.

@@ -63,8 +63,9 @@ class AttentionShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionShape:
-        """Return the shape for the configuration ``model``. Raise ValueError if heads or groups do
-        not fit.
+        """Return the shape for the configuration ``model``.
+
+        Raise ValueError if heads or groups do not fit.
         """
         heads = model.num_attention_heads
         groups = model.num_query_groups or model.num_attention_heads

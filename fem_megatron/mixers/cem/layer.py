@@ -190,9 +190,11 @@ class CemAttention(Update):
         """Return diagnostics of this update of x [s, b, D] at the positions ``tokens`` [n], with h
         fixed.
 
-        after: the result of forward(x), if already computed. The result contains energy_before,
-        energy_after and step_norm [n, b], and per local head smallest_eigenvalue (of P_k) and
-        largest_score (of the a_ij before the update). The context must not contain a state.
+        The result contains energy_before, energy_after and step_norm [n, b], and per local head
+        smallest_eigenvalue (of P_k) and largest_score (of the a_ij before the update). The context
+        must not contain a state.
+
+        after: the result of forward(x), if already computed.
         """
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
@@ -330,8 +332,9 @@ BISECTIONS = 60  # more than the 52 mantissa bits of float64
 
 
 class Preconditioner(Layer):
-    """Preconditioners of G groups: p [G D], u and v [G, D, R]. Identity without p, diagonal without
-    u.
+    """Preconditioners of G groups: p [G D], u and v [G, D, R].
+
+    Identity without p, diagonal without u.
 
     The last keyword is True if every rank has all weights and uses them on its part of the rows
     (``parallel.share``); otherwise the weights are the rank's own.
@@ -347,9 +350,11 @@ class Preconditioner(Layer):
     def forward(self, w: Tensor, tokens: int) -> Callable[[Tensor], Tensor]:
         """Return the function c [..., G m] -> sum_g c_g W_g P_g [..., D], for w = W [G m, D].
 
-        tokens: tokens per step. With more than m tokens W P is computed once, as one matrix: 8 m D
-        R per group and forward pass. With fewer, as in decoding, P acts on each group's c_g W_g: 8
-        D R per group, token and step.
+        With more than m tokens W P is computed once, as one matrix: 8 m D R per group and forward
+        pass. With fewer, as in decoding, P acts on each group's c_g W_g: 8 D R per group, token and
+        step.
+
+        tokens: tokens per step.
         """
         if self.kind == "identity":
             return lambda c: c @ w

@@ -88,11 +88,11 @@ def preconditioner_weights(
 
     d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
 
-    muP: V sums over the width. The one P of an MLP (split None) acts on a step whose channels have
-    size 1: d is FIXED, so p's rate falls as 1 / sqrt(m), and U, from the rank's channels into the
-    width, is FIXED. Each head's P acts on that head's part of the step, whose channels have size 1
-    / sqrt(D). The parts are summed over heads, whose number grows with D: a further factor 1 /
-    sqrt(m) for both.
+    Under muP, V sums over the width. The one P of an MLP (split None) acts on a step whose channels
+    have size 1: d is FIXED, so p's rate falls as 1 / sqrt(m), and U, from the rank's channels into
+    the width, is FIXED. Each head's P acts on that head's part of the step, whose channels have
+    size 1 / sqrt(D). The parts are summed over heads, whose number grows with D: a further factor 1
+    / sqrt(m) for both.
     """
     if switches.preconditioner == "identity":
         return {}
@@ -150,8 +150,9 @@ class CemAttentionShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemAttentionShape:
-        """Return the shape for the configuration ``model``. Raise ValueError if the heads do not
-        fit.
+        """Return the shape for the configuration ``model``.
+
+        Raise ValueError if the heads do not fit.
         """
         scale = score_scale(model, head_width(model))
         if (
@@ -232,8 +233,9 @@ class CemAttentionShape(Shape):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of k, half of attention's cache; with a diagonal also of h. Steps add no
-        state.
+        """Return the bytes of k, half of attention's cache; with a diagonal also of h.
+
+        Steps add no state.
         """
         return length * self.hidden * (1 if self.switches.diagonal == "none" else 2) * element
 

@@ -1,4 +1,7 @@
-"""Sizes of differential attention (Differential Transformer, arXiv 2410.05258). Torch-free."""
+"""Sizes of differential attention (Differential Transformer, arXiv 2410.05258).
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

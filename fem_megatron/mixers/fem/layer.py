@@ -115,19 +115,20 @@ class FemMixer(Update):
 
 
 class TimeDecayConditioner(Layer):
-    """phi = (r * LayerNorm(s)) W_out with s_t = exp(a_t) s_{t-1} + f_t; every projection is scaled
-    by 1 + phi.
+    """The factor 1 + phi on every projection, with phi = (r * LayerNorm(s)) W_out.
 
-    Weights (``FemShape.weights``, ``tdc.*``): norm [D], in_proj [3 H_c, D] (rows a, f, r of each
-    channel), state_norm [H_c], out_proj [packed, H_c].
+    The state is s_t = exp(a_t) s_{t-1} + f_t. Weights (``FemShape.weights``, ``tdc.*``): norm [D],
+    in_proj [3 H_c, D] (rows a, f, r of each channel), state_norm [H_c], out_proj [packed, H_c].
 
     Tensor parallel: the H_c channels and their scans are split over the ranks; the norm over H_c
     reads all of them (a gather of 2 H_c numbers per token); W_out's rows are split like the mixer's
     packed projection.
 
-    backward: the scan runs from the end of the sequence. Padding does not change the state: its
-    decay's logit is -inf, its input 0. On a GPU the scan and the operations up to W_out are one
-    kernel each; phi is computed where it is used (`kernels.fem_projection`).
+    Padding does not change the state: its decay's logit is -inf, its input 0. On a GPU the scan and
+    the operations up to W_out are one kernel each; phi is computed where it is used
+    (`kernels.fem_projection`).
+
+    backward: True if the scan runs from the end of the sequence.
     """
 
     def __init__(self, eps: float, parallel: Parallel, *, backward: bool = False) -> None:

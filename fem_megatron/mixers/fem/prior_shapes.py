@@ -91,8 +91,9 @@ class PriorShape(ABC):
 
 @dataclass(frozen=True)
 class SoftmaxShape(PriorShape):
-    """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE if ``rope``. A given ``scale`` replaces 1 /
-    sqrt(d_k).
+    """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE if ``rope``.
+
+    A given ``scale`` replaces 1 / sqrt(d_k).
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:SoftmaxPrior"
@@ -283,12 +284,12 @@ class DecayShape(ScanShape):
 class AftShape(PriorShape):
     """p_t(i) ~ exp(k_i), a distribution for each value channel.
 
-    width: channels of a head's q and of its k. query: "after" gates the read, o = sigmoid(q) * read
-    (the paper, AFT); "inside" multiplies both sums by
-        a normalised softplus query before the log (the released code).
-    own_logits: q and k are twice as wide as the values, and their second halves belong to F (the
-    released
-        code under budget (i)).
+    width: channels of a head's q and of its k.
+    query: "after" gates the read, o = sigmoid(q) * read (the paper, AFT); "inside"
+        multiplies both sums by a normalised softplus query before the log (the released
+        code).
+    own_logits: q and k are twice as wide as the values, and their second halves belong to F
+        (the released code under budget (i)).
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:AftPrior"
@@ -355,12 +356,14 @@ class AftShape(PriorShape):
 
 @dataclass(frozen=True)
 class MambaShape(PriorShape):
-    """p_t(i) ~ sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n] for each
-    value channel.
+    """A distribution for each value channel, from a selective state space.
 
-    A head has a step delta for each of its ``value`` channels, and B and C of ``states`` numbers.
-    normalise: divide by the sum over i (off: the paper's ablation). squash: apply a sigmoid to the
-    values first. scans: 2 if the mixer is bidirectional.
+    p_t(i) ~ sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n]. A head has a
+    step delta for each of its ``value`` channels, and B and C of ``states`` numbers.
+
+    normalise: divide by the sum over i (off: the paper's ablation).
+    squash: apply a sigmoid to the values first.
+    scans: 2 if the mixer is bidirectional.
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:MambaPrior"

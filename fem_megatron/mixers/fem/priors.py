@@ -1,5 +1,6 @@
-"""The priors of the FEM. A new prior is a class in this module and one in ``prior_shapes``, which
-names it.
+"""The priors of the FEM.
+
+A new prior is a class in this module and one in ``prior_shapes``, which names it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ class Prior(Layer):
         """Return the decision for the form (fast or exact) of this call's reads, or None under
         compilation.
 
-        None lets each read decide separately. The decision is based on earlier calls of the same
-        iteration. agreed: all ranks that share a sequence use the same range, so that they decide
-        alike.
+        None lets each read decide separately. The decision is based on earlier calls of the
+        same iteration.
+
+        agreed: all ranks that share a sequence use the same range, so that they decide alike.
         """
         if torch.compiler.is_compiling():
             return None
@@ -300,8 +302,9 @@ class DecayPrior(ScanPrior):
 
 
 class AftPrior(Prior):
-    """Prior of AFT. The decoding state is a running maximum and sums relative to it for each
-    channel, fp32.
+    """Prior of AFT.
+
+    The decoding state is a running maximum and sums relative to it for each channel, fp32.
     """
 
     def forward(

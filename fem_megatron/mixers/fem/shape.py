@@ -1,4 +1,7 @@
-"""The Free Energy Mixer's configuration and sizes, over any prior (mathematics 1.5). Torch-free."""
+"""The Free Energy Mixer's configuration and sizes, over any prior (mathematics 1.5).
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Shape of a flash-linear-attention layer: the properties available without the package.
+
 Torch-free.
 """
 

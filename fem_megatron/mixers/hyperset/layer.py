@@ -239,14 +239,14 @@ class HyperSet(Update):
         return rotate(z, replace(context, positions=positions), rope)
 
     def _direction(self, name: str, gradient: Tensor, context: Context) -> Tensor:
-        """Return the step direction for g, the gradient (or minus the gradient) of the energy
-        ``name``.
+        """Return the step direction for g, the gradient (or minus it) of the energy ``name``.
 
         Means run over the iterations.
 
-        momentum: m <- beta1 m + g, m rmsprop: v <- beta2 v + (1 - beta2) g^2, g / sqrt(v + eps^2)
-        adam: m <- beta1 m + (1 - beta1) g, v as in rmsprop, both divided by 1 - beta^t, m / sqrt(v
-        + eps^2)
+            momentum   m <- beta1 m + g; result m
+            rmsprop    v <- beta2 v + (1 - beta2) g^2; result g / sqrt(v + eps^2)
+            adam       m <- beta1 m + (1 - beta1) g, v as in rmsprop, both divided by 1 - beta^t;
+                       result m / sqrt(v + eps^2)
         """
         switches, memory = self.shape.switches, context.memory
         if switches.update == "gradient":

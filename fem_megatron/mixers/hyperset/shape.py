@@ -275,8 +275,9 @@ class HyperSetShape(Shape):
         return CutWidths(scanned=heads) if kind == "linear" else CutWidths(keyed=heads)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Return the traffic of z and the output, or of linear attention's sums. Keys change in
-        each iteration.
+        """Return the traffic of z and the output, or of linear attention's sums.
+
+        Keys change in each iteration.
         """
         e = training.element * self.hidden / training.tensor_parallel
         if kinds.states and self.switches.attention == "linear" and self.causal:

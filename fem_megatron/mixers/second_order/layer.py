@@ -163,8 +163,7 @@ class SecondOrderAttention(_EnergyHeads):
         the step size.
 
         free_energy_before, free_energy_after: mean over all heads (theorem 2); after: the moved
-        token's q among
-            the keys that it saw.
+            token's q among the keys that it saw.
         step_norm: Euclidean norm of the update of x.
 
         Each is [n, b]. The context must not contain a state; x is the layer's slice.

@@ -97,8 +97,9 @@ class _Heads(Shape):
         }
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of q and k. Values are keys, so out_proj does not correspond to
-        attention's.
+        """Return the packing of q and k.
+
+        Values are keys, so out_proj does not correspond to attention's.
         """
         return {
             "in_proj.weight": Packing(
@@ -129,7 +130,8 @@ def _sizes(model: ModelConfig) -> tuple[int, int, Rope | None, float, bool, Seco
 class SecondOrderShape(_Heads):
     """A Newton step per head.
 
-    exact: True for MHA2nd, a solve per token; False for MHA2nd1st, the inverse's first-order term.
+    exact: True for MHA2nd, a solve per token; False for MHA2nd1st, the inverse's
+        first-order term.
     sharpness: divisor of T and T', the square of yarn's factor.
     """
 

@@ -1,4 +1,5 @@
 """YuriiFormer's sizes: attention and MLP as Nesterov steps on tokens and their velocities.
+
 Torch-free.
 """
 
