@@ -1,5 +1,6 @@
-"""A block: the layer's mixer, then its MLP; the pair is applied one or more times with the same
-weights.
+"""A block: the layer's mixer, then its MLP, applied one or more times.
+
+All repetitions use the same weights.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ class Block(nn.Module):
         self.streams = [part.stream for part in (shape.mixer, shape.mlp) if part is not None]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Update x [s (/ tensor-parallel size under sequence parallelism), b, D]; same shape and
-        type.
+        """Update x [s (/ tensor-parallel size under sequence parallelism), b, D].
 
         If any layer of the model carries more than tokens, x contains these channels after the
         token channels, and layers that read only tokens pass them on unchanged.

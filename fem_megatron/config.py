@@ -1,8 +1,8 @@
-"""The model's configuration: plain dataclasses, importable without torch, shared by training,
-planning and export.
+"""The model's configuration as plain dataclasses, importable without torch.
 
-Every field carries its description and its range (`fem_common.settings`).
-The configuration reader and the generated documentation page use both.
+Training, planning and export share it. Every field carries its description and its range
+(`fem_common.settings`). The configuration reader and the generated documentation page use
+both.
 """
 
 from __future__ import annotations

@@ -4,24 +4,22 @@ The distribution is Megatron's: a sequence has 2 N chunks, and rank i has chunks
 so that causal reads cost every rank the same. A rank computes token-wise operations on its own
 tokens. Reads of other tokens pass through the class `Cut`, in one of these ways:
 
-    all_to_all   Every rank receives all tokens of 1 / N of the heads (or channels), reads them as
-    one
-                 process would, and returns to each rank its tokens of the result. Works for any
-                 read.
+    all_to_all   Every rank receives all tokens of 1 / N of the heads (or channels), reads them
+                 as one process would, and returns to each rank its tokens of the result. Works
+                 for any read.
     all_gather   Every rank gathers the keys of all tokens and reads each of its two chunks of
-    queries
-                 as decoding does, with the keys up to the chunk's end. For causal reads that name
-                 their keys; no head is split. Keys and their products are not kept: the backward
-                 pass gathers and reads again.
+                 queries as decoding does, with the keys up to the chunk's end. For causal reads
+                 that name their keys; no head is split. Keys and their products are not kept:
+                 the backward pass gathers and reads again.
     ring         Like all_gather, for softmax reads; keys and values pass from rank to rank
-    (`ring`). states       Every rank reads each of its two chunks as a separate sequence that
-    starts from the
-                 state after the previous chunks. All ranks receive, for each chunk, its
-                 contribution to the state and its decay of the earlier state. The traffic does not
-                 grow with the length, and no head is split. For convolutions and for scans whose
-                 state decays channel by channel (`scans`). Not for states that a matrix transforms
-                 (the delta rules) and not for sums relative to a running maximum (AFT, Mamba's free
-                 energy), which exchange heads.
+                 (`ring`).
+    states       Every rank reads each of its two chunks as a separate sequence that starts from
+                 the state after the previous chunks. All ranks receive, for each chunk, its
+                 contribution to the state and its decay of the earlier state. The traffic does
+                 not grow with the length, and no head is split. For convolutions and for scans
+                 whose state decays channel by channel (`scans`). Not for states that a matrix
+                 transforms (the delta rules) and not for sums relative to a running maximum
+                 (AFT, Mamba's free energy), which exchange heads.
 
 This module contains no mixer mathematics and no process group.
 """
@@ -56,8 +54,9 @@ class Ranks(Protocol):
         """
 
     def gather(self, own: Tensor) -> Tensor:
-        """Gather [...] of every rank into [size, ...]; the gradients of all ranks' copies are
-        summed.
+        """Gather [...] of every rank into [size, ...].
+
+        The gradients of all ranks' copies are summed.
         """
 
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -129,8 +128,7 @@ class Cut:
         dims: Dims,
         context: Context,
     ) -> Tensor:
-        """Return ``read(valid, *given, *each)`` over full sequences, restricted to this rank's
-        tokens.
+        """Return this rank's tokens of ``read(valid, *given, *each)`` over full sequences.
 
         given: tensors with this rank's tokens.
         each: tensors per head, heads first; a tensor with one head is shared by all heads.

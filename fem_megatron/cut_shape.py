@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CutWidths:
-    """Numbers of heads or channels that reads exchange for tokens, named as in
-    ``Shape.split_widths``.
+    """Numbers of heads or channels that reads exchange for tokens.
+
+    Names are those of ``Shape.split_widths``.
 
     always: reads that must exchange heads.
     keyed: reads that name their keys, which exchange heads unless keys are gathered.
@@ -67,8 +68,9 @@ class Crossing:
     ring: float = 0.0
 
     def sent(self, training: Training, *, again: bool = False) -> float:
-        """Return the bytes that a rank sends for one application to a micro-batch, forward and
-        backward.
+        """Return the bytes that a rank sends, forward and backward, for one application.
+
+        The application is to one micro-batch.
 
         again: the layer is recomputed in the backward pass (train.recompute = full).
         """

@@ -44,8 +44,9 @@ class Sample:
 
 @contextmanager
 def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dict[str, float]]:
-    """Observe the first execution of each block's updates in this context; the blocks are unchanged
-    after it.
+    """Observe the first execution of each block's updates in this context.
+
+    The blocks are unchanged after it.
 
     blocks: layer number in the full model -> block. All ranks of a tensor-parallel group
         must do this together.
@@ -148,8 +149,9 @@ def _generic(before: Tensor, after: Tensor) -> Quantities:
 
 
 def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
-    """Return the mean energy per token before and after the update, and the share of tokens with a
-    rise.
+    """Return an energy's mean before and after the update, and the share that rose.
+
+    The share is that of tokens whose energy rose.
     """
     rose = (after > before).to(before.dtype).mean()
     return {f"{name}_before": before.mean(), f"{name}_after": after.mean(), f"{name}_rose": rose}

@@ -45,10 +45,10 @@ class Documents:
 
     @classmethod
     def of(cls, begins: Tensor) -> Documents:
-        """Build the documents from begins [b, s] bool, on the CPU: True at the first token of a
-        document.
+        """Build the documents from begins [b, s] bool, on the CPU.
 
-        The first token of a sequence always begins a document.
+        begins is True at the first token of a document. The first token of a sequence always
+        begins a document.
         """
         (sequences, length), begins = begins.shape, begins.clone()
         begins[:, 0] = True

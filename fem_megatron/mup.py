@@ -1,11 +1,12 @@
-"""The maximal update parametrization, muP (Yang et al. 2022, arXiv 2203.03466): initial weights and
-rates.
+"""The maximal update parametrization, muP: initial weights and learning rates.
 
-With m = model.hidden_size / model.mup.base_hidden_size, a weight's initial standard deviation and
-its learning rate are those of the base times powers of m (`Scaling`, Adam's, table 3). No
-activation is multiplied. The paper has equivalent forms (lemma J.1: with Adam, a multiplier 1/m on
-a weight gives the same training as a standard deviation and a learning rate divided by m, up to
-Adam's epsilon). This is the form in which the model's computation does not change. Torch-free.
+Source: Yang et al. 2022, arXiv 2203.03466. With m = model.hidden_size /
+model.mup.base_hidden_size, a weight's initial standard deviation and its learning rate
+are those of the base times powers of m (`Scaling`, Adam's, table 3). No activation is
+multiplied. The paper has equivalent forms (lemma J.1: with Adam, a multiplier 1/m on a
+weight gives the same training as a standard deviation and a learning rate divided by m,
+up to Adam's epsilon). This is the form in which the model's computation does not change.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def width_ratio(model: ModelConfig) -> float:
 
 
 def starts_from(model: ModelConfig, weight: Weight) -> float | Normal:
-    """Return the start value of ``weight``: its constant, or a normal distribution scaled for the
-    width.
+    """Return the start value of ``weight``.
+
+    It is its constant, or a normal distribution scaled for the width.
     """
     if isinstance(weight.init, int | float):
         return float(weight.init)
@@ -93,11 +95,10 @@ def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
 
 
 def score_scale(model: ModelConfig, width: int) -> float | None:
-    """Return the factor on the scores of heads with queries of ``width`` channels; None: 1 /
-    sqrt(width).
+    """Return the factor on the scores of heads with queries of ``width`` channels.
 
-    sqrt(base) / width is definition 4.1's 1 / width, with the constant that leaves the base
-    unchanged.
+    None means 1 / sqrt(width). sqrt(base) / width is definition 4.1's 1 / width, with the
+    constant that leaves the base unchanged.
     """
     base = model.mup.base_head_size if model.parametrization == "mup" else None
     return None if base is None or base == width else float(base**0.5 / width)

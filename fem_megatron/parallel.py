@@ -1,7 +1,7 @@
-"""Interface between a layer and its ranks: seven moves of activations, a fusible product,
-parameters.
+"""Interface between a layer and its ranks.
 
-``OneProcess`` implements it for a single process (tests, decoding, the exported model);
+It has seven moves of activations, a fusible product, and parameters. ``OneProcess``
+implements it for a single process (tests, decoding, the exported model);
 ``megatron.tensor_parallel`` for Megatron-core. This module does not import Megatron-core.
 """
 
@@ -27,10 +27,9 @@ class Parallel(Protocol):
     dtype: torch.dtype
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gather the residual stream's slice into the full sequence [s, b, D], for use by this
-        rank's part.
+        """Gather the residual stream's slice into the full sequence [s, b, D].
 
-        Its gradient is summed over ranks.
+        It is for use by this rank's part. Its gradient is summed over ranks.
         """
 
     def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
@@ -51,34 +50,39 @@ class Parallel(Protocol):
         """
 
     def leave(self, partial: Tensor) -> Tensor:
-        """Sum this rank's summand [s, b, D] over ranks and slice the result like the residual
-        stream.
+        """Sum this rank's summand [s, b, D] over ranks.
+
+        The result is sliced like the residual stream.
         """
 
     def gather(self, part: Tensor) -> Tensor:
         """Gather [..., n / size] -> [..., n]. Later operations must be equal on every rank."""
 
     def share(self, whole: Tensor) -> Tensor:
-        """Return a replicated tensor unchanged, for use by this rank's part; its gradient is summed
-        over ranks.
+        """Return a replicated tensor unchanged, for use by this rank's part.
+
+        Its gradient is summed over ranks.
         """
 
     def total(self, partial: Tensor) -> Tensor:
-        """Return the sum over ranks, for use by this rank's part; its gradient is summed over
-        ranks, too.
+        """Return the sum over ranks, for use by this rank's part.
+
+        Its gradient is summed over ranks, too.
         """
 
     def swiglu(self, packed: Tensor) -> Tensor:
         """Return silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n]."""
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Return this rank's part of a weight: filled with its constant, or empty if it is drawn
-        later.
+        """Return this rank's part of a weight.
+
+        It is filled with its constant, or empty if it is drawn later.
         """
 
     def linear(self, weight: nn.Parameter) -> nn.Linear:
-        """Return the module that multiplies by a parameter [out, in], which the caller assigns
-        afterwards.
+        """Return the module that multiplies by a parameter [out, in].
+
+        The caller assigns the parameter afterwards.
         """
 
 

@@ -37,11 +37,11 @@ def softmax_read(
     decision: Decision | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Return `fem_attention` of the layer's tokens, by documents or over ranks as the context
-    requires.
+    """Return `fem_attention` of the layer's tokens.
 
-    v may have fewer heads than k. decision: the layer's decision whether a ring may read this call;
-    None: wait for the range of the values.
+    It is computed by documents or over ranks as the context requires. v may have fewer heads
+    than k. decision: the layer's decision whether a ring may read this call; None: wait for
+    the range of the values.
     """
     cut = context.cut
     if cut is not None and cut.ring:
@@ -184,10 +184,10 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequence[Any]:
-    """Return attention, the log-sum-exp of its scores, and further tensors for a GPU's backward
-    pass.
+    """Return attention and the log-sum-exp of its scores.
 
-    The kernels require as many heads of v as of k.
+    On a GPU, further tensors for the backward pass follow. The kernels require as many heads
+    of v as of k.
     """
     v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":

@@ -118,8 +118,9 @@ class Rope:
         return None if rope is None else replace(rope, factor=1.0)
 
     def first_base(self) -> float:
-        """Return the base whose powers are the frequencies before the scaling of individual
-        frequencies.
+        """Return the base whose powers are the frequencies.
+
+        Individual frequencies may be scaled afterwards.
         """
         return self.base * self.scaling.factor if self.scaling.kind == "abf" else self.base
 

@@ -1,5 +1,6 @@
-"""Scans over tokens for layers: a kernel call, plus the state of earlier chunks for split
-sequences.
+"""Scans over tokens for layers.
+
+A scan is a kernel call; for split sequences it also uses the state of earlier chunks.
 
 Each function is called within a read that the context makes with ``passes``. For sequences that are
 not split it is the kernel's call with the stored state.

@@ -97,8 +97,9 @@ class Weight:
         return len(self.shape) > 1 and not self.vectors and self.maps is not None
 
     def linear_maps(self) -> Iterator[tuple[int, int]]:
-        """Yield (first row, rows) of each linear map, with the weight seen as a matrix of shape[-1]
-        columns.
+        """Yield (first row, rows) of each linear map.
+
+        The weight is treated as a matrix of shape[-1] columns.
 
         Raises ValueError if ``maps`` do not fill the matrix.
         """
@@ -156,24 +157,22 @@ class Training:
 
     @property
     def operand(self) -> int:
-        """Bytes per element of the input that a linear map keeps, if no other operation keeps that
-        input.
+        """Bytes per element of the input that a linear map keeps.
+
+        This applies if no other operation keeps that input.
         """
         return 1 if self.fp8 else self.element
 
     @property
     def entered(self) -> float:
-        """Bytes per channel of the input kept by a linear map that gathers its input
-        (`Parallel.project`).
+        """Bytes per channel kept by a linear map that gathers its input (`Parallel.project`).
 
         With fp8 the map keeps the gathered input in 8-bit floats.
         """
         return 1.0 if self.fp8 else self.element / self.sequence_split
 
     def tokens_before(self, count: int) -> int:
-        """Return how many of the ``count`` tokens before a chunk the previous chunk contains and
-        passes on.
-        """
+        """Return how many of the ``count`` tokens before a chunk are in the previous chunk."""
         return min(count, self.length // (2 * self.ranks))
 
     @property
@@ -228,8 +227,9 @@ KEPT = Kept(90.0, 70.0)
 
 @dataclass(frozen=True)
 class Packing:
-    """Layout of a matrix's rows, head by head, for copying another mixer's weights
-    (``tools.hf.graft``).
+    """Layout of a matrix's rows, for copying another mixer's weights.
+
+    The copy is made head by head (``tools.hf.graft``).
 
     widths: rows of each slice of a head, in order.
     roles: slices that correspond to q, k or v of attention, or to gate or up of an MLP.
@@ -262,8 +262,9 @@ class Shape(ABC):
 
     @property
     def stream(self) -> int:
-        """Channels that the update changes: the ``hidden`` token channels first, then any carried
-        state.
+        """Channels that the update changes.
+
+        The ``hidden`` token channels are first, then any carried state.
         """
         return self.hidden
 
@@ -302,8 +303,9 @@ class Shape(ABC):
         return type(self).__name__.removesuffix("Shape")
 
     def split_widths(self) -> dict[str, int]:
-        """Return the widths that the tensor-parallel size must divide: user-readable name ->
-        number.
+        """Return the widths that the tensor-parallel size must divide.
+
+        The result maps user-readable names to numbers.
         """
         return {}
 
@@ -341,16 +343,16 @@ class Shape(ABC):
         return self.external
 
     def uncapturable(self) -> str | None:
-        """Return why CUDA graphs cannot capture its passes (train.cuda_graphs), or None if they
-        can.
+        """Return why CUDA graphs (train.cuda_graphs) cannot capture its passes, or None.
 
         A typical reason is a decision that the host makes in every pass.
         """
         return "another package computes it, and its capture is untested" if self.external else None
 
     def product_scores(self) -> bool:
-        """Return True if scores are products over a head's width, which model.mup.base_head_size
-        scales.
+        """Return True if scores are products over a head's width.
+
+        model.mup.base_head_size scales these scores.
         """
         return False
 
@@ -369,9 +371,7 @@ class Shape(ABC):
         return 0.0
 
     def packing(self) -> dict[str, Packing]:
-        """Return name -> packing of each matrix that can be initialised from a Transformer's
-        weights.
-        """
+        """Return name -> packing of each matrix that a Transformer's weights can initialise."""
         return {}
 
     def linear_flops(self) -> float:
@@ -475,8 +475,9 @@ class BlockShape:
         return flops
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of one sequence's decoding state after ``length`` tokens, over all
-        iterations.
+        """Return the bytes of one sequence's decoding state after ``length`` tokens.
+
+        All iterations are included.
         """
         return self.recurrence * sum(
             shape.state_bytes(length, element)
@@ -529,8 +530,9 @@ class SwiGluShape(Shape):
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the bytes of the input, the packed product and the inner product; on a CPU also
-        silu(gate).
+        """Return the bytes of the input, the packed product and the inner product.
+
+        On a CPU, silu(gate) is also kept.
         """
         inner = (2 if training.cuda else 3) * training.element + training.operand
         return {

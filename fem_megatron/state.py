@@ -132,8 +132,9 @@ class Context:
     cut: Cut | None = None
 
     def again(self, part: Callable[..., Tensor], *given: Any) -> Tensor:
-        """Return ``part(*given)``; under ``recompute`` the backward pass repeats the same
-        operations.
+        """Return ``part(*given)``.
+
+        Under ``recompute`` the backward pass repeats the same operations.
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return part(*given)
@@ -152,8 +153,7 @@ class Context:
         time: int = 2,
         heads: int = 1,
     ) -> Tensor:
-        """Return ``read(valid, *tensors, *each)``, computed separately for every document of a
-        sequence.
+        """Return ``read(valid, *tensors, *each)``, separately for every document.
 
         batch, time, heads: dimensions of sequences, tokens and heads (or channels); ``read``
             accepts any sizes in them.
@@ -210,10 +210,9 @@ class Context:
         )
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        """Return the ``count`` tokens before those of x [s, b, c], [count, b, c]; zeros for missing
-        tokens.
+        """Return the ``count`` tokens before those of x [s, b, c], [count, b, c].
 
-        For reads with ``passes``.
+        Missing tokens are zeros. For reads with ``passes``.
         """
         return (
             x.new_zeros(count, *x.shape[1:])

@@ -132,7 +132,7 @@ def run_on_paper(
     *,
     backward: bool = True,
 ) -> Trace:
-    """Return the trace of the second forward pass and, if ``backward``, of its backward pass.
+    """Return the trace of the second forward pass and, if ``backward``, its backward pass.
 
     make(parallel): returns the forward pass and its parameters; it is called in a context in which
     new tensors have no data. Raises ImportError if Triton, whose kernels are counted, is not
@@ -411,8 +411,9 @@ def moved(tensors: Sequence[Tensor | None]) -> float:
 
 @contextmanager
 def counted(trace: Trace) -> Iterator[None]:
-    """Record Triton launches (without running them) and chosen implementations, and replace other
-    packages.
+    """Record Triton launches and chosen implementations in the trace.
+
+    Launches do not run, and other packages are replaced.
     """
     # torch compares what both passes of a checkpointed part keep. The device is left out, because
     # torch's own functions see the meta device.
@@ -651,8 +652,9 @@ def _attention_of_a_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the output of torch's flash attention for CPUs, which keeps the tensors that it really
-    keeps.
+    """Return the output of torch's flash attention for CPUs.
+
+    It keeps the same tensors as the real call.
     """
     out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale

@@ -19,8 +19,9 @@ from kernels.rotary import rotary
 
 
 class Layer(nn.Module):
-    """A module whose parameters are added by their names (``add_weights``), not as class
-    attributes.
+    """A module whose parameters are added by their names (``add_weights``).
+
+    They are not class attributes.
     """
 
     if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class Update(Layer):
         """Create modules that must exist before the weights are added."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Update x [s (/ tensor-parallel size under sequence parallelism), b, D]; same shape and
-        type.
+        """Update x [s (/ tensor-parallel size under sequence parallelism), b, D].
+
+        The result has the same shape and type.
         """
         raise NotImplementedError
 
@@ -66,8 +68,9 @@ def rotate(x: Tensor, context: Context, rope: Rope) -> Tensor:
 
 
 def rotate_both(q: Tensor, k: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
-    """Apply `rotate` to q [s, b, heads, d] and k [s, b, heads or groups, d], with one kernel on a
-    GPU.
+    """Apply `rotate` to q [s, b, heads, d] and k [s, b, heads or groups, d].
+
+    On a GPU one kernel computes both.
     """
     if q.shape[-1] == 0:
         return q, k
@@ -81,8 +84,9 @@ def _angles(x: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
 
 
 def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) of RoPE's angles over ``size`` channels for x [s, b, ...], times RoPE's
-    factor.
+    """Return (cos, sin) of RoPE's angles for x [s, b, ...], times RoPE's factor.
+
+    size: number of rotated channels.
 
     Each is [s, 1 or b, 1, size / 2], float32 or wider.
     """
@@ -152,8 +156,9 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, times the weight if given; in x's type, also under
-    autocast.
+    """Return x / rms(x) over the last dimension, times the weight if given.
+
+    The result has x's type, also under torch.autocast.
     """
     made = torch.nn.functional.rms_norm(
         x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps
@@ -174,8 +179,9 @@ def head_norms(
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return LayerNorm without bias over the last dimension; in x's type, also under
-    torch.autocast.
+    """Return LayerNorm without bias over the last dimension.
+
+    The result has x's type, also under torch.autocast.
     """
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps).to(
         x.dtype

@@ -1,12 +1,12 @@
-"""Linear maps that multiply 8-bit floats (train.fp8): y = x W^T and both products of its backward
-pass.
+"""Linear maps that multiply 8-bit floats (train.fp8).
 
-An operand Q(t) is t / scale rounded to e4m3 (inputs and weights) or e5m2 (gradients). The scale is
-the smallest power of two that brings the largest magnitude of a rank's tensor below the dtype's
-largest number (``tensorwise``, dynamic). A power of two does not change the mantissa. Slices of one
-tensor that are scaled separately, by rank or micro-batch, therefore round to the same numbers,
-except below 2^-13 (e4m3) or 2^-28 (e5m2) of the largest. So ranks exchange no maximum, and neither
-steps nor checkpoints store any.
+The products are y = x W^T and both products of its backward pass. An operand Q(t) is t /
+scale rounded to e4m3 (inputs and weights) or e5m2 (gradients). The scale is the smallest
+power of two that brings the largest magnitude of a rank's tensor below the dtype's
+largest number (``tensorwise``, dynamic). A power of two does not change the mantissa.
+Slices of one tensor that are scaled separately, by rank or micro-batch, therefore round
+to the same numbers, except below 2^-13 (e4m3) or 2^-28 (e5m2) of the largest. So ranks
+exchange no maximum, and neither steps nor checkpoints store any.
 
 ``delayed``: the magnitude is the largest of the last steps (`Delayed`), over the full tensor and
 all ranks. Larger values are clamped to the dtype's largest number. The first step has no history
@@ -48,9 +48,7 @@ The first determines the scales (0: no value); the second is the largest of this
 
 
 def known_of(weight: Tensor) -> Known | None:
-    """Return the magnitudes that delayed scaling stores for a weight's map, or None without delayed
-    scaling.
-    """
+    """Return the magnitudes of a weight's map, or None without delayed scaling."""
     return getattr(weight, "known", None)
 
 
@@ -178,8 +176,9 @@ class Delayed:
         }
 
     def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], steps: int | None) -> None:
-        """Load the most recent steps of a checkpoint's history, which has ``steps`` steps; None:
-        start empty.
+        """Load the most recent steps of a checkpoint's history.
+
+        steps: number of steps in the checkpoint; None: start empty.
         """
         self.history.zero_()
         if steps is not None and self.names:

@@ -44,11 +44,10 @@ def lacks(device: torch.device) -> str | None:
 
 
 def config_overrides(dtype: torch.dtype) -> dict[str, Any]:
-    """Return Megatron's settings for a model of this dtype on this machine, and log the fusions in
-    one line.
+    """Return Megatron's settings for a model of this dtype, and log the fusions.
 
-    The fused cross-entropy rounds its gradient to bfloat16 for all logits, so other dtypes use the
-    plain one.
+    The log has one line. The fused cross-entropy rounds its gradient to bfloat16 for all
+    logits, so other dtypes use the plain one.
     """
     device = platform.device()
     reason = lacks(device)
@@ -66,8 +65,9 @@ def config_overrides(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """Return silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n], with Megatron's kernel if it can
-    run.
+    """Return silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n].
+
+    Megatron's kernel runs if it can.
     """
     return plain_swiglu(packed) if lacks(packed.device) else megatron_swiglu(packed)
 

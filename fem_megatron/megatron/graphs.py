@@ -53,8 +53,9 @@ def _replays(layer: MegatronBlock) -> bool:
 
 
 def _capture(layers: list[MegatronBlock], x: Tensor) -> None:
-    """Capture all layers. x [s (/ tensor-parallel size under sequence parallelism), b, D]: sample
-    input.
+    """Capture all layers.
+
+    x [s (/ tensor-parallel size under sequence parallelism), b, D]: sample input.
     """
     given = [
         (x.detach().clone().requires_grad_(), *map(_alias, layer.parameters())) for layer in layers

@@ -1,7 +1,7 @@
-"""Losses beyond Megatron's: the z-loss (PaLM, arXiv 2204.02311, 5), and a loss sum computed in
-chunks.
+"""Losses beyond Megatron's: the z-loss, and a loss sum computed in chunks.
 
-The chunked sum never stores the logits of all tokens.
+The z-loss is that of PaLM (arXiv 2204.02311, 5). The chunked sum never stores the logits
+of all tokens.
 """
 
 from __future__ import annotations

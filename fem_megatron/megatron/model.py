@@ -1,7 +1,7 @@
-"""Build Megatron-core GPTModel chunks from a configuration, with weights that do not depend on the
-layout.
+"""Build Megatron-core GPTModel chunks from a configuration.
 
-The module does not import the trainer or the launcher.
+The initial weights do not depend on the layout. The module does not import the trainer or
+the launcher.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
 def build(
     model: ModelConfig, layout: Layout, seq_length: int, seed: int, *, draw: bool = True
 ) -> list[GPTModel]:
-    """Return this rank's initialised model chunks on this machine's device: one per virtual
-    pipeline stage.
+    """Return this rank's initialised model chunks: one per virtual pipeline stage.
 
-    Requires Megatron's process groups. draw: see :func:`initialize`. Raises ValueError if a width
-    does not divide (see ``ModelConfig.blocks``).
+    They are on this machine's device. Requires Megatron's process groups. draw: see
+    :func:`initialize`. Raises ValueError if a width does not divide (see
+    ``ModelConfig.blocks``).
     """
     config = transformer_config(model, layout)
     stages = (
@@ -155,8 +155,9 @@ def build(
 
 
 def add_velocities(chunk: GPTModel, seq_length: int) -> None:
-    """Make the embedding return tokens and velocities, [s, b, 2 hidden_size], each from a separate
-    table.
+    """Make the embedding return tokens and velocities, [s, b, 2 hidden_size].
+
+    Each has a separate table.
     """
     embedding, tokens = chunk.embedding, chunk.embedding.forward
     embedding.velocity = LanguageModelEmbedding(
@@ -170,14 +171,14 @@ def add_velocities(chunk: GPTModel, seq_length: int) -> None:
 
 
 def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
-    """Set the logits of the vocabulary's padding rows to -inf, on the tensor-parallel ranks that
-    hold any.
+    """Set the logits of the vocabulary's padding rows to -inf.
 
-    This covers calls with and without labels, tied or not, because this layer computes every logit.
-    A softmax gives -inf the weight exp(-inf) = 0, so loss and gradients equal to the bit those of
-    the model without these rows, in any dtype. This includes ranks that hold only padding: both of
-    Megatron's cross-entropies subtract the maximum over all ranks, and they replace, not multiply,
-    a rank's value for a target on another rank.
+    Only tensor-parallel ranks with padding rows are changed. This covers calls with and
+    without labels, tied or not, because this layer computes every logit. A softmax gives -inf
+    the weight exp(-inf) = 0, so loss and gradients equal to the bit those of the model
+    without these rows, in any dtype. This includes ranks that hold only padding: both of
+    Megatron's cross-entropies subtract the maximum over all ranks, and they replace, not
+    multiply, a rank's value for a target on another rank.
     """
     rows = output_layer.output_size_per_partition
     kept = min(max(vocab_size - rows * parallel_state.get_tensor_model_parallel_rank(), 0), rows)
@@ -225,14 +226,14 @@ def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) ->
 
 @torch.no_grad()
 def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = True) -> None:
-    """Initialise every randomly drawn weight with a separate generator, seeded by its name in the
-    full model.
+    """Initialise every randomly drawn weight with a separate generator.
 
-    A rank draws the full weight and keeps its slice, so the weights are equal in every layout. As
-    many weights are drawn at a time as torch has threads, at most MOST_DRAWN. Weights that start
-    from a constant (norms, beta, a conditioner's last projection) are not changed. Afterwards every
-    parameter has its weight as ``spec``, including Megatron's own: the embedding, the final norm
-    and the output layer.
+    The generator is seeded by the weight's name in the full model. A rank draws the full
+    weight and keeps its slice, so the weights are equal in every layout. As many weights are
+    drawn at a time as torch has threads, at most MOST_DRAWN. Weights that start from a
+    constant (norms, beta, a conditioner's last projection) are not changed. Afterwards every
+    parameter has its weight as ``spec``, including Megatron's own: the embedding, the final
+    norm and the output layer.
 
     draw: False fills these weights with NaN instead, for a model into which a checkpoint is
         loaded. A weight that the checkpoint does not overwrite then shows as a loss of NaN.

@@ -1,9 +1,9 @@
-"""Keep the tensors that autograd saves in the host's memory, like
-``torch.autograd.graph.save_on_cpu``.
+"""Keep the tensors that autograd saves in the host's memory.
 
-torch's function also copies the weights, copies a tensor once per save, and restores it with other
-strides. This module leaves weights on the device, copies a storage once in each direction, and
-restores views as views. Every operation of the backward pass therefore has bit-identical operands.
+This replaces ``torch.autograd.graph.save_on_cpu``. torch's function also copies the
+weights, copies a tensor once per save, and restores it with other strides. This module
+leaves weights on the device, copies a storage once in each direction, and restores views
+as views. Every operation of the backward pass therefore has bit-identical operands.
 Copies run in the compute stream, so they do not overlap with the computation.
 """
 
@@ -34,8 +34,9 @@ class Sent:
         self.host.copy_(there, non_blocking=there.is_cuda)
 
     def again(self) -> Tensor:
-        """Return the bytes on the device; all calls return the same tensor until the last view is
-        restored.
+        """Return the bytes on the device.
+
+        All calls return the same tensor until the last view is restored.
         """
         found = self.host.to(self.device, non_blocking=True) if self.back is None else self.back
         self.views -= 1

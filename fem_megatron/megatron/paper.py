@@ -45,8 +45,9 @@ Fused = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 def machine(
     device: torch.device, rank: int, world_size: int, trace: Trace, fused: Fused
 ) -> Iterator[None]:
-    """Make this process one of ``world_size`` ranks with ``device`` (`PAPER` or `CPU`) within the
-    context.
+    """Make this process one of ``world_size`` ranks within the context.
+
+    device: `PAPER` or `CPU`.
 
     If this process has another device, Megatron-core must not have been prepared for it
     (``platform.prepare``).
@@ -123,11 +124,11 @@ def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -
 def graphed(
     trace: Trace, runs: Sequence[Layer], samples: Sequence[tuple[Tensor, ...]]
 ) -> tuple[Layer, ...]:
-    """Simulate ``torch.cuda.make_graphed_callables``: run each function once, then once as a
-    capture.
+    """Simulate ``torch.cuda.make_graphed_callables``.
 
-    A replay runs the kernels again. Like the real function it keeps allocated a copy of the input,
-    and the gradients of output, input and weights.
+    Each function runs once, then once as a capture. A replay runs the kernels again. Like the
+    real function it keeps allocated a copy of the input, and the gradients of output, input
+    and weights.
 
     Raises:
         RuntimeError: if the host reads a number of the device, which a capture does not allow; the

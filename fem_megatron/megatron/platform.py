@@ -178,17 +178,18 @@ def check_kernel_overrides() -> None:
 
 
 def stored(tensor: torch.Tensor) -> Any:
-    """Return all bytes of a CPU tensor's storage, as torch saves them: a uint8 array on the same
-    memory.
+    """Return all bytes of a CPU tensor's storage, as torch saves them.
+
+    The result is a uint8 array on the same memory.
     """
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: bool) -> None:
-    """Set how Megatron's checkpoint writers open files, run and report; call before
-    ``dist_checkpointing.save``.
+    """Set how Megatron's checkpoint writers open files, run and report.
 
-    The opened files receive one call per tensor: ``mark(start of its archive, `stored` bytes)``.
+    Call it before ``dist_checkpointing.save``. The opened files receive one call per tensor:
+    ``mark(start of its archive, `stored` bytes)``.
 
     A rank's writers are threads. Upstream (filesystem_async.py:266, 0.16.1) forks a process for
     each, which copies the rank's page tables, faults on every page of its tensors, and forks a
@@ -213,11 +214,10 @@ def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: b
 
 
 def read_checkpoints_with(reader: type) -> None:
-    """Set the subclass of torch's FileSystemReader that Megatron uses; call before
-    ``dist_checkpointing.load``.
+    """Set the subclass of torch's FileSystemReader that Megatron uses.
 
-    Upstream (strategies/torch.py:758 and 760, 0.16.1) uses fixed classes, which unpickle arbitrary
-    objects and compare no checksums.
+    Call it before ``dist_checkpointing.load``. Upstream (strategies/torch.py:758 and 760,
+    0.16.1) uses fixed classes, which unpickle arbitrary objects and compare no checksums.
     """
     from megatron.core.dist_checkpointing.strategies import torch as upstream
 
@@ -295,8 +295,9 @@ def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = Fals
 
 
 def peak_memory_bytes() -> int:
-    """Return this process's peak memory in bytes: the CUDA allocator's, or the resident set on a
-    CPU.
+    """Return this process's peak memory in bytes.
+
+    It is the CUDA allocator's, or the resident set on a CPU.
     """
     return torch.cuda.max_memory_allocated() if has_cuda() else peak_resident_bytes()
 
@@ -316,8 +317,9 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Release cached blocks and reset :func:`peak_memory_bytes`; the peak of a CPU process cannot
-    be reset.
+    """Release cached blocks and reset :func:`peak_memory_bytes`.
+
+    The peak of a CPU process cannot be reset.
     """
     if has_cuda():
         torch.cuda.empty_cache()
@@ -481,8 +483,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _cuda_stand_in() -> types.ModuleType:
-    """Return ``torch.cuda`` for patched modules: the current device is the CPU, and streams never
-    wait.
+    """Return ``torch.cuda`` for patched modules.
+
+    The current device is the CPU, and streams never wait.
     """
     cuda = _TorchProxy({})
     cuda.__dict__.update(

@@ -128,8 +128,7 @@ class MegatronBlock(Block):
 
 
 def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
-    """Return the spec of layer ``layer`` (from 0) with the mixer of this name and the sizes of
-    ``model``.
+    """Return the spec of layer ``layer`` (from 0) with this mixer and the sizes of ``model``.
 
     Raises:
         ValueError: if a size does not fit; the message names the key.
@@ -181,8 +180,9 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [..., hidden_size] -> same shape and dtype; channels past hidden_size are
-        dropped.
+        """Normalise x [..., hidden_size] -> same shape and dtype.
+
+        Channels past hidden_size are dropped.
         """
         return torch.nn.functional.rms_norm(
             x[..., : len(self.weight)], self.weight.shape, self.weight, self.eps

@@ -1,11 +1,11 @@
-"""Page-locked host memory for a save's tensors, packed so that little more than their size is
-allocated.
+"""Page-locked host memory for a save's tensors.
 
-torch rounds the size of every page-locked allocation up to a power of two (CachingHostAllocator.h),
-so separate copies take up to twice their size. The setting pinned_max_round_threshold_mb does not
-help: torch 2.11 does not support it, and in 2.13 a freed unrounded block is given to larger
-requests of its size class (get_free_block). Therefore this module allocates blocks whose sizes are
-powers of two and fills them with tensors.
+Tensors are packed, so that little more than their size is allocated. torch rounds the
+size of every page-locked allocation up to a power of two (CachingHostAllocator.h), so
+separate copies take up to twice their size. The setting pinned_max_round_threshold_mb
+does not help: torch 2.11 does not support it, and in 2.13 a freed unrounded block is
+given to larger requests of its size class (get_free_block). Therefore this module
+allocates blocks whose sizes are powers of two and fills them with tensors.
 """
 
 from __future__ import annotations

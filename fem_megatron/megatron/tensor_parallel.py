@@ -141,8 +141,9 @@ class TensorParallel(Parallel):
         return fusions.swiglu(packed)
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Return the parameter with the marks that Megatron's optimizer, gradient norm and
-        checkpoints expect.
+        """Return the parameter with Megatron's marks.
+
+        The optimizer, the gradient norm and checkpoints read them.
 
         Raises:
             ValueError: if the ranks do not divide the weight.

@@ -1,5 +1,6 @@
-"""Standard causal attention with RoPE, the Transformer's mixer; optional grouped queries and
-window.
+"""Standard causal attention with RoPE, the Transformer's mixer.
+
+Queries can share keys and values, and can be limited to a window.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ def windowed_attention(
     keys_valid: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over a token itself and the ``window - 1`` tokens before
-    it.
+    """Return softmax(q k^T / sqrt(d)) v over the last ``window`` tokens of each query.
 
-    Time and memory grow with tokens times window. q [b, h, tq, d]; k, v [b, hk, tk, d], hk divides
-    h; the queries are the last tq of the tk positions. keys_valid [b, tk] bool: False at padding,
-    which is read by no query but its own. scale: replaces 1 / sqrt(d). The result [b, h, tq, d] has
+    These are the token itself and the ``window - 1`` tokens before it. Time and memory grow
+    with tokens times window. q [b, h, tq, d]; k, v [b, hk, tk, d], hk divides h; the queries
+    are the last tq of the tk positions. keys_valid [b, tk] bool: False at padding, which is
+    read by no query but its own. scale: replaces 1 / sqrt(d). The result [b, h, tq, d] has
     q's type and is exact: keys outside the window have weight zero.
     """
     tq, tk = q.shape[2], k.shape[2]

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Switches of standard attention, as in open models of Llama's family; for transformer and
-    yuriiformer.
+    """Switches of standard attention, for transformer and yuriiformer.
+
+    They cover the open models of Llama's family.
     """
 
     head_dim: int | None = setting(
@@ -95,8 +96,9 @@ class AttentionShape(Shape):
         return (self.heads // self.groups + 2) * self.head
 
     def weights(self) -> Weights:
-        """Return norm, in_proj (group-major: queries, k, v), optional bias, optional q and k norms,
-        out_proj.
+        """Return norm, in_proj, its optional bias, optional q and k norms, out_proj.
+
+        in_proj is group-major: a group's queries, k, v.
         """
         rows = self.groups * self.group_width
         return {
@@ -113,8 +115,9 @@ class AttentionShape(Shape):
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def keys_seen(self, length: int, whole_square: bool) -> float:
-        """Return the average number of keys that a token sees; with the flag, including computed
-        masked keys.
+        """Return the average number of keys that a token sees.
+
+        With the flag, computed masked keys count, too.
         """
         window = self.window
         if window is None or length <= window:
@@ -125,8 +128,9 @@ class AttentionShape(Shape):
         return (window * window + blocks * block * (block + window)) / length
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of the groups' keys and values; with a window, only of tokens the next
-        one sees.
+        """Return the bytes of the groups' keys and values.
+
+        With a window, only tokens that the next one sees count.
         """
         kept = length if self.window is None else min(length, self.window - 1)
         return 2 * kept * self.groups * self.head * element
@@ -165,8 +169,9 @@ class AttentionShape(Shape):
         return True
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the exact terms: rotated k, v read in place; for a window, copies per query of a
-        group.
+        """Return the exact terms.
+
+        k is kept rotated, v is read in place; a window's blocks are copied per query of a group.
         """
         e, t, length = training.element, training.tensor_parallel, training.length
         query, keys = self.heads * self.head / t, self.groups * self.head / t

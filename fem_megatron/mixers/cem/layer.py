@@ -136,10 +136,9 @@ class CemAttention(Update):
         return context.apart(read, q.to(k.dtype), k, u, h, each=(slopes, d), keys=(1, 3))
 
     def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's k [b, local heads, past + s, r] and, with a diagonal, h [b, past + s,
-        D].
+        """Return this rank's k [b, local heads, past + s, r] and h [b, past + s, D].
 
-        Both include the past and are stored in the state.
+        h is None without a diagonal. Both include the past and are stored in the state.
         """
         k = context.extend("k", self._heads(self.key(whole)), dim=2)
         return k, None if self.shape.switches.diagonal == "none" else context.extend(
@@ -163,8 +162,9 @@ class CemAttention(Update):
         )
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ALiBi's slopes 2^(-8 k / heads) of this rank's heads, k = 1, 2, ..; b_self and
-        b_cross.
+        """Return ALiBi's slopes of this rank's heads, b_self and b_cross.
+
+        The slopes are 2^(-8 k / heads), k = 1, 2, ..
         """
         first = self.parallel.rank * self.local_heads + 1
         wide = torch.promote_types(like.dtype, torch.float32)
@@ -187,8 +187,9 @@ class CemAttention(Update):
     def diagnose(
         self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return diagnostics of this update of x [s, b, D] at the positions ``tokens`` [n], with h
-        fixed.
+        """Return diagnostics of this update of x [s, b, D] with h fixed.
+
+        tokens: [n], sampled positions.
 
         The result contains energy_before, energy_after and step_norm [n, b], and per local head
         smallest_eigenvalue (of P_k) and largest_score (of the a_ij before the update). The context
@@ -228,11 +229,11 @@ class CemAttention(Update):
 
 
 class CemMlp(Update):
-    """T steps down -gamma . phi(V x), phi' = SiLU: x <- x + eta P V^T (gamma * SiLU(V u)), gamma =
-    W h.
+    """T steps down -gamma . phi(V x), phi' = SiLU.
 
-    Tensor parallel: the inner channels are split over the ranks. P is replicated and acts on each
-    rank's summand, so that it can be folded into V.
+    The step is x <- x + eta P V^T (gamma * SiLU(V u)), gamma = W h. Tensor parallel: the
+    inner channels are split over the ranks. P is replicated and acts on each rank's summand,
+    so that it can be folded into V.
     """
 
     diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
@@ -281,7 +282,8 @@ class CemMlp(Update):
     def diagnose(
         self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the same as `CemAttention.diagnose` for the element-wise energy;
+        """Return the same as `CemAttention.diagnose` for the element-wise energy.
+
         smallest_eigenvalue is [1].
         """
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
@@ -300,11 +302,10 @@ class CemMlp(Update):
 
 
 def elementwise_energy(gamma: Tensor, z: Tensor) -> Tensor:
-    """Return xi = -gamma . phi(z) over the last dimension, z = V u: [..., M] each -> [...], float32
-    or wider.
+    """Return xi = -gamma . phi(z) over the last dimension, z = V u.
 
-    phi(z) = integral of SiLU from -inf to z = z softplus(z) + Li2(-e^z). Source: Causal Energy
-    Minimization, equation 7, Algorithm 1.
+    [..., M] each -> [...], float32 or wider. phi(z) = integral of SiLU from -inf to z = z
+    softplus(z) + Li2(-e^z). Source: Causal Energy Minimization, equation 7, Algorithm 1.
     """
     wide = torch.promote_types(z.dtype, torch.float32)
     gamma, z = gamma.to(wide), z.to(wide)

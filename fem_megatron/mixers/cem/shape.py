@@ -35,8 +35,9 @@ ROOT = Scaling(0.0, -0.5)  # learning rate 1 / sqrt(m)
 
 @dataclass(frozen=True)
 class CemConfig:
-    """Switches and sizes of Causal Energy Minimization; read if ``model.mixer`` or ``model.mlp`` is
-    cem.
+    """Switches and sizes of Causal Energy Minimization.
+
+    They are read only if ``model.mixer`` or ``model.mlp`` is cem.
     """
 
     diagonal: str = setting(
@@ -311,8 +312,9 @@ class CemMlpShape(Shape):
         return cls(model.hidden_size, model.ffn_size, model.norm_eps, model.cem)
 
     def weights(self) -> Weights:
-        """Return norm; gamma (W, the gate); up (V, whose transpose projects down); P, replicated on
-        every rank.
+        """Return norm, gamma, up and P.
+
+        gamma is W, the gate; up is V, whose transpose projects down; P is replicated on every rank.
         """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -339,8 +341,9 @@ class CemMlpShape(Shape):
         return training.estimate(self.hidden, self.kept, inner)
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing: up, inside SiLU, is SwiGLU's gate; gamma, which multiplies it,
-        SwiGLU's up.
+        """Return the packing of up and gamma.
+
+        up, inside SiLU, is SwiGLU's gate; gamma, which multiplies it, is SwiGLU's up.
         """
         pairs = (("up.weight", "gate"), ("gamma.weight", "up"))
         return {name: Packing(1, {role: self.inner}, {role: role}) for name, role in pairs}

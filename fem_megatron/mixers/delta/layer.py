@@ -1,5 +1,6 @@
-"""DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464), structured as in
-flash-linear-attention.
+"""DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464).
+
+The structure is that of flash-linear-attention.
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ class DeltaShape(Shape):
 
 
 def conv_init(taps: int) -> Normal:
-    """Return a convolution's initial distribution, with the variance of torch's: uniform in +-1 /
-    sqrt(taps).
+    """Return a convolution's initial distribution.
+
+    Its variance is that of torch's, uniform in +-1 / sqrt(taps).
     """
     return Normal((3 * taps) ** -0.5)

@@ -93,8 +93,9 @@ class DifferentialShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, two maps' scores, and two reads of the value, which is
-        twice as wide.
+        """Return the FLOPs of projections, two maps' scores, and two reads.
+
+        The value that they read is twice as wide as a query.
         """
         attention = (
             2.0 * keys_seen(length, whole_square) * self.heads * 2 * (self.head + 2 * self.head)
@@ -117,8 +118,9 @@ class DifferentialShape(Shape):
         return CutWidths(keyed=self.split_widths(), rings=True)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Return the traffic of both keys and the value; or of these, both queries, and both
-        outputs.
+        """Return the traffic of both keys and the value.
+
+        If heads are exchanged, it includes both queries and both outputs.
         """
         e = training.element * self.heads * 2 * self.head / training.tensor_parallel
         if kinds.ring:  # keys as wide as the values

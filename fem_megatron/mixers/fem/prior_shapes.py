@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 class PriorShape(ABC):
-    """Sizes of a prior p_t(i): the slices of the packed projection that a head reads, and the
-    read's costs.
+    """Sizes of a prior p_t(i).
+
+    They are the slices of the packed projection that a head reads, and the read's costs.
 
     layer_class: "module:class" of the ``Prior`` that computes it.
     kept, product_scores: as in ``Shape``; kept is for a CPU.
@@ -36,23 +37,24 @@ class PriorShape(ABC):
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """Return the number of projections in the budget, without T and G, if q and k are at most
-        as wide as v.
+        """Return the projections in the budget if q and k are at most as wide as v.
 
-        Returns None for other priors.
+        T and G are not counted. Returns None for other priors.
         """
         return None
 
     @abstractmethod
     def slices(self) -> dict[str, int]:
-        """Return name -> channels of a head in the packed projection, in order, without v, lambda
-        and g.
+        """Return name -> channels of a head in the packed projection, in order.
+
+        v, lambda and g are not included.
         """
 
     @abstractmethod
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Return the FLOPs of the matrix products for one token and head that read ``streams``
-        value channels.
+        """Return the FLOPs of the read's matrix products for one token and head.
+
+        streams: value channels that are read.
         """
 
     @abstractmethod
@@ -170,8 +172,9 @@ class ScanShape(PriorShape):
         return filled_up * (inside + 4.0 * self.features * (streams + ones))
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of the sums over v, U and ones, and of the range of values; constant in
-        the length.
+        """Return the bytes of the sums over v, U and ones, and of the values' range.
+
+        They are constant in the length.
         """
         streams = value * (2 if free_energy else 1)
         return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
@@ -193,8 +196,9 @@ class ScanShape(PriorShape):
         return features + WIDE + value * (wide + 2 * e + WIDE * fem.gate)
 
     def state_size(self, streams: int) -> int:
-        """Return the numbers in the state of ``streams`` value channels, the normaliser's ones and
-        the decay.
+        """Return the numbers in the state of ``streams`` value channels.
+
+        The normaliser's ones and the decay are included.
         """
         return self.features * (streams + 1 + bool(self.decays))
 
@@ -376,10 +380,10 @@ class MambaShape(PriorShape):
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> MambaShape:
-        """Return the shape; without mamba_states, the states fill the budget of q and k: d_v + 2 N
-        = 2 d_k.
+        """Return the shape.
 
-        Values are squashed if the mixer has a free energy.
+        Without mamba_states, the states fill the budget of q and k: d_v + 2 N = 2 d_k. Values are
+        squashed if the mixer has a free energy.
         """
         fem = model.fem
         states = fem.mamba_states or max(1, (2 * qk_head - value_head) // 2)
@@ -399,8 +403,9 @@ class MambaShape(PriorShape):
         return {"fem.mamba_states", "fem.mamba_normalise"}
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Return the FLOPs of the products of C with every stream's states; normalisation doubles
-        them.
+        """Return the FLOPs of the products of C with every stream's states.
+
+        Normalisation doubles them.
         """
         return 2.0 * self.scans * self.states * streams * (1 + self.normalise)
 

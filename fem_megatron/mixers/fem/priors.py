@@ -45,11 +45,10 @@ class Prior(Layer):
         self.ranges: dict[tuple[int, bool], Ranges] = {}
 
     def decision(self, v: Tensor, context: Context, *, agreed: bool = False) -> Decision | None:
-        """Return the decision for the form (fast or exact) of this call's reads, or None under
-        compilation.
+        """Return the decision for the form (fast or exact) of this call's reads.
 
-        None lets each read decide separately. The decision is based on earlier calls of the
-        same iteration.
+        The result is None under compilation. None lets each read decide separately. The decision
+        is based on earlier calls of the same iteration.
 
         agreed: all ranks that share a sequence use the same range, so that they decide alike.
         """
@@ -280,8 +279,9 @@ class SoftmaxPrior(Prior):
 
 
 class LinearPrior(ScanPrior):
-    """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE; with GLA, a log-decay -(relu(a) +
-    eps).
+    """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE.
+
+    GLA adds a log-decay -(relu(a) + eps).
     """
 
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -348,8 +348,9 @@ class AftPrior(Prior):
         return context.apart(read, k, v, lam, gate, query, each=(beta,))
 
     def _positive(self, q: Tensor) -> Tensor:
-        """Return softplus(q), RMS-normalised over a head and never 0, because the free energy takes
-        its log.
+        """Return softplus(q), RMS-normalised over a head.
+
+        It is never 0, because the free energy takes its log.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         return rms_norm(softplus(q.to(wide)), None, self.shape.norm_eps).clamp_min(

@@ -211,8 +211,9 @@ class FemShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, reads of [v | U] (only v without L) and the
-        conditioner's projections.
+        """Return the FLOPs of projections, reads and the conditioner's projections.
+
+        The reads are of [v | U], or only v without L.
         """
         streams = self.value_head * (2 if self.free_energy else 1)
         conditioner = sum(value for name, value in self.map_flops.items() if name.startswith("tdc"))
@@ -238,8 +239,9 @@ class FemShape(Shape):
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the exact terms for the softmax prior; for other priors exact on a GPU, estimated
-        on a CPU.
+        """Return the exact terms for the softmax prior.
+
+        For other priors they are exact on a GPU and estimated on a CPU.
         """
         if not isinstance(self.prior, SoftmaxShape):
             return (

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlaConfig:
-    """Arguments of flash-linear-attention's layers; read only if ``model.mixer`` is
-    fla.<LayerName>.
+    """Arguments of flash-linear-attention's layers.
+
+    They are read only if ``model.mixer`` is fla.<LayerName>.
     """
 
     options: dict[str, Any] = setting(
@@ -83,8 +84,9 @@ class FlaShape(Shape):
         return {}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of all tokens' normalised inputs, which decoding reads again at every
-        step.
+        """Return the bytes of all tokens' normalised inputs.
+
+        Decoding reads them again at every step.
         """
         return length * self.hidden * element
 

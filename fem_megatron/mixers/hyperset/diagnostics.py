@@ -7,11 +7,11 @@ from fem_megatron.mixers.hyperset.layer import HyperSet
 
 
 def observe(layer: HyperSet, sample: Sample) -> Quantities:
-    """Return both energies before and after this iteration, and effective rank and mean angle
-    before it.
+    """Return both energies before and after this iteration, effective rank and mean angle.
 
-    Rank and angle (radians) are means over the heads. If the read has scores (the linear one has
-    none), their largest value before the iteration is also returned.
+    Rank and angle are those before the iteration. Rank and angle (radians) are means over the
+    heads. If the read has scores (the linear one has none), their largest value before the
+    iteration is also returned.
     """
     if len(sample.tokens) < 2:
         return {}

@@ -2,8 +2,9 @@
 
 An iteration descends attention's energy, then the feed-forward's.
 
-    Z_h = RMSNorm(W_h^T x);   x <- x - alpha_t * sum_h W_h A(Z_h) Z_h;   x <- x + gamma_t * D
-    a(RMSNorm(D^T x))
+    Z_h = RMSNorm(W_h^T x)
+    x <- x - alpha_t * sum_h W_h A(Z_h) Z_h
+    x <- x + gamma_t * D a(RMSNorm(D^T x))
 
 The norms follow the projections; x itself is never normalised. The block runs the iterations one
 after another (``recurrence``).
@@ -38,8 +39,9 @@ SECOND_MOMENT_EPS = 1e-6
 
 
 class HyperSet(Update):
-    """One iteration. ``subspaces`` is W^T and ``directions`` D^T; each is applied in both
-    directions (tied).
+    """One iteration of descent on both energies.
+
+    ``subspaces`` is W^T and ``directions`` D^T; each is applied in both directions (tied).
 
     RoPE rotates z before the energy is computed, and rotates the energy's gradient back by the same
     angle. The update of x is therefore exactly minus a gradient, of an energy in z_i . R_(j-i) z_j,
@@ -133,8 +135,9 @@ class HyperSet(Update):
         return self._project_back(o.flatten(2), "subspaces", context)
 
     def project_directions(self, x: Tensor, context: Context) -> Tensor:
-        """Return this rank's part of u = RMSNorm(D^T x), [s, b, M / size]; the mean square covers
-        all M.
+        """Return this rank's part of u = RMSNorm(D^T x), [s, b, M / size].
+
+        The mean square covers all M.
         """
         u = self._project(x, "directions", context)
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
@@ -158,8 +161,9 @@ class HyperSet(Update):
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor) -> dict[str, Tensor]:
-        """Return diagnostics of the slice x, before this iteration, at the positions ``tokens`` [n
-        >= 2].
+        """Return diagnostics of the slice x before this iteration.
+
+        tokens: [n >= 2], sampled positions.
 
         attention_energy and feed_forward_energy, [n, b]: of each sampled token among all tokens.
         Summed over
@@ -199,8 +203,9 @@ class HyperSet(Update):
         return self.parallel.share(parts.logsumexp(-1, keepdim=True))
 
     def _adapter(self, name: str, context: Context) -> tuple[Tensor, Tensor]:
-        """Return A_t [rows / size, r] and B_t [r, D]; iterations past the trained ones use the
-        last.
+        """Return A_t [rows / size, r] and B_t [r, D].
+
+        Iterations past the trained ones use the last.
         """
         t = min(context.iteration, self.shape.iterations - 1)
         lora = self.get_submodule(f"{name}_lora")

@@ -236,8 +236,9 @@ class HyperSetShape(Shape):
         return 2.0 * products * self.hidden * keys_seen(length, whole_square)
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes for one iteration: every token's z, which is key and value; linear: p x
-        p sums.
+        """Return the bytes for one iteration: every token's z, which is key and value.
+
+        With linear attention, they are those of a head's p x p sums.
         """
         if self.switches.attention == "linear":
             return self.hidden * self.head * max(4, element)

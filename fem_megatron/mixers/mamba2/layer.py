@@ -1,5 +1,6 @@
-"""Mamba-2 (arXiv 2405.21060): linear attention with an input-dependent decay and step size per
-head.
+"""Mamba-2 (arXiv 2405.21060).
+
+It is linear attention with an input-dependent decay and step size per head.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class Mamba2(Update):
         return x + self.parallel.leave(self.out_proj(y))
 
     def _scan(self, u: Tensor, bc: Tensor, raw: Tensor, context: Context) -> Tensor:
-        """Return y for u [s, b, local heads, d], B and C [s, b, 2 N], raw time steps [s, b, local
-        heads].
+        """Return the scan's output y.
+
+        u [s, b, local heads, d]; bc [s, b, 2 N], B and C; raw [s, b, local heads], time steps.
 
         Padding does not change the state.
         """

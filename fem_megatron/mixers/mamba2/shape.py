@@ -136,8 +136,9 @@ class Mamba2Shape(Shape):
         return {"mixer projections": self.linear_flops(), "state space": self.heads * scan}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of every head's matrix [N, d] (fp32) and of the convolutions' last
-        inputs.
+        """Return the bytes of every head's matrix and the convolutions' last inputs.
+
+        The matrix is [N, d], fp32.
         """
         return (
             self.inner * self.state * max(4, element)
@@ -178,10 +179,10 @@ class Mamba2Shape(Shape):
         )
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return an estimate; in bf16 on a GPU, the exact bytes per inner channel and per channel
-        of B and C.
+        """Return an estimate; in bf16 on a GPU, the exact bytes.
 
-        These are kept by the convolutions, the scan and the gated norm.
+        The exact bytes are per inner channel and per channel of B and C. These are kept by the
+        convolutions, the scan and the gated norm.
         """
         if not training.cuda or training.element == WIDE:
             return super().kept_bytes(training)

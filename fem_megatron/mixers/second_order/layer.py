@@ -2,9 +2,9 @@
 
 See mathematics 3.
 
-    z = RMSNorm(x);  q = W_Q z;  k_i = W_K z_i;   x <- x + sum_h W_O,h (r + b)        r + b:
-    `second_order_attention`
-                                                  x <- x + sum_h W_O,h sum_i (q.k_i) k_i    linear
+    z = RMSNorm(x);  q = W_Q z;  k_i = W_K z_i
+    x <- x + sum_h W_O,h (r + b)               second order; r + b: `second_order_attention`
+    x <- x + sum_h W_O,h sum_i (q.k_i) k_i     linear
 
 W_O replaces the paper's (eta / H) W_Q^T and is learned freely, including its sign: the step that
 descends the free energy has W_O = -(eta / H) W_Q^T, linear attention's W_O = (eta T / H) W_Q^T.
@@ -57,8 +57,9 @@ class _EnergyHeads(Update):
         raise NotImplementedError
 
     def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return q, and k rotated to its position (model.rope), for the slice z: [b, local heads,
-        s, d_h] each.
+        """Return q and k of the slice z, [b, local heads, s, d_h] each.
+
+        k is rotated to its position (model.rope).
         """
         q, k = (
             self.parallel.project(z, self.in_proj())
@@ -70,10 +71,9 @@ class _EnergyHeads(Update):
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
 
     def turn(self, q: Tensor, context: Context) -> Tensor | None:
-        """Return (cos | sin) of the positions of q [b, h, s, d_h], [1 or b, 1, s, d_h], float32 or
-        wider.
+        """Return (cos | sin) of the positions of q [b, h, s, d_h].
 
-        Returns None without model.rope.
+        The result is [1 or b, 1, s, d_h], float32 or wider. Returns None without model.rope.
         """
         if self.shape.rope is None:
             return None
@@ -159,8 +159,9 @@ class SecondOrderAttention(_EnergyHeads):
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the free energy at the positions ``tokens`` [n] before and after the update, and
-        the step size.
+        """Return the free energy before and after the update, and the step size.
+
+        tokens: [n], sampled positions.
 
         free_energy_before, free_energy_after: mean over all heads (theorem 2); after: the moved
             token's q among the keys that it saw.
@@ -221,8 +222,9 @@ class EnergyLinearAttention(_EnergyHeads):
         return self.back(self.rotated(o, turn, back=True).to(k.dtype))
 
     def rotated(self, x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:
-        """Rotate x [b, h, s, d] by the angles of ``turn`` (cos | sin), or by the opposite; None:
-        return x.
+        """Rotate x [b, h, s, d] by the angles of ``turn`` (cos | sin), or by the opposite.
+
+        With None, x is returned.
         """
         if turn is None:
             return x
@@ -232,8 +234,9 @@ class EnergyLinearAttention(_EnergyHeads):
         )
 
     def tokens_seen(self, valid: Tensor | None, k: Tensor, context: Context) -> Tensor:
-        """Return the number of tokens that each of k [b, h, s, d] reads, at least 1: [1 or b, s],
-        k's type.
+        """Return the number of tokens, at least 1, that each of k [b, h, s, d] reads.
+
+        The result is [1 or b, s], in k's type.
 
         valid: [b, past + s].
         """

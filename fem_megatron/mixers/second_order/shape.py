@@ -1,5 +1,4 @@
-"""Sizes of second-order attention (MHA2nd1st, MHA2nd) and of linear attention in the same energy
-frame.
+"""Sizes of second-order attention (MHA2nd1st, MHA2nd) and energy-based linear attention.
 
 See mathematics 3. Torch-free.
 """
@@ -35,8 +34,9 @@ BLOCK = 2**26
 
 @dataclass(frozen=True)
 class SecondOrderConfig:
-    """Switches of second-order attention; read only if ``model.mixer`` is mha2nd1st, mha2nd or
-    energy_linear.
+    """Switches of second-order attention.
+
+    They are read only if ``model.mixer`` is mha2nd1st, mha2nd or energy_linear.
     """
 
     exact_max_length: int = setting(
@@ -148,10 +148,10 @@ class SecondOrderShape(_Heads):
         return cls(*_sizes(model), exact=exact, sharpness=model.rope_scaling.attention() ** 2)
 
     def weights(self) -> Weights:
-        """Return the weights of `_Heads`, and each head's T (of the weights) and T' (of the Newton
-        step).
+        """Return the weights of `_Heads`, and each head's T and T'.
 
-        These are temperatures or their logarithms; both temperatures start at d_h.
+        T is the temperature of the weights, T' that of the Newton step. These are temperatures or
+        their logarithms; both temperatures start at d_h.
         """
         start = math.log(self.head) if self.switches.temperature == "log" else float(self.head)
         names = ("temperature", "newton_temperature")
@@ -179,8 +179,9 @@ class SecondOrderShape(_Heads):
         }
 
     def uncapturable(self) -> str | None:
-        """Return the reason: cuSOLVER and MAGMA, which torch selects by size, may allocate and
-        wait.
+        """Return the reason: the solver libraries may allocate and wait.
+
+        torch selects cuSOLVER or MAGMA by size.
         """
         return "its systems are solved by a library that may wait for the device"
 
@@ -196,8 +197,9 @@ class SecondOrderShape(_Heads):
         return CutWidths(keyed=self.split_widths())
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Return the traffic of keys; or of q, k, the output, and RoPE's angles once per
-        micro-batch.
+        """Return the traffic of keys, or of q, k, the output and RoPE's angles.
+
+        The angles are sent once per micro-batch.
         """
         e, tensor = training.element * self.hidden, training.tensor_parallel
         turn = training.wide * self.head / training.micro_batch if self.rope else 0.0
@@ -227,8 +229,9 @@ class SecondOrderShape(_Heads):
 
 @dataclass(frozen=True)
 class EnergyLinearShape(_Heads):
-    """A gradient step per head on F = -1/2 sum_i (q.k_i)^2: linear attention whose values are its
-    keys.
+    """A gradient step per head on F = -1/2 sum_i (q.k_i)^2.
+
+    This is linear attention whose values are its keys.
     """
 
     layer_class = "fem_megatron.mixers.second_order.layer:EnergyLinearAttention"
@@ -240,8 +243,9 @@ class EnergyLinearShape(_Heads):
         return cls(*_sizes(model))
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, comparisons within a chunk, and the sums over earlier
-        tokens.
+        """Return the FLOPs of projections, comparisons within a chunk, and sums.
+
+        The sums are over earlier tokens.
         """
         inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
         return {

@@ -1,9 +1,9 @@
-"""YuriiFormer (Zimin, Polyanskiy, Rigollet 2026, arXiv 2601.23236): Nesterov steps for attention
-and MLP.
+"""YuriiFormer: Nesterov steps for attention and MLP.
 
-Attention is interpreted as the gradient of an interaction energy, the MLP as that of a potential,
-and a layer as a step down each in turn (Trotter splitting). Each token has a velocity v in
-addition to x, which starts as a separate embedding. A step f on normalised input becomes:
+Source: Zimin, Polyanskiy, Rigollet 2026, arXiv 2601.23236. Attention is interpreted as
+the gradient of an interaction energy, the MLP as that of a potential, and a layer as a
+step down each in turn (Trotter splitting). Each token has a velocity v in addition to x,
+which starts as a separate embedding. A step f on normalised input becomes:
 
     ahead = x + mu v
     v'    = LN(beta v + gamma f(RMSNorm(ahead)))
