@@ -239,15 +239,17 @@ def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
     Raises ValueError, with the key, if sizes do not fit.
     """
     mixer = describe(name)
-    mlp, shape = model.mlp or mixer.mlp, mixer.shape(model, layer)
-    if odd := shape.rotary_size() % 2 * shape.rotary_size():
+    mlp = model.mlp or mixer.mlp
+    shape = mixer.shape(model, layer)
+    rotated = shape.rotary_size()
+    if rotated % 2:
         key = (
             "model.num_attention_heads"
             if model.attention.head_dim is None
             else "model.attention.head_dim"
         )
         raise ValueError(
-            f"model.rope rotates pairs of channels, but a head has {odd}; change {key}, or set "
+            f"model.rope rotates pairs of channels, but a head has {rotated}; change {key}, or set "
             "model.rope=false"
         )
     return BlockShape(shape, None if mlp == "none" else MLPS[mlp](model), model.recurrence)
