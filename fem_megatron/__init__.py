@@ -1,4 +1,5 @@
-"""fem_megatron: layers, layer specs and whole models on Megatron-core. Imports ``kernels``; no trainer, no data, no launcher may come in.
+"""Layers, layer specs and complete models on Megatron-core.
 
-Importing the package or its ``config`` loads no torch.
+The package imports ``kernels`` and must not import the trainer, the data preparation or the
+launcher. Importing the package or its ``config`` does not load torch.
 """

@@ -1,4 +1,7 @@
-"""A block: the layer's mixer, then its MLP, the pair applied once or several times with the same weights."""
+"""A block: the layer's mixer, then its MLP, applied one or more times.
+
+All repetitions use the same weights.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from fem_megatron.update import Update, normed
 class Block(nn.Module):
     """x <- mlp(mixer(x)), ``recurrence`` times (the loop Transformer; Hyper-SET's depth).
 
-    Every iteration reads the tokens anew, so each has a decoding state of its own. More iterations than in training may be asked of a model
-    by setting ``recurrence`` on its blocks.
+    Every iteration reads the tokens again and therefore has a separate decoding state. To run more
+    iterations than in training, set ``recurrence`` on the model's blocks.
     """
 
     def __init__(self, shape: BlockShape, parallel: Parallel) -> None:
@@ -28,16 +31,16 @@ class Block(nn.Module):
         self.mlp: Update | None = (
             None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
         )
-        # Kept here: a module of peft's that takes the place of an update passes its call on, not its attributes.
-        self.hidden, self.streams = (
-            shape.mixer.hidden,
-            [part.stream for part in (shape.mixer, shape.mlp) if part is not None],
-        )
+        # Stored on the block, because a peft module that replaces an update has none of its
+        # attributes.
+        self.hidden = shape.mixer.hidden
+        self.streams = [part.stream for part in (shape.mixer, shape.mlp) if part is not None]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> same shape and type.
+        """Update x [s (/ tensor-parallel size under sequence parallelism), b, D].
 
-        Where any layer of the model carries more than tokens x has it behind them, and what reads tokens alone hands it on.
+        If any layer of the model carries more than tokens, x contains these channels after the
+        token channels, and layers that read only tokens pass them on unchanged.
         """
         context = replace(context, origin=x[..., : self.hidden], memory={})
         for iteration in range(self.recurrence):
@@ -52,7 +55,7 @@ class Block(nn.Module):
 
 
 def _updated(update: Update, stream: int, x: Tensor, context: Context) -> Tensor:
-    """x with its first ``stream`` channels updated, the others unchanged."""
+    """Return x with its first ``stream`` channels updated and the remaining ones unchanged."""
     if x.shape[-1] == stream:
         made: Tensor = update(x, context)
         return made
@@ -60,7 +63,10 @@ def _updated(update: Update, stream: int, x: Tensor, context: Context) -> Tensor
 
 
 class SwiGlu(Update):
-    """x + down(silu(gate(h)) * up(h)), h = RMSNorm(x). Tensor parallel: the inner channels are split over the ranks."""
+    """x + down(silu(gate(h)) * up(h)), h = RMSNorm(x).
+
+    Tensor parallel: the inner channels are split over the ranks.
+    """
 
     def __init__(self, shape: SwiGluShape, parallel: Parallel) -> None:
         self.eps = shape.norm_eps
@@ -71,6 +77,6 @@ class SwiGlu(Update):
         return x + self.step(h, context)
 
     def step(self, h: Tensor, context: Context) -> Tensor:
-        """What the slice h, normed, adds to the stream, in h's slicing."""
+        """Return the contribution of the normalised slice h to the stream, sliced like h."""
         packed = self.parallel.project(h, self.gate_up)
         return self.parallel.leave(self.down(self.parallel.swiglu(packed)))

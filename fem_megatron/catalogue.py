@@ -1,4 +1,7 @@
-"""The one registry of mixers: name -> what it is and its sizes for a configuration. Torch-free: a shape names its layer's class."""
+"""The registry of mixers: name -> description and shape for a configuration.
+
+Torch-free: a shape names its layer's class.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,25 @@ if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 EVERY_LAYOUT = "TP SP PP VPP CP DP"
-# What every part of a model says, so that one may be tried with any mixer: a mixer with heads or an MLP of its own leaves those out, and
-# one without positions is as it is under rope=false. muP's base is checked by muP itself.
+# Keys that are valid with every mixer, so that a configuration can be combined with any mixer. A
+# mixer that defines its own heads or MLP ignores those keys, and one without positions ignores
+# rope. The base of muP is checked by the mup module.
 EVERYONES = frozenset(
-    "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size vocab_size make_vocab_size_divisible_by "
-    "tie_embeddings causal rope rope_base rope_scaling norm_eps init_std parametrization mup".split()
+    "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size "
+    "vocab_size make_vocab_size_divisible_by tie_embeddings causal rope rope_base rope_scaling "
+    "norm_eps init_std parametrization mup".split()
 )
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """One name of ``model.mixer``.
+    """One value of ``model.mixer``.
 
-    cost: of a sequence of T tokens. mlp: what stands beside it unless ``model.mlp`` says otherwise. shape: from the model and the layer's
-    number (from 0); raises ValueError, with the key, where sizes do not fit. package: the module that computes it, on a GPU alone.
+    cost: order of the cost for a sequence of T tokens.
+    mlp: the MLP that follows the mixer unless ``model.mlp`` sets another.
+    shape: function of the model and the layer's number (from 0); raises ValueError, with
+        the key, if sizes do not fit.
+    package: the module that computes the mixer, on a GPU only.
     """
 
     about: str
@@ -62,7 +70,7 @@ def _fem(about: str, prior: type[PriorShape], cost: str) -> Mixer:
 
 
 BASELINE = "transformer"
-"""What the others are compared with."""
+"""The mixer that serves as the baseline of comparisons."""
 
 MIXERS: dict[str, Mixer] = {
     "fem_softmax": _fem("FEM over softmax attention's weights", SoftmaxShape, "T^2"),
@@ -105,14 +113,16 @@ MIXERS: dict[str, Mixer] = {
         lambda model, layer: EnergyLinearShape.of(model),
     ),
     "hyperset": Mixer(
-        "tied symmetric attention and feed-forward with learned step sizes; depth is model.recurrence",
+        "tied symmetric attention and feed-forward with learned step sizes; depth is "
+        "model.recurrence",
         "Hyper-SET",
         "T^2 (linear: T)",
         lambda model, layer: HyperSetShape.of(model),
         mlp="none",
     ),
     "yuriiformer": Mixer(
-        "attention and MLP as Nesterov steps: a token has a velocity, too, from an embedding of its own",
+        "attention and MLP as Nesterov steps: a token also has a velocity, from a separate "
+        "embedding",
         "YuriiFormer",
         "T^2",
         lambda model, layer: AcceleratedAttentionShape.of(model),
@@ -140,7 +150,8 @@ MIXERS: dict[str, Mixer] = {
         "a selective state space with a scalar decay a head", "Mamba-2", "T", Mamba2Shape.of
     ),
     "fla.*": Mixer(
-        "any layer of flash-linear-attention by its class, e.g. fla.GatedLinearAttention; needs a GPU",
+        "any layer of flash-linear-attention by its class, e.g. fla.GatedLinearAttention; needs "
+        "a GPU",
         "flash-linear-attention",
         "the layer's",
         lambda model, layer: FlaShape.of(model, layer, name="*"),
@@ -157,7 +168,7 @@ MLPS: dict[str, Callable[[ModelConfig], Shape]] = {
 
 
 def describe(name: str) -> Mixer:
-    """The mixer of this name. Raises KeyError where there is none."""
+    """Return the mixer with this name. Raise KeyError for an unknown name."""
     if name.startswith("fla."):
         return replace(
             MIXERS["fla.*"],
@@ -167,7 +178,10 @@ def describe(name: str) -> Mixer:
 
 
 def blocks(model: ModelConfig) -> list[BlockShape]:
-    """Every layer's shape. Raises ValueError, with the key, where sizes do not fit or a key is set that no layer reads."""
+    """Return the shape of every layer.
+
+    Raises ValueError, with the key, if sizes do not fit or if a key is set that no layer reads.
+    """
     names = mixer_names(model)
     mup.check_model(model)
     rope.check(model)
@@ -181,17 +195,19 @@ def blocks(model: ModelConfig) -> list[BlockShape]:
             else f"model.mixer={model.mixer}"
         )
         raise ValueError(
-            f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} reads this as it is set up; leave it out"
+            f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} uses this key in "
+            "this configuration; leave it out"
         )
     return made
 
 
 def unread(model: ModelConfig) -> list[str]:
-    """The keys of ``model`` that are not at their defaults and that none of its layers reads. Raises ValueError where sizes do not fit."""
-    read, default = (
-        set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model)))),
-        type(model)(),
-    )
+    """Return the keys of ``model`` that differ from their defaults but that no layer reads.
+
+    Raises ValueError if sizes do not fit.
+    """
+    read = set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model))))
+    default = type(model)()
     keys = []
     for name in (item.name for item in fields(model) if item.name not in EVERYONES | read):
         ours, theirs = getattr(model, name), getattr(default, name)
@@ -207,33 +223,40 @@ def unread(model: ModelConfig) -> list[str]:
 
 
 def mixer_names(model: ModelConfig) -> list[str]:
-    """The mixer of every layer: ``model.pattern`` repeated, or ``model.mixer``."""
+    """Return the mixer of every layer: ``model.pattern`` repeated, or ``model.mixer``."""
     pattern = model.pattern or [model.mixer]
     if model.num_layers % len(pattern):
         raise ValueError(
-            f"model.pattern has {len(pattern)} layers, which does not divide model.num_layers={model.num_layers}"
+            f"model.pattern has {len(pattern)} layers, which does not divide "
+            f"model.num_layers={model.num_layers}"
         )
     return [*pattern] * (model.num_layers // len(pattern))
 
 
 def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
-    """The shape of layer ``layer`` (from 0) with the mixer ``name``. Raises ValueError, with the key, where sizes do not fit."""
+    """Return the shape of layer ``layer`` (from 0) with the mixer ``name``.
+
+    Raises ValueError, with the key, if sizes do not fit.
+    """
     mixer = describe(name)
-    mlp, shape = model.mlp or mixer.mlp, mixer.shape(model, layer)
-    if odd := shape.rotary_size() % 2 * shape.rotary_size():
+    mlp = model.mlp or mixer.mlp
+    shape = mixer.shape(model, layer)
+    rotated = shape.rotary_size()
+    if rotated % 2:
         key = (
             "model.num_attention_heads"
             if model.attention.head_dim is None
             else "model.attention.head_dim"
         )
         raise ValueError(
-            f"model.rope turns pairs of channels, but a head has {odd}; change {key}, or set model.rope=false"
+            f"model.rope rotates pairs of channels, but a head has {rotated}; change {key}, or set "
+            "model.rope=false"
         )
     return BlockShape(shape, None if mlp == "none" else MLPS[mlp](model), model.recurrence)
 
 
 def table() -> str:
-    """Every mixer as text: name, cost in T, layouts, what it is and its paper."""
+    """Return all mixers as a text table: name, cost in T, layouts, description and paper."""
     rows = [
         ("mixer", "cost", "layouts", "what, paper"),
         *((name, m.cost, m.layouts, f"{m.about} ({m.paper})") for name, m in MIXERS.items()),

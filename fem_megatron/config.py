@@ -1,6 +1,8 @@
-"""The model's configuration: plain dataclasses, importable without torch, shared by training, planning and export.
+"""The model's configuration as plain dataclasses, importable without torch.
 
-Every field carries its text and its range (`fem_common.settings`); the reader and the generated page take them from here.
+Training, planning and export share it. Every field carries its description and its range
+(`fem_common.settings`). The configuration reader and the generated documentation page use
+both.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MIXERS = tuple(catalogue.MIXERS)
 class ModelConfig:
     """A decoder-only language model."""
 
-    moved: ClassVar[dict[str, str]] = MOVED  # older names of keys
+    moved: ClassVar[dict[str, str]] = MOVED  # older names of keys -> current names
 
     mixer: str = setting(
         "fem_softmax",
@@ -44,12 +46,14 @@ class ModelConfig:
     )
     mlp: str | None = setting(
         None,
-        "The MLP beside the mixer; null: what belongs to the mixer (cem, yuriiformer: its own; hyperset: none; others: swiglu).",
+        "The MLP after the mixer; null: the mixer's default (cem and yuriiformer: the MLP of the "
+        "same name; hyperset: none; others: swiglu).",
         (*catalogue.MLPS, "none"),
     )
     recurrence: int = setting(
         1,
-        "How often every block is applied, with the same weights (the loop Transformer; Hyper-SET's depth).",
+        "Number of times that every block is applied, with the same weights (the loop "
+        "Transformer; Hyper-SET's depth).",
         least=1,
     )
     hidden_size: int = setting(768, "Width D of the residual stream.", least=1)
@@ -57,7 +61,7 @@ class ModelConfig:
     num_attention_heads: int = setting(12, "Heads H of the mixer.", least=1)
     num_query_groups: int | None = setting(
         None,
-        "Heads of keys and values that the transformer's queries share; null: one a head.",
+        "Heads of keys and values that the transformer's queries share; null: one per head.",
         least=1,
     )
     ffn_hidden_size: int | None = setting(
@@ -74,20 +78,22 @@ class ModelConfig:
     tie_embeddings: bool = setting(False, "Share the input embedding with the output layer.")
     causal: bool = setting(
         True,
-        "A token sees itself and what is before it; false: all tokens (encoders, from Python; not for `pretrain`).",
+        "A token sees itself and earlier tokens; false: all tokens (encoders, from Python; not "
+        "for `pretrain`).",
     )
     rope: bool = setting(
-        True, "Rotary position embedding on queries and keys, of the mixers that have them."
+        True, "Rotary position embedding on queries and keys, for the mixers that have them."
     )
     rope_base: int = setting(10000, "Base of the rotary frequencies.", least=1)
     rope_scaling: RopeScaling = setting(
         RopeScaling,
-        "Rotary frequencies for longer texts (docs/long_context.md), of the mixers that turn.",
+        "Rotary frequencies for longer texts (docs/long_context.md), for the mixers that use RoPE.",
     )
     qk_norm: bool = setting(
         False,
-        "RMS norm, with weights, of each head's queries and keys before RoPE (Qwen3): transformer, yuriiformer, differential, "
-        "fem_softmax; what the others compare is what their energies are made of, and hyperset norms its own.",
+        "RMS norm, with weights, of each head's queries and keys before RoPE (Qwen3), for "
+        "transformer, yuriiformer, differential and fem_softmax. Other mixers do not support it: "
+        "their energies depend on the unnormalised vectors, and hyperset has built-in norms.",
     )
     norm_eps: float = setting(1e-6, "Epsilon of every norm.", above=0)
     init_std: float = setting(
@@ -95,15 +101,18 @@ class ModelConfig:
     )
     parametrization: str = setting(
         "standard",
-        "How initialisation and learning rates follow the width. standard: not at all; mup: so that a learning rate that is best for a "
-        "narrow model is best for a wide one (Yang et al. 2022; docs/scaling.md), init_std and optimizer.lr being those of the base.",
+        "Scaling of initialisation and learning rates with the width. standard: none; mup: the "
+        "best learning rate of a narrow model is also best for a wide one (Yang et al. 2022; "
+        "docs/scaling.md); init_std and optimizer.lr are those of the base.",
         PARAMETRIZATIONS,
     )
     mup: MupConfig = setting(MupConfig, "The base of parametrization mup.")
     attention_backend: str = setting(
         "auto",
-        "FEM's read. auto: the fastest form that machine and call allow (python -m kernels), exact where the values' range is too wide for "
-        "it; fused: torch's attention on [v | exp(beta v - r)], likewise; reference: always the exact log-sum-exp.",
+        "Implementation of FEM's read. auto: the fastest form that machine and call allow "
+        "(python -m kernels), or the exact form if the values' range is too wide for it; fused: "
+        "torch's attention on [v | exp(beta v - r)], with the same exception; reference: always "
+        "the exact log-sum-exp.",
         ("auto", "fused", "reference"),
     )
     attention: AttentionConfig = setting(
@@ -128,7 +137,10 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Channels that layers hand on for a token: hidden_size, and as many of its velocity where any layer moves by one."""
+        """Channels per token that the layers pass on.
+
+        These are hidden_size channels, and as many again for the velocity if any layer uses one.
+        """
         return max(
             part.stream
             for block in self._blocks
@@ -137,7 +149,7 @@ class ModelConfig:
         )
 
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: vocab_size rounded up to make_vocab_size_divisible_by."""
+        """Return the embedding's rows: vocab_size rounded up to make_vocab_size_divisible_by."""
         assert self.vocab_size is not None, (
             "vocab_size is filled in from the data before the model is built"
         )
@@ -145,12 +157,12 @@ class ModelConfig:
         return -(-self.vocab_size // step) * step
 
     def blocks(self) -> list[BlockShape]:
-        """Every layer's shape. Raises ValueError, naming the key, where sizes do not fit."""
+        """Return the shape of every layer. Raise ValueError, naming the key, for wrong sizes."""
         return [*self._blocks]
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
-        """Each different layer's shape, and how many there are."""
+        """The distinct layer shapes, each with the number of layers that have it."""
         every = self.blocks()
         return tuple(
             (shape, every.count(shape)) for n, shape in enumerate(every) if shape not in every[:n]
@@ -162,10 +174,12 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
-        """The configuration that ``dataclasses.asdict`` gave, older names too; other keys of another version raise TypeError."""
-        computed = {
-            name for name, value in vars(cls).items() if isinstance(value, cached_property)
-        }  # vars() of an object has them, too
+        """Build the configuration from the output of ``dataclasses.asdict``.
+
+        Older names of keys are accepted. Unknown keys raise TypeError.
+        """
+        # vars() of an instance includes them
+        computed = {name for name, value in vars(cls).items() if isinstance(value, cached_property)}
         given = moved(
             {name: value for name, value in fields.items() if name not in computed}, cls.moved
         )

@@ -1,21 +1,27 @@
-"""A sequence that is cut over ranks (context parallelism): who has which tokens, and how a read gets those of others.
+"""Context parallelism: the distribution of a sequence over ranks, and reads across ranks.
 
-The cut is Megatron's: 2 N chunks, of which rank i has i and 2 N - 1 - i, so that the tokens of each rank read as many others where causal.
-What a layer computes of one token alone it computes of its own tokens. What it reads of other tokens passes `Cut.apart`:
+The distribution is Megatron's: a sequence has 2 N chunks, and rank i has chunks i and 2 N - 1 - i,
+so that causal reads cost every rank the same. A rank computes token-wise operations on its own
+tokens. Reads of other tokens pass through the class `Cut`, in one of these ways:
 
-    all_to_all   every rank gets all tokens of 1 / N of the heads (or channels), reads them as one process does, and gives each rank its
-                 tokens of what was read. For any read.
-    all_gather   every rank gets the keys of all tokens, and reads each of its two chunks of queries as decoding does, with the keys up to
-                 the chunk's end. For causal reads that name their keys; no head is split. Keys, and what is made of them, are not kept:
+    all_to_all   Every rank receives all tokens of 1 / N of the heads (or channels), reads them
+                 as one process would, and returns to each rank its tokens of the result. Works
+                 for any read.
+    all_gather   Every rank gathers the keys of all tokens and reads each of its two chunks of
+                 queries as decoding does, with the keys up to the chunk's end. For causal reads
+                 that name their keys; no head is split. Keys and their products are not kept:
                  the backward pass gathers and reads again.
-    ring         as all_gather, for reads under a softmax; keys and values go from rank to rank (`ring`).
-    states       every rank reads each of its two chunks as a sequence of its own, from the state that the chunks before it leave behind:
-                 of each chunk all ranks get what it adds to the state and how far it fades what was there. What is sent does not grow
-                 with the length, and no head is split. For scans whose state fades channel by channel and for convolutions (`scans`).
-                 Not for a state that a matrix turns (the delta rules) and not for sums kept relative to a running maximum (AFT, Mamba's
-                 free energy), which exchange heads.
+    ring         Like all_gather, for softmax reads; keys and values pass from rank to rank
+                 (`ring`).
+    states       Every rank reads each of its two chunks as a separate sequence that starts from
+                 the state after the previous chunks. All ranks receive, for each chunk, its
+                 contribution to the state and its decay of the earlier state. The traffic does
+                 not grow with the length, and no head is split. For convolutions and for scans
+                 whose state decays channel by channel (`scans`). Not for states that a matrix
+                 transforms (the delta rules) and not for sums relative to a running maximum
+                 (AFT, Mamba's free energy), which exchange heads.
 
-No mixer's mathematics and no process group here.
+This module contains no mixer mathematics and no process group.
 """
 
 from __future__ import annotations
@@ -36,24 +42,33 @@ Read = Callable[..., Tensor]
 
 
 class Ranks(Protocol):
-    """The ranks that share a sequence, in one rank's view."""
+    """The ranks that share a sequence, as seen by one of them."""
 
     size: int
     rank: int
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """[size, ...]: part i goes to rank i -> [size, ...], part j from rank j; gradients go back the same way."""
+        """Send part i of [size, ...] to rank i and return [size, ...] with part j from rank j.
+
+        Gradients are sent back the same way.
+        """
 
     def gather(self, own: Tensor) -> Tensor:
-        """[...] -> [size, ...], every rank's; the gradients of all ranks' copies are summed."""
+        """Gather [...] of every rank into [size, ...].
+
+        The gradients of all ranks' copies are summed.
+        """
 
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begins to send to the next rank, and to receive the same of the one before; what is called waits for it. No gradient."""
+        """Start sending tensors to the next rank and receiving equal shapes from the previous one.
+
+        Returns a function that waits for the received tensors. Gradients are not propagated.
+        """
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Which dimensions of a read's tensors are sequences, tokens and heads (or channels)."""
+    """Dimensions of sequences, tokens and heads (or channels) in the tensors of a read."""
 
     batch: int
     time: int
@@ -61,28 +76,37 @@ class Dims:
 
 
 def own_chunks(size: int, rank: int) -> tuple[int, int]:
-    """Which of the 2 ``size`` chunks a rank has, in the order in which its tokens lie."""
+    """Return the numbers of a rank's two chunks of the 2 ``size``, in token order."""
     return rank, 2 * size - 1 - rank
 
 
 def own_tokens(whole: Tensor, size: int, rank: int, time: int) -> Tensor:
-    """A rank's tokens of a tensor that has all, along the dimension ``time``, which 2 ``size`` divides."""
+    """Return a rank's tokens of a tensor with all tokens along ``time``.
+
+    The number of tokens must be a multiple of 2 ``size``.
+    """
     chunks = whole.chunk(2 * size, time)
     return torch.cat([chunks[number] for number in own_chunks(size, rank)], time)
 
 
 def _in_order(parts: Tensor, dim: int) -> list[Tensor]:
-    """The chunks of a sequence, of every rank's two, which lie one behind the other in the dimension ``dim`` of [ranks, ...]."""
+    """Return a sequence's chunks in order.
+
+    parts: [ranks, ...] with each rank's two chunks one after the other along ``dim``.
+    """
     first, second = (chunks.unbind() for chunks in parts.chunk(2, dim))
     return [*first, *reversed(second)]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One rank's part of each sequence, and how the reads of one layer are made.
+    """One rank's part of each sequence, and the way in which one layer reads across ranks.
 
-    gathers: of reads that name their keys, these are gathered. states: scans that can pass states do. ring: softmax reads go round instead
-    of gathering. Whatever else exchanges heads.
+    gathers: True if reads that name their keys gather them.
+    states: True if scans pass states where they can.
+    ring: True if softmax reads use a ring instead of gathering.
+
+    All other reads exchange heads.
     """
 
     ranks: Ranks
@@ -91,7 +115,7 @@ class Cut:
     ring: bool = False
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Where this rank's ``length`` tokens stand in the sequence, [length] int64."""
+        """Return the positions of this rank's ``length`` tokens in the sequence, [length] int64."""
         whole = torch.arange(length * self.ranks.size, device=device)
         return own_tokens(whole, self.ranks.size, self.ranks.rank, 0)
 
@@ -104,19 +128,23 @@ class Cut:
         dims: Dims,
         context: Context,
     ) -> Tensor:
-        """``read(valid, *given, *each)`` of whole sequences, of which ``given`` and the result are this rank's tokens.
+        """Return this rank's tokens of ``read(valid, *given, *each)`` over full sequences.
 
-        each: what belongs to a head alone, heads first; of one head: to all. keys: the places in ``given`` of what queries read; none:
-        the read does not tell. context: the layer's, without a cut.
+        given: tensors with this rank's tokens.
+        each: tensors per head, heads first; a tensor with one head is shared by all heads.
+        keys: indices in ``given`` of the tensors that queries read; empty if the read does not
+            name them.
+        context: the layer's context, without a cut.
 
         Raises:
-            ValueError: keys are to be gathered for a read of documents, or one that is not causal.
+            ValueError: if keys would be gathered for a read of documents or a read that is not
+            causal.
         """
         if not (self.gathers and keys):
             return self._by_heads(read, given, each, dims, context)
         if context.documents is not None or not context.causal:
             raise ValueError(
-                "documents that are read apart, and reads both ways, are made by exchanging heads"
+                "reads of separate documents, and reads that are not causal, must exchange heads"
             )
 
         def gathered(*given: Tensor | None) -> Tensor:
@@ -128,20 +156,25 @@ class Cut:
 
         if not torch.is_grad_enabled():
             return gathered(*given)
-        made: Tensor = checkpoint(
-            gathered, *given, use_reentrant=False, preserve_rng_state=False
-        )  # nothing is random
+        # no RNG state: the operations are deterministic
+        made: Tensor = checkpoint(gathered, *given, use_reentrant=False, preserve_rng_state=False)
         return made
 
     def side_by_side(self, read: Read, given: Given, each: Given, dims: Dims) -> Tensor:
-        """``read(None, *given, *each)``, given this rank's two chunks as sequences, the first chunks of all before the second ones."""
+        """Return ``read(None, *given, *each)`` with this rank's two chunks as separate sequences.
+
+        The first chunks of all sequences precede the second chunks in the batch dimension.
+        """
         beside = [
             None if t is None else torch.cat(t.chunk(2, dims.time), dims.batch) for t in given
         ]
         return torch.cat(read(None, *beside, *each).chunk(2, dims.batch), dims.time)
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        """The ``count`` tokens before each chunk, [count, 2 b, ...] of x [tokens of a chunk, 2 b, ...]; zeros before the first of all."""
+        """Return the ``count`` tokens before each chunk, [count, 2 b, ...].
+
+        x: [tokens of a chunk, 2 b, ...]. Zeros precede the first chunk of the sequence.
+        """
         zeros = x.new_zeros(count, x.shape[1] // 2, *x.shape[2:])
         if not count:
             return torch.cat((zeros, zeros), 1)
@@ -155,7 +188,10 @@ class Cut:
         )
 
     def span(self, v: Tensor, time: int) -> Tensor:
-        """The least and the greatest of all tokens, two in place of this rank's along ``time``; no gradient."""
+        """Return the minimum and maximum over the tokens of all ranks, two entries along ``time``.
+
+        The result has no gradient.
+        """
         every = self.ranks.gather(
             torch.cat(torch.aminmax(v.detach(), dim=time, keepdim=True), time)
         )
@@ -164,17 +200,23 @@ class Cut:
 
     @property
     def own(self) -> tuple[int, int]:
-        """The numbers of this rank's chunks."""
+        """Numbers of this rank's chunks."""
         return own_chunks(self.ranks.size, self.ranks.rank)
 
     def all_chunks(self, own: Tensor, batch: int) -> list[Tensor]:
-        """What every chunk has, in order, of what this rank's two have side by side in the dimension ``batch``."""
+        """Gather the values of all chunks and return them in order.
+
+        own: values of this rank's two chunks, next to each other along ``batch``.
+        """
         return _in_order(self.ranks.gather(own), batch + 1)
 
     def _by_chunks(
         self, read: Read, given: Given, each: Given, keys: Collection[int], time: int
     ) -> Tensor:
-        """``given``: keys of all tokens, the rest of this rank's."""
+        """Read each of this rank's chunks with the keys up to its end.
+
+        given: the keys of all tokens; this rank's tokens of every other tensor.
+        """
         chunks, made = 2 * self.ranks.size, []
         for half, number in enumerate(self.own):
 
@@ -213,7 +255,11 @@ class Cut:
         )
 
     def _own_heads(self, t: Tensor, dims: Dims, heads: int) -> Tensor:
-        """All tokens of this rank's heads; of what is one for all ``heads`` as it is; of fewer heads than ranks the one that these read."""
+        """Return all tokens of this rank's heads.
+
+        A tensor that all ``heads`` share is gathered unchanged. With fewer heads than ranks, the
+        result is the one head that this rank's queries read.
+        """
         size, own = self.ranks.size, t.shape[dims.heads]
         if own == 1 < heads:
             return self._all_tokens(t, dims.time)
@@ -228,6 +274,6 @@ class Cut:
         return torch.cat(_in_order(self.ranks.gather(t.movedim(time, 0)), 1)).movedim(0, time)
 
     def _by_rank(self, tokens: Tensor) -> Tensor:
-        """[tokens, ...] -> [size, tokens of a rank, ...]."""
+        """Reorder [tokens, ...] -> [size, tokens of a rank, ...]."""
         size = self.ranks.size
         return torch.stack([own_tokens(tokens, size, rank, 0) for rank in range(size)])

@@ -1,4 +1,7 @@
-"""Of a sequence that is cut over ranks (`cut`): how a mixer's reads are made, and what ranks send each other, from sizes. Torch-free."""
+"""Choice of read method and traffic for sequences split over ranks (`cut`), from sizes only.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CutWidths:
-    """Numbers of heads or channels that are exchanged for tokens, as ``Shape.split_widths``, by the reads that do so.
+    """Numbers of heads or channels that reads exchange for tokens.
 
-    always: reads that cannot do without. keyed: those that name their keys, unless these are gathered. scanned: scans and convolutions,
-    unless they pass states. shared: of the keyed, heads that several queries read; where they are fewer than ranks these share them.
-    rings: whether the keyed are under a softmax, and their keys can go round.
+    Names are those of ``Shape.split_widths``.
+
+    always: reads that must exchange heads.
+    keyed: reads that name their keys, which exchange heads unless keys are gathered.
+    scanned: scans and convolutions, which exchange heads unless they pass states.
+    shared: heads of the keyed reads that several queries read; fewer heads than ranks are
+        shared.
+    rings: True if the keyed reads use a softmax, so that their keys can pass around a ring.
     """
 
     always: dict[str, int] = field(default_factory=dict)
@@ -26,7 +34,10 @@ class CutWidths:
 
 
 class CutKinds(NamedTuple):
-    """How a mixer's reads are made of sequences cut over ranks; those that do neither exchange heads (`cut.Cut`)."""
+    """Read method of a mixer for sequences split over ranks (`cut.Cut`).
+
+    Reads that neither gather keys nor pass states exchange heads.
+    """
 
     gathers: bool
     states: bool
@@ -35,11 +46,17 @@ class CutKinds(NamedTuple):
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes that a rank gives to others where sequences are cut, in one forward pass.
+    """Bytes that a rank sends to other ranks in one forward pass, if sequences are split.
 
-    Of a token: exchanged: each of N ranks gets 1 / N of it; gathered, keys, angles: each of them gets it all. keys: gathered anew in the
-    backward pass. angles: which have no gradient. ring: numbers (not bytes) that go round, and whose gradients do, in fp32. Of a sequence:
-    states: behind each of its rank's two chunks. span: without a gradient.
+    Per token:
+        exchanged: each of N ranks receives 1 / N of it.
+        gathered, keys, angles: each rank receives all of it. keys are gathered again in the
+            backward pass; angles have no gradient.
+        ring: numbers (not bytes) that pass around the ring; their gradients do so in fp32.
+
+    Per sequence:
+        states: sent after each of the rank's two chunks.
+        span: has no gradient.
     """
 
     exchanged: float = 0.0
@@ -51,9 +68,11 @@ class Crossing:
     ring: float = 0.0
 
     def sent(self, training: Training, *, again: bool = False) -> float:
-        """Bytes that a rank sends of one application to a micro-batch, forwards and backwards.
+        """Return the bytes that a rank sends, forward and backward, for one application.
 
-        again: the layer is computed again in the backward pass (train.recompute = full).
+        The application is to one micro-batch.
+
+        again: the layer is recomputed in the backward pass (train.recompute = full).
         """
         others, forward, tokens = training.ranks - 1, 1 + again, self._tokens(training)
         token = (
@@ -66,7 +85,10 @@ class Crossing:
         return self.beside(training, again=again) + gradients + others * (tokens * token + states)
 
     def beside(self, training: Training, *, again: bool = False) -> float:
-        """Of ``sent``, what goes while the attention runs: a ring's keys and values; its gradients, and all others, are waited for."""
+        """Return the part of ``sent`` that overlaps with the attention: a ring's keys and values.
+
+        The ring's gradients and all other traffic do not overlap.
+        """
         passes = 2 + again + training.again
         return self._tokens(training) * self.ring * (training.ranks - 1) * training.element * passes
 
@@ -87,36 +109,38 @@ def cut_kinds(
     causal: bool = True,
     separate: bool = False,
 ) -> CutKinds:
-    """How a mixer's reads are made of sequences cut over ``context`` ranks: as one of CUT_KINDS asks, where there is a choice.
+    """Choose the read method of a mixer for sequences split over ``context`` ranks.
 
-    Where nothing is asked for, scans pass states, and reads that name their keys exchange heads if there are enough of them. all_gather:
-    these gather keys. ring: their keys go round, if they can. all_to_all: all exchange heads. tensor: ranks that share a layer. separate:
-    documents are read apart.
+    The requested method, one of CUT_KINDS, applies if the mixer has a choice. all_gather: reads
+    that name their keys gather them. ring: keys pass around a ring if they can. all_to_all: all
+    reads exchange heads. None: scans pass states, and reads that name their keys exchange heads if
+    enough heads exist.
+
+    tensor: ranks that share a layer.
+    separate: documents are read separately.
 
     Raises:
-        ValueError: it cannot be made; the message names the width, or what was asked for.
+        ValueError: if the method is impossible; the message names the width or the requested
+        method.
     """
-    ranks, widths, states = (
-        tensor * context,
-        mixer.cut_widths(),
-        asked != "all_to_all" and not separate,
-    )
+    ranks = tensor * context
+    widths = mixer.cut_widths()
+    states = asked != "all_to_all" and not separate
     words = f"parallel.context_parallel_size={context}" + (
         f" x tensor_model_parallel_size={tensor}" if tensor > 1 else ""
     )
-    words, only = (
-        f"{words} does not divide",
-        "documents that are read apart are read by whole heads (all_to_all)",
-    )
+    words = f"{words} does not divide"
+    only = "separate documents are read by complete heads (all_to_all)"
     for name, width in (widths.always | ({} if states else widths.scanned)).items():
         if width % ranks:
             choice = (
                 f"; {only}"
                 if separate
-                else "; leave parallel.context_parallel_kind out: states are passed"
+                else "; leave parallel.context_parallel_kind out, so that states are passed"
             )
             raise ValueError(
-                f"{words} {name}={width}, which is exchanged for tokens{'' if name in widths.always else choice}"
+                f"{words} {name}={width}, which is exchanged for "
+                f"tokens{'' if name in widths.always else choice}"
             )
     keyed, ring = widths.keyed, asked == "ring" and widths.rings
     short = [f"{name}={width}" for name, width in keyed.items() if width % ranks]
@@ -130,10 +154,12 @@ def cut_kinds(
     if separate or not causal:
         why = f"{words} {short[0]}" if short else f"parallel.context_parallel_kind={asked}"
         raise ValueError(
-            f"{why}, and {only if separate else 'reads both ways are of whole heads (all_to_all)'}"
+            f"{why}, and "
+            f"{only if separate else 'reads that are not causal use complete heads (all_to_all)'}"
         )
     if asked == "all_to_all":
         raise ValueError(
-            f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all needs; all_gather does not"
+            f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all requires; "
+            "all_gather does not"
         )
     return CutKinds(gathers=True, states=states, ring=ring)

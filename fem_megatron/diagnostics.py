@@ -1,8 +1,10 @@
-"""What every layer's update does to a sample of tokens: step norm, energies, entropies. No trainer, no logger and no file may come in.
+"""Diagnostics of every layer's update on a sample of tokens: step norm, energies, entropies.
 
-Each mixer's quantities are a function beside it, which its class names; the energies themselves are the layers' and kernels' own. The
-sample is the beginning of the first sequence, or of its longest document where they are read apart, taken as a sequence of its own: of a
-causal model its energies are those of these tokens in the whole.
+The module must not import the trainer, a logger or file access. The quantities of a mixer are
+computed by a function in the mixer's folder, which the layer class names. The energies are those of
+the layers and kernels. The sample is the beginning of the first sequence, or of its longest
+document if documents are read separately. It is treated as an independent sequence. In a causal
+model its energies equal those of the same tokens in the full sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from fem_megatron.shape import located
 from fem_megatron.state import Context
 from fem_megatron.update import Update
 
-TOKENS = 256  # of the sample
+TOKENS = 256  # tokens of the sample
 
 Quantities = dict[str, Tensor]
 """Name -> a number, the same on every tensor-parallel rank."""
@@ -29,7 +31,10 @@ Quantities = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Sample:
-    """What an update made of x: x and after [n (/ tensor-parallel size under sequence parallelism), 1, D], tokens: 0 .. n - 1."""
+    """Input and output of an update.
+
+    x, after: [n (/ tensor-parallel size under sequence parallelism), 1, D]. tokens: 0 .. n - 1.
+    """
 
     x: Tensor
     after: Tensor
@@ -39,13 +44,20 @@ class Sample:
 
 @contextmanager
 def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dict[str, float]]:
-    """Look at the first time that each block's updates run in this context; before and after it the blocks are as if nobody looked.
+    """Observe the first execution of each block's updates in this context.
 
-    blocks: by the layer's number in the whole model; all of a tensor-parallel group must do this together. The dictionary is filled when
-    the context ends: ``layer_03/mixer/step_norm`` (of a block with recurrence ``layer_03/iteration_01/mixer/step_norm``) -> value.
-    ``step_norm`` is the mean of |x' - x| / |x|, ``activation_max`` the largest |x'| of a channel, ``logit_max`` the largest number that a
-    softmax or a sigmoid over tokens is taken of, where there is one (scans have none); energies and entropies (nats) are means
-    over the sample, energy_rose a share of tokens.
+    The blocks are unchanged after it.
+
+    blocks: layer number in the full model -> block. All ranks of a tensor-parallel group
+        must do this together.
+
+    The yielded dictionary is filled when the context ends: ``layer_03/mixer/step_norm`` (for a
+    block with recurrence ``layer_03/iteration_01/mixer/step_norm``) -> value.
+
+    ``step_norm`` is the mean of |x' - x| / |x|. ``activation_max`` is the largest |x'| of a
+    channel. ``logit_max`` is the largest input of a softmax or sigmoid over tokens (scans have
+    none). Energies and entropies (nats) are means over the sample; energy_rose is a share of
+    tokens.
     """
     found: Quantities = {}
     numbers: dict[str, float] = {}
@@ -93,7 +105,10 @@ def _hook(
 def observe(
     update: Update, x: Tensor, after: Tensor, context: Context, tokens: int = TOKENS
 ) -> Quantities:
-    """The quantities of one update that made ``after`` of the slice x. The context must be one without a state."""
+    """Return the quantities of one update from x to ``after``.
+
+    The context must not contain a state.
+    """
     parallel = update.parallel
     whole = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
     start, alone = (0, len(whole[0])) if context.documents is None else context.documents.longest
@@ -101,7 +116,7 @@ def observe(
     split = len(whole[0]) > len(x)
     if split:
         length -= length % parallel.size
-    if not length:  # documents of fewer tokens than there are ranks
+    if not length:  # fewer tokens than ranks
         return _generic(*_tokens(update, whole))
     whole = [t[start : start + length] for t in whole]
     sliced = [t.chunk(parallel.size)[parallel.rank] if split else t for t in whole]
@@ -114,7 +129,7 @@ def observe(
     )
     sample = Sample(sliced[0], sliced[1], here, torch.arange(length, device=x.device))
     generic = _generic(*_tokens(update, whole))
-    # Eigenvalues of what is not finite would end the run, which knows what to do with such a step.
+    # Eigenvalues of non-finite values would raise, but training handles such a step itself.
     if update.diagnostics is None or not whole[1].isfinite().all():
         return generic
     more: Quantities = located(update.diagnostics)(update, sample)
@@ -122,7 +137,7 @@ def observe(
 
 
 def _tokens(update: Update, streams: list[Tensor]) -> list[Tensor]:
-    """Without what the layers carry beside the tokens."""
+    """Return the streams without the channels that layers carry in addition to the tokens."""
     return [stream[..., : update.hidden] for stream in streams]
 
 
@@ -134,35 +149,45 @@ def _generic(before: Tensor, after: Tensor) -> Quantities:
 
 
 def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
-    """Means of an energy of each token before and after the update, and the share of tokens whose energy rose."""
+    """Return an energy's mean before and after the update, and the share that rose.
+
+    The share is that of tokens whose energy rose.
+    """
     rose = (after > before).to(before.dtype).mean()
     return {f"{name}_before": before.mean(), f"{name}_after": after.mean(), f"{name}_rose": rose}
 
 
 def largest_logit(scores: Tensor, seen: Tensor | None, parallel: Parallel) -> Quantities:
-    """What goes into a softmax or a sigmoid: the largest of scores [b, local heads, n, keys] among ``seen`` (None: all), of all heads."""
+    """Return the largest score of all heads.
+
+    scores: [b, local heads, n, keys], inputs of a softmax or sigmoid.
+    seen: mask of the scores that count; None: all.
+    """
     found = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).amax((0, 2, 3))
     return {"logit_max": parallel.gather(found).max()}
 
 
 def quantiles(name: str, values: Tensor) -> Quantities:
-    """The 10%, 50% and 90% quantiles of all values."""
+    """Return the 10%, 50% and 90% quantiles of all values."""
     shares = torch.tensor([0.1, 0.5, 0.9], dtype=values.dtype, device=values.device)
     found = values.flatten().quantile(shares)
     return {f"{name}_{percent}": value for percent, value in zip((10, 50, 90), found, strict=True)}
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Of weights [..., n], which need not add up to one, in nats; rounding's negative ones count as zero."""
+    """Return the entropy in nats of weights [..., n], which are normalised first.
+
+    Negative weights from rounding count as zero.
+    """
     weights = weights.clamp_min(0.0)
     return torch.special.entr(weights / weights.sum(-1, keepdim=True)).sum(-1)
 
 
 def size(x: Tensor) -> Tensor:
-    """|x| of each token, in float32 or wider."""
+    """Return |x| of each token, in float32 or wider."""
     return torch.linalg.vector_norm(wide(x), dim=-1)
 
 
 def wide(t: Tensor) -> Tensor:
-    """t in float32 or wider."""
+    """Return t in float32 or wider."""
     return t.to(torch.promote_types(t.dtype, torch.float32))

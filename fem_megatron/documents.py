@@ -1,10 +1,11 @@
-"""Documents that share a sequence, each read by itself: whatever a mixer reads, it is given a document a row, as many rows as there are.
+"""Documents that share a sequence and are read independently: reads receive one document per row.
 
-What a layer computes of one token alone it computes of all tokens as they lie. What it reads of other tokens (attention, scans,
-convolutions) passes `Documents.apart`, which puts the tokens of each document into a row of their own, and what was read back into their
-places. Rows are independent in every read, so nothing crosses a document's end, whichever kernel runs; and of a pair of tokens of two
-documents nothing is computed. A row is longer than its document by up to a quarter of it, or 3 tokens; rows of one length are read
-together.
+Token-wise operations run on the sequence unchanged. Reads of other tokens (attention, scans,
+convolutions) pass through the class `Documents`, which copies the tokens of each document into a
+separate row and copies the results back. Rows are independent in every read, so no information
+crosses a document's end with any kernel, and pairs of tokens from two documents are never computed.
+A row is longer than its document by up to a quarter of it, or by up to 3 tokens. Rows of equal
+length are read together.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ _LEAST = 4  # tokens of the shortest row
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch [b, s] lie.
+    """Positions of the documents of a micro-batch [b, s].
 
-    positions [s, b] int64: of each token in its document, from 0. longest: of the first sequence, its first token, and its tokens. rows:
-    (documents, tokens of a row) of each length. batch, time [all rows' tokens] int64: which token stands there; past a document's end its
-    last one. kept [b * s] int64: where each token, sequence after sequence, stands among the rows' tokens. valid: of each length
-    [documents, tokens of a row] bool, False past a document's end.
+    positions: [s, b] int64, position of each token in its document, from 0.
+    longest: first token and length of the longest document of the first sequence.
+    rows: (documents, tokens per row) for each row length.
+    batch, time: [all rows' tokens] int64, source of each row token; past a document's end,
+        its last token.
+    kept: [b * s] int64, index of each token among the rows' tokens, sequence after
+        sequence.
+    valid: for each row length, [documents, tokens per row] bool, False past a document's
+        end.
     """
 
     positions: Tensor
@@ -39,7 +45,11 @@ class Documents:
 
     @classmethod
     def of(cls, begins: Tensor) -> Documents:
-        """From begins [b, s] bool, on the CPU: True where a token is a document's first. The first of a sequence is one anyway."""
+        """Build the documents from begins [b, s] bool, on the CPU.
+
+        begins is True at the first token of a document. The first token of a sequence always
+        begins a document.
+        """
         (sequences, length), begins = begins.shape, begins.clone()
         begins[:, 0] = True
         first = begins.flatten().nonzero()[:, 0]
@@ -67,7 +77,7 @@ class Documents:
         )
 
     def to(self, device: torch.device) -> Documents:
-        """The same on a device."""
+        """Return a copy on a device."""
         moved = [
             t.to(device, non_blocking=True)
             for t in (self.positions, self.batch, self.time, self.kept)
@@ -84,10 +94,14 @@ class Documents:
         time: int,
         causal: bool,
     ) -> Tensor:
-        """``read(valid, *tensors)`` of every document by itself, its tokens the ``time`` dimension, documents the ``batch`` dimension.
+        """Return ``read(valid, *tensors)`` computed separately for every document.
 
-        tensors: with b and s in these dimensions (1 in place of b: alike in every sequence); None stays None. What ``read`` returns has
-        them too. valid [documents, tokens] is None where causal: what stands past a document's end is read by no token of it.
+        ``read`` receives documents along the ``batch`` dimension and their tokens along ``time``.
+        Its result has both dimensions, too. valid [documents, tokens] is None if causal: no token
+        of a document reads the entries past its end.
+
+        tensors: have sizes b (or 1: equal in every sequence) and s in these dimensions; None stays
+            None.
         """
         sizes = [documents * length for documents, length in self.rows]
         given = [None if t is None else self._rows(t, batch, time).split(sizes) for t in tensors]
@@ -114,13 +128,19 @@ class Documents:
 
 
 def row_length(size: int, most: int) -> int:
-    """Tokens of a document's row: 4, 5, 6 or 7 times a power of two, so that few lengths are met, and at most ``most``."""
+    """Return the row length of a document: 4, 5, 6 or 7 times a power of two, at most ``most``.
+
+    This limits the number of distinct lengths.
+    """
     step = max(_LEAST, 1 << max(0, (size - 1).bit_length() - 3))
     return min(most, -(-size // step) * step)
 
 
 class _Rows(torch.autograd.Function):
-    """t [b, s, ...] -> [rows' tokens, ...]. Every token stands in one place that counts; a copy past a document's end has no gradient."""
+    """t [b, s, ...] -> [rows' tokens, ...].
+
+    Every token has one row entry that counts; copies past a document's end have no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, batch: Tensor, time: Tensor, kept: Tensor) -> Tensor:
@@ -133,7 +153,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
-    """rows' tokens [n, ...] -> [b * s, ...]."""
+    """[n, ...] rows' tokens -> [b * s, ...]."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, kept: Tensor) -> Tensor:

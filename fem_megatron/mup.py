@@ -1,9 +1,12 @@
-"""The maximal update parametrization, muP (Yang et al. 2022, arXiv 2203.03466): what a weight starts from and learns with. Torch-free.
+"""The maximal update parametrization, muP: initial weights and learning rates.
 
-With m = model.hidden_size / model.mup.base_hidden_size, a weight's initial spread and learning rate are those of the base times powers of
-m that `Scaling` tells, Adam's (table 3). Nothing multiplies an activation: of the paper's equivalent forms (lemma J.1: with Adam a
-multiplier 1/m in front of a weight is the same training as a spread and a learning rate divided by m, but for Adam's epsilon) this is the
-one in which the model computes what it always did.
+Source: Yang et al. 2022, arXiv 2203.03466. With m = model.hidden_size /
+model.mup.base_hidden_size, a weight's initial standard deviation and its learning rate
+are those of the base times powers of m (`Scaling`, Adam's, table 3). No activation is
+multiplied. The paper has equivalent forms (lemma J.1: with Adam, a multiplier 1/m on a
+weight gives the same training as a standard deviation and a learning rate divided by m,
+up to Adam's epsilon). This is the form in which the model's computation does not change.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -22,32 +25,37 @@ PARAMETRIZATIONS = ("standard", "mup")
 
 @dataclass(frozen=True)
 class MupConfig:
-    """The base model of muP; only where ``model.parametrization`` is mup."""
+    """The base model of muP; used only if ``model.parametrization`` is mup."""
 
     base_hidden_size: int = setting(
         256,
-        "hidden_size of the model that init_std and the learning rate are meant for; m = hidden_size / base_hidden_size.",
+        "hidden_size of the model for which init_std and the learning rate are chosen; m = "
+        "hidden_size / base_hidden_size.",
         least=1,
     )
     base_head_size: int | None = setting(
         None,
-        "Where heads grow wider with the model: the base's width of a query; scores are multiplied by sqrt(base_head_size) / width. null: "
-        "1 / sqrt(width), right where the models' heads are of one width and the wider model has more of them.",
+        "For heads that grow wider with the model: the width of a query in the base; scores are "
+        "multiplied by sqrt(base_head_size) / width. null: 1 / sqrt(width), for models whose "
+        "heads have the same width and whose number of heads grows.",
         least=1,
     )
 
     def changed(self) -> list[str]:
-        """The names of the fields that are not at their defaults."""
+        """Return the names of the fields that differ from their defaults."""
         return [item.name for item in fields(self) if getattr(self, item.name) != item.default]
 
 
 def width_ratio(model: ModelConfig) -> float:
-    """m: how many times wider than the base the model is; 1 under the standard parametrization."""
+    """Return m, the model's width divided by the base's; 1 under the standard parametrization."""
     return model.hidden_size / model.mup.base_hidden_size if model.parametrization == "mup" else 1.0
 
 
 def starts_from(model: ModelConfig, weight: Weight) -> float | Normal:
-    """What training starts ``weight`` from: its constant, or a normal distribution, the model's or its own, of the width's spread."""
+    """Return the start value of ``weight``.
+
+    It is its constant, or a normal distribution scaled for the width.
+    """
     if isinstance(weight.init, int | float):
         return float(weight.init)
     std = weight.init.std if isinstance(weight.init, Normal) else model.init_std
@@ -55,21 +63,27 @@ def starts_from(model: ModelConfig, weight: Weight) -> float | Normal:
 
 
 def lr_factor(model: ModelConfig, weight: Weight) -> float:
-    """The weight's learning rate in optimizer.lr."""
+    """Return the weight's learning rate divided by optimizer.lr."""
     return float(width_ratio(model) ** weight.scaling.lr)
 
 
 def decay_factor(model: ModelConfig, weight: Weight) -> float:
-    """The weight's decay in optimizer.weight_decay, where it is decayed: a step takes away learning rate times decay, as at the base."""
+    """Return the weight's decay divided by optimizer.weight_decay, for decayed weights.
+
+    The product of learning rate and decay is the same as in the base.
+    """
     return 1.0 / lr_factor(model, weight)
 
 
 def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
-    """What Muon multiplies a map's orthogonal update by, of ``rows`` rows of the weight, besides the rate.
+    """Return Muon's factor on the orthogonal update of a map with ``rows`` rows of the weight.
 
-    0.2 sqrt(max(rows, columns)) gives its numbers the size of AdamW's (arXiv 2502.16982, 2.2), so that both share rate and decay. muP keeps
-    to the base's and lets the update's spectral norm follow sqrt(rows / columns) (arXiv 2310.17813, condition 1; the rate's power of m is
-    in it): constant for a map of the width into itself, m^(-1/2) for one of it into a head, of which a wider model has more.
+    The learning rate is a separate factor. 0.2 sqrt(max(rows, columns)) gives the entries AdamW's
+    size (arXiv 2502.16982, 2.2), so that both optimizers share rate and decay. muP uses the base's
+    factor and scales the update's spectral norm with sqrt(rows / columns) (arXiv 2310.17813,
+    condition 1; the rate already contains its power of m). The result is constant in m for a map of
+    the width into itself. For a map of the width into a head it is proportional to m^(-1/2),
+    because a wider model has more heads.
     """
     m, columns = width_ratio(model), weight.shape[-1]
     outward = weight.scaling in (HIDDEN, FIXED) and (
@@ -81,16 +95,21 @@ def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
 
 
 def score_scale(model: ModelConfig, width: int) -> float | None:
-    """What the scores of heads whose queries are ``width`` wide are multiplied by; None: 1 / sqrt(width), as everywhere.
+    """Return the factor on the scores of heads with queries of ``width`` channels.
 
-    sqrt(base) / width is definition 4.1's 1 / width, with the constant that leaves the base as it is.
+    None means 1 / sqrt(width). sqrt(base) / width is definition 4.1's 1 / width, with the
+    constant that leaves the base unchanged.
     """
     base = model.mup.base_head_size if model.parametrization == "mup" else None
     return None if base is None or base == width else float(base**0.5 / width)
 
 
 def outer_weights(model: ModelConfig) -> Weights:
-    """Name -> weight of what is in no block: embeddings, of velocities where there are any, final norm, output layer unless tied."""
+    """Return name -> weight of the parameters outside the blocks.
+
+    These are the embeddings (also of velocities, if used), the final norm, and the output layer
+    unless tied.
+    """
     shape = (model.padded_vocab_size(), model.hidden_size)
     weights = {
         "embedding.word_embeddings.weight": Weight(shape, split=0, mup=FIXED, maps=None),
@@ -108,30 +127,33 @@ def outer_weights(model: ModelConfig) -> Weights:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises ValueError, naming the key and what to set, where muP and the model do not go together."""
+    """Raise ValueError, naming the key and the fix, if muP and the model are incompatible."""
     mup = model.mup
     if model.parametrization != "mup":
         if changed := mup.changed():
             raise ValueError(
-                f"model.mup.{changed[0]} is set, but model.parametrization is {model.parametrization}; set it to mup, or leave both out"
+                f"model.mup.{changed[0]} is set, but model.parametrization is "
+                f"{model.parametrization}; set it to mup, or leave both out"
             )
         return
     if model.tie_embeddings:
         raise ValueError(
-            "model.tie_embeddings: muP starts and trains the output layer otherwise than the embedding; set it to false"
+            "model.tie_embeddings: muP uses different initial values and learning rates for the "
+            "output layer and the embedding; set it to false"
         )
 
 
 def check_mixer(model: ModelConfig, name: str, shape: Shape) -> None:
-    """Raises ValueError as `check_model` does, where muP and the mixer of this name do not go together."""
+    """Raise ValueError, like `check_model`, if muP and the mixer ``name`` are incompatible."""
     if model.parametrization != "mup":
         return
     if shape.external:
         raise ValueError(
-            f"model.parametrization=mup: the weights of {name} are another package's; set model.parametrization=standard"
+            f"model.parametrization=mup: the weights of {name} belong to another package; set "
+            "model.parametrization=standard"
         )
     if model.mup.base_head_size is not None and not shape.product_scores():
         raise ValueError(
-            f"model.mup.base_head_size scales scores that are products over a head's width, and {name} has none of that kind; "
-            "set it to null"
+            "model.mup.base_head_size scales scores that are products over a head's width, and "
+            f"{name} has no scores of this kind; set it to null"
         )

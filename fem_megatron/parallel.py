@@ -1,7 +1,8 @@
-"""What a layer asks of its surroundings: seven moves of an activation between ranks, one product that may be fused, its parameters.
+"""Interface between a layer and its ranks.
 
-``OneProcess`` is the answer of a single process (tests, decoding, the exported model), ``megatron.tensor_parallel`` Megatron-core's.
-No Megatron-core here.
+It has seven moves of activations, a fusible product, and parameters. ``OneProcess``
+implements it for a single process (tests, decoding, the exported model);
+``megatron.tensor_parallel`` for Megatron-core. This module does not import Megatron-core.
 """
 
 from __future__ import annotations
@@ -16,54 +17,77 @@ from fem_megatron.shape import Weight, Weights
 
 
 class Parallel(Protocol):
-    """One tensor-parallel rank's view. Outside a mixer an activation is [s / size, b, D] under sequence parallelism, else [s, b, D]."""
+    """One tensor-parallel rank's interface.
+
+    Outside a mixer an activation is [s / size, b, D] under sequence parallelism, else [s, b, D].
+    """
 
     size: int
     rank: int
     dtype: torch.dtype
 
     def enter(self, x: Tensor) -> Tensor:
-        """The residual stream's slice -> [s, b, D], the whole sequence, for use by this rank's part; its gradient is summed over ranks."""
+        """Gather the residual stream's slice into the full sequence [s, b, D].
+
+        It is for use by this rank's part. Its gradient is summed over ranks.
+        """
 
     def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
-        """linear(enter(x)) for an x that nothing else needs entered: under sequence parallelism only the slice is kept.
+        """Return linear(enter(x)) for an x that is gathered for no other use.
 
-        linear: a module of `linear` (with a bias what is entered is kept), or a weight [out, in], or one with more dimensions before the
-        last, which are taken as one.
+        Under sequence parallelism only the slice is kept. linear: a module of `linear` (with a
+        bias, the gathered input is kept), or a weight [out, in]; dimensions before the last are
+        flattened.
         """
 
     def project_beside(
         self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
     ) -> tuple[list[Tensor], Tensor]:
-        """(others(enter(x)), linear(enter(x))), of which ``project`` keeps x's slice: the backward pass enters x and runs ``others`` again.
+        """Return (others(enter(x)), linear(enter(x))).
 
-        linear: the larger product, which is not made twice.
+        Like ``project`` it keeps x's slice: the backward pass gathers x and runs ``others`` again.
+        linear: the larger product, which is not repeated.
         """
 
     def leave(self, partial: Tensor) -> Tensor:
-        """This rank's summand of [s, b, D] -> the sum over ranks, in the residual stream's slicing."""
+        """Sum this rank's summand [s, b, D] over ranks.
+
+        The result is sliced like the residual stream.
+        """
 
     def gather(self, part: Tensor) -> Tensor:
-        """[..., n / size] -> [..., n]; what follows must be the same on every rank."""
+        """Gather [..., n / size] -> [..., n]. Later operations must be equal on every rank."""
 
     def share(self, whole: Tensor) -> Tensor:
-        """A tensor that every rank holds whole, for use by this rank's part: the same values, its gradient summed over ranks."""
+        """Return a replicated tensor unchanged, for use by this rank's part.
+
+        Its gradient is summed over ranks.
+        """
 
     def total(self, partial: Tensor) -> Tensor:
-        """The sum over ranks, for use by this rank's part: its gradient is summed over ranks, too."""
+        """Return the sum over ranks, for use by this rank's part.
+
+        Its gradient is summed over ranks, too.
+        """
 
     def swiglu(self, packed: Tensor) -> Tensor:
-        """silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n]."""
+        """Return silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n]."""
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """This rank's part of a weight, its constant filled in, or empty where it is to be drawn."""
+        """Return this rank's part of a weight.
+
+        It is filled with its constant, or empty if it is drawn later.
+        """
 
     def linear(self, weight: nn.Parameter) -> nn.Linear:
-        """The module that multiplies by a parameter [out, in], which is yet to be given to it."""
+        """Return the module that multiplies by a parameter [out, in].
+
+        The caller assigns the parameter afterwards.
+        """
 
 
 class OneProcess:
-    """No parallelism: every move is the identity; and no fusion."""
+    """A single process without fusion: every move is the identity."""
 
     size = 1
     rank = 0
@@ -109,13 +133,16 @@ class OneProcess:
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """silu(a) * b of [a | b], over the last dimension."""
+    """Return silu(a) * b of [a | b], over the last dimension."""
     gate, up = packed.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 
 
 def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of ``shape``, marked with the weight it is a part of (``parameter.spec``); constants are filled in."""
+    """Return a parameter of ``shape``, filled if its weight is constant.
+
+    Its attribute ``spec`` is the weight of which it is a part.
+    """
     constant = weight.init if isinstance(weight.init, int | float) else None
     made = nn.Parameter(
         torch.empty(shape, dtype=dtype)
@@ -127,16 +154,23 @@ def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.
 
 
 class Holder(nn.Module):
-    """Weights that an update multiplies by itself. A call returns one of them, so hooks that load, gather or free weights run first."""
+    """Weights that an update multiplies itself.
+
+    A call returns one of them, so that hooks that load, gather or free weights run first.
+    """
 
     def forward(self, name: str = "weight") -> Tensor:
-        """The parameter called ``name``."""
+        """Return the parameter called ``name``."""
         weight: Tensor = getattr(self, name)
         return weight
 
 
 def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None:
-    """Give ``module`` this rank's part of each weight: a matrix ``a.weight`` that is not bare in an nn.Linear, others in a `Holder`."""
+    """Add this rank's part of each weight to ``module``.
+
+    A matrix ``a.weight`` that is not bare is put into an nn.Linear, every other weight into a
+    `Holder`.
+    """
     for name, weight in weights.items():
         *path, leaf = name.split(".")
         made = parallel.parameter(weight)

@@ -1,9 +1,10 @@
-"""The read under a softmax, as every mixer that has one makes it; and, of a sequence that is cut, by a ring of its ranks.
+"""Softmax reads for all mixers, including ring attention for sequences split over ranks.
 
-In a ring each rank keeps its queries, and keys and values go from rank to rank: what a rank holds at a time is its own and one other's.
-Partial reads are merged by their log-sum-exps, which is exact: a softmax over all keys. FEM's read is attention on [v | U]
-(`kernels.free_energy`), so it is merged alike, once all ranks have the range of the values. The backward pass goes round once more, with
-the gradients of keys and values behind them.
+In a ring each rank keeps its queries, and keys and values pass from rank to rank, so that a rank
+holds its own and those of one other rank at a time. Partial reads are merged by their log-sum-exps,
+which gives exactly the softmax over all keys. FEM's read is attention on [v | U]
+(`kernels.free_energy`), so it is merged the same way once all ranks have the range of the values.
+The backward pass makes one more round, in which the gradients of keys and values follow them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ def softmax_read(
     decision: Decision | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """`fem_attention` of the layer's tokens, by documents or over ranks as the context has them; v may have fewer heads than k.
+    """Return `fem_attention` of the layer's tokens.
 
-    decision: of the layer, whether a ring may read this call; None: its range is waited for.
+    It is computed by documents or over ranks as the context requires. v may have fewer heads
+    than k. decision: the layer's decision whether a ring may read this call; None: wait for
+    the range of the values.
     """
     cut = context.cut
     if cut is not None and cut.ring:
@@ -85,10 +88,8 @@ def _by_ring(
     lam: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    scale, wide = (
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        torch.promote_types(q.dtype, torch.float32),
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
     if beta is None or window is None:
         return mix(_Ring.apply(q, k, v, scale, cut.ranks).to(wide), None, None, gate).to(q.dtype)
     centre, shifted = window.centre, window.shifted
@@ -106,14 +107,16 @@ def _by_ring(
 
 
 class _Ring(torch.autograd.Function):
-    """Causal softmax attention of a cut sequence: q [b, h, s, dk], k and v [b, h or a divisor of it, s, ..] of this rank's tokens."""
+    """Causal softmax attention of a sequence split over ranks.
+
+    q [b, h, s, dk]; k and v [b, h or a divisor of it, s, ..] of this rank's tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Ranks) -> Tensor:
         ctx.widths = [t.shape[-1] for t in (q, k, v)]
-        q, k, v = (
-            pad(t, (0, max(ctx.widths) - t.shape[-1])) for t in (q, k, v)
-        )  # the kernels want one
+        # The kernels require equal widths.
+        q, k, v = (pad(t, (0, max(ctx.widths) - t.shape[-1])) for t in (q, k, v))
         out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         total, kept = out.new_full(q.shape[:3], -torch.inf), list[Sequence[Any]]()
 
@@ -149,9 +152,8 @@ class _Ring(torch.autograd.Function):
                 whole[:, :, columns] += (
                     part.to(whole.dtype).unflatten(1, (whole.shape[1], -1)).sum(2)
                 )
-            held[:] = ctx.ranks.shift(
-                held
-            )()  # behind the keys and values, and in the end to whose they are
+            # The gradients follow the keys and values and end at the rank that owns them.
+            held[:] = ctx.ranks.shift(held)()
 
         _round(ctx.ranks, k, v, add)
         return (
@@ -162,7 +164,10 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None:
-    """``add(k, v, rows, columns, causal)`` of every rank's keys and values: which of its own rows see which of their columns."""
+    """Call ``add(k, v, rows, columns, causal)`` for every rank's keys and values.
+
+    rows: this rank's queries that see the keys ``columns``.
+    """
     held, half, every = [k, v], k.shape[2] // 2, slice(None)
     for step in range(ranks.size):
         source, coming = (ranks.rank - step) % ranks.size, None
@@ -170,17 +175,20 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None
             coming = ranks.shift(held)
         if step == 0:
             add(*held, every, every, True)
-        elif (
-            source < ranks.rank
-        ):  # its first chunk is before both of this rank's, its second behind them
+        # Its first chunk precedes both of this rank's chunks, its second follows them.
+        elif source < ranks.rank:
             add(*held, every, slice(0, half), False)
-        else:  # both of its chunks lie between this rank's
+        else:  # both of its chunks are between this rank's
             add(*held, slice(half, None), every, False)
         held = held if coming is None else coming()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequence[Any]:
-    """Attention, the log-sum-exp of its scores, and what a GPU's backward wants besides; the kernels read groups of as many k as v."""
+    """Return attention and the log-sum-exp of its scores.
+
+    On a GPU, further tensors for the backward pass follow. The kernels require as many heads
+    of v as of k.
+    """
     v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -188,7 +196,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
         )
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            "parallel.context_parallel_kind=ring on a GPU needs train.precision=bf16; all_gather takes fp32 too"
+            "parallel.context_parallel_kind=ring on a GPU needs train.precision=bf16; all_gather "
+            "also supports fp32"
         )
     out, total, *more = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
@@ -199,7 +208,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
 def _gradients(
     own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]
 ) -> Sequence[Tensor]:
-    """Of q, k and v, this of as many heads as k. own: the output's gradient, q, and the output and log-sum-exp over all keys."""
+    """Return the gradients of q, k and v; v's has as many heads as k.
+
+    own: the output's gradient, q, and the output and log-sum-exp over all keys.
+    """
     grad, q, out, total = own
     v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":

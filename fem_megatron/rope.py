@@ -1,4 +1,7 @@
-"""RoPE's frequencies, and how they are stretched for texts longer than a model was trained on (docs/long_context.md). Torch-free."""
+"""RoPE's frequencies, and their scaling for texts longer than in training (docs/long_context.md).
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,24 @@ MOVED = {
     "attention.rope_high_freq_factor": "rope_scaling.high_freq_factor",
     "attention.rope_original_length": "rope_scaling.original_length",
 }
-"""Keys of the model that only the transformer had once -> where they are now."""
+"""Former keys of the model, which only the transformer had -> current keys."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies are made slower for longer texts, of every mixer that turns by them."""
+    """Scaling of RoPE's frequencies for longer texts, for every mixer that uses RoPE."""
 
     kind: str | None = setting(
         None,
-        "Rotary frequencies for longer texts. linear: all divided by factor; llama3, yarn: the slow ones alone, those between turned "
-        "smoothly from the one to the other, yarn with sharper attention; abf: rope_base times factor; null: as they are.",
+        "Rotary frequencies for longer texts. linear: all divided by factor; llama3, yarn: only "
+        "the slow ones divided, with a smooth transition to the fast ones, yarn with sharper "
+        "attention; abf: rope_base times factor; null: unchanged.",
         tuple(KINDS),
     )
     factor: float = setting(
         8.0,
-        "How many times longer texts become: what divides frequencies; abf: what multiplies rope_base.",
+        "Factor by which texts become longer: it divides frequencies; abf: it multiplies "
+        "rope_base.",
         above=0,
     )
     original_length: int = setting(
@@ -51,11 +56,11 @@ class RopeScaling:
         1.0, "llama3: frequencies with fewer turns than this in original_length are slow.", above=0
     )
     high_freq_factor: float = setting(
-        4.0, "llama3: frequencies with more turns than this in original_length stay as they are."
+        4.0, "llama3: frequencies with more turns than this in original_length are unchanged."
     )
     beta_fast: float = setting(
         32.0,
-        "yarn: frequencies with more turns than this in original_length stay as they are.",
+        "yarn: frequencies with more turns than this in original_length are unchanged.",
         above=0,
     )
     beta_slow: float = setting(
@@ -63,16 +68,17 @@ class RopeScaling:
     )
     attention_factor: float | None = setting(
         None,
-        "yarn: what queries and keys are each multiplied by, scores by its square; null: 0.1 ln(factor) + 1.",
+        "yarn: factor on queries and on keys, so that scores are multiplied by its square; null: "
+        "0.1 ln(factor) + 1.",
         above=0,
     )
 
     def changed(self) -> list[str]:
-        """The names of the fields that are not at their defaults."""
+        """Return the names of the fields that differ from their defaults."""
         return [item.name for item in fields(self) if getattr(self, item.name) != item.default]
 
     def attention(self) -> float:
-        """What queries and keys are each multiplied by: 1 but for yarn."""
+        """Return the factor on queries and on keys: 1 except for yarn."""
         if self.kind != "yarn":
             return 1.0
         return (
@@ -92,7 +98,10 @@ class Rope:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Rope | None:
-        """RoPE as ``model`` asks for it, for scores that are products of what is turned; None without model.rope."""
+        """Return RoPE as configured in ``model``, for scores that are products of rotated vectors.
+
+        Returns None without model.rope.
+        """
         return (
             cls(model.rope_base, model.rope_scaling, model.rope_scaling.attention())
             if model.rope
@@ -101,16 +110,26 @@ class Rope:
 
     @classmethod
     def rotation(cls, model: ModelConfig) -> Rope | None:
-        """As `of`, the rotation alone: where what is turned is turned back, or is no product under a softmax."""
+        """Return `of` with factor 1.
+
+        For rotations that are inverted later, or whose result is not a product under a softmax.
+        """
         rope = cls.of(model)
         return None if rope is None else replace(rope, factor=1.0)
 
     def first_base(self) -> float:
-        """The base whose powers are the frequencies before they are made slower one by one."""
+        """Return the base whose powers are the frequencies.
+
+        Individual frequencies may be scaled afterwards.
+        """
         return self.base * self.scaling.factor if self.scaling.kind == "abf" else self.base
 
     def ramp(self, size: int) -> tuple[float, float]:
-        """yarn: the pairs of ``size`` channels, counted from the fastest, up to which all stay and from which all are slow."""
+        """Return the ends of yarn's ramp over ``size`` channels.
+
+        They are numbers of channel pairs, counted from the fastest: pairs up to the first end are
+        unchanged, pairs from the second end on are slow.
+        """
 
         def pair(turns: float) -> float:
             return (
@@ -119,15 +138,13 @@ class Rope:
                 / (2 * math.log(self.base))
             )
 
-        low, high = (
-            max(math.floor(pair(self.scaling.beta_fast)), 0),
-            min(math.ceil(pair(self.scaling.beta_slow)), size - 1),
-        )
+        low = max(math.floor(pair(self.scaling.beta_fast)), 0)
+        high = min(math.ceil(pair(self.scaling.beta_slow)), size - 1)
         return low, high if high != low else high + 0.001
 
 
 def check(model: ModelConfig) -> None:
-    """Raises ValueError, naming the key, where fields of model.rope_scaling contradict each other or are set in vain."""
+    """Raise ValueError, naming the key, for conflicting or unused fields of model.rope_scaling."""
     given = model.rope_scaling
     where, changed = "model.rope_scaling", [name for name in given.changed() if name != "kind"]
     if given.kind is None:
@@ -137,10 +154,11 @@ def check(model: ModelConfig) -> None:
             )
         return
     if not model.rope:
-        raise ValueError(f"{where}.kind={given.kind} scales rotary angles, and model.rope is false")
+        raise ValueError(f"{where}.kind={given.kind} scales rotary angles, but model.rope is false")
     if vain := [name for name in changed if name not in KINDS[given.kind]]:
         raise ValueError(
-            f"{where}.{vain[0]} is set, but {where}.kind={given.kind} does not read it; leave it out"
+            f"{where}.{vain[0]} is set, but {where}.kind={given.kind} does not read it; leave it "
+            "out"
         )
     low, high = given.low_freq_factor, given.high_freq_factor
     if low >= high:
@@ -151,5 +169,6 @@ def check(model: ModelConfig) -> None:
         )
     if given.kind == "yarn" and model.rope_base == 1:
         raise ValueError(
-            f"{where}.kind=yarn tells slow frequencies from fast ones, and with model.rope_base=1 all are one; raise it"
+            f"{where}.kind=yarn separates slow frequencies from fast ones, but with "
+            "model.rope_base=1 all are equal; raise it"
         )

@@ -1,6 +1,9 @@
-"""Scans from token to token as a layer makes them: by a kernel, and where a sequence is cut, from what the chunks before leave behind.
+"""Scans over tokens for layers.
 
-Each is called within a read that `Context.apart` makes with ``passes``; without a cut it is the kernel's call, with what was kept.
+A scan is a kernel call; for split sequences it also uses the state of earlier chunks.
+
+Each function is called within a read that the context makes with ``passes``. For sequences that are
+not split it is the kernel's call with the stored state.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from kernels.time_decay_scan import time_decay_scan
 def fading_sum(
     a: Tensor, f: Tensor, initial: Tensor | None, context: Context, *, backward: bool = False
 ) -> Tensor:
-    """s_t = exp(-softplus(a_t)) s_{t-1} + f_t: a and f [s, b, n], initial [b, n] -> s [s, b, n]; ``backward``: from the last token on."""
+    """Return s_t = exp(-softplus(a_t)) s_{t-1} + f_t, [s, b, n]: a and f [s, b, n], initial [b, n].
+
+    backward: scan from the last token to the first.
+    """
     if backward:
         a, f = a.flip(0), f.flip(0)
     made = time_decay_scan(a, f, initial, softplus=True)
@@ -42,9 +48,12 @@ def linear_scan(
     *,
     normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_attention`, causal; of a chunk the state is that after the sequence's tokens up to its end."""
+    """Return causal `linear_attention`.
+
+    For a chunk of a split sequence, the state is that of all tokens up to the chunk's end.
+    """
     if (cut := context.passing) is not None:
-        # What the product keeps is wider than what it is given.
+        # Recompute: the product keeps wider tensors than its inputs.
         end, fading = checkpoint(
             end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False
         )
@@ -58,9 +67,10 @@ def squares_before(
     context: Context,
     features: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | None:
-    """Where causal the sum of f_i f_i^T, f = features(k), over the tokens before those of k [b, h, s, d], [b, h, d, d] fp32 or wider.
+    """Return the sum of f_i f_i^T, f = features(k), over the tokens before those of k, if causal.
 
-    Without a cut, or not causal: ``initial``.
+    k is [b, h, s, d]; the result is [b, h, d, d], fp32 or wider. For a sequence that is not split,
+    or a read that is not causal, return ``initial``.
     """
     if (cut := context.passing) is None or not context.causal:
         return initial
@@ -72,9 +82,11 @@ def squares_before(
 def states_before(
     cut: Cut, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False
 ) -> Tensor:
-    """The state before each of this rank's chunks, [2 b, ..., n] like ``end``, those after a scan of each chunk from zero.
+    """Return the state before each of this rank's chunks, [2 b, ..., n].
 
-    log_decay [2 b, ..., 1]: by which a chunk fades what was before it, at most 0; its middle dimensions may be 1. None: by nothing.
+    end: like the result, the state after a scan of each chunk from zero.
+    log_decay: [2 b, ..., 1], at most 0, the decay that a chunk applies to the earlier
+        state; its middle dimensions may be 1. None: no decay.
     reverse: scans run from the last token to the first.
     """
     both = end if log_decay is None else torch.cat((end, log_decay.expand(*end.shape[:-1], 1)), -1)

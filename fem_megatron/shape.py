@@ -1,6 +1,8 @@
-"""What every mixer's and MLP's shape tells: its layer, the weights it owns, what a token costs of the whole layer. Torch-free.
+"""Shapes of mixers and MLPs: layer class, weights, and the costs per token of the entire layer.
 
-Long, because all that a mixer may be asked is a method of one class.
+Torch-free.
+
+Long, because every property of a mixer is a method of one class.
 """
 
 from __future__ import annotations
@@ -29,14 +31,19 @@ class Normal:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a weight follows the model's width under muP: exponents of m, of its initial spread and of its learning rate (see ``mup``)."""
+    """Scaling of a weight with the model's width under muP.
+
+    std, lr: exponents of m for the initial standard deviation and for the learning rate (see
+    ``mup``).
+    """
 
     std: float
     lr: float
 
 
-# Adam's, of Yang et al. 2022, table 3. HIDDEN: sums over the width, into the width. FIXED: into the width, from what does not grow with
-# it, and vectors that scale channels one by one. OUTPUT: sums over the width, into what does not grow with it.
+# Adam's exponents, Yang et al. 2022, table 3. HIDDEN: maps the width to the width. FIXED: maps a
+# fixed size to the width; also vectors that scale single channels. OUTPUT: maps the width to a
+# fixed size.
 HIDDEN, FIXED, OUTPUT = Scaling(-0.5, -1.0), Scaling(0.0, 0.0), Scaling(-1.0, -1.0)
 
 
@@ -44,15 +51,26 @@ HIDDEN, FIXED, OUTPUT = Scaling(-0.5, -1.0), Scaling(0.0, 0.0), Scaling(-1.0, -1
 class Weight:
     """One parameter.
 
-    shape: of the whole weight. split: the dimension that the tensor-parallel ranks share out, None where every rank holds it whole.
-    init: "normal" (the model's init_std), a Normal of its own, or the constant it starts from. per_token: a whole weight that is applied
-    to a rank's slice of the sequence (norms), so that under sequence parallelism its gradient is summed over the ranks. bare: a matrix
-    that is used in another way than in one product with a token (read forth and back, squared), so that it is no linear module, which
-    adapters or quantisation might replace by something else. mup: how it follows the width, where that is not its shape's (``scaling``).
-    vectors: its rows are vectors of their own, stored together, so that none of them is decayed. maps: rows of each linear map of one
-    vector that lies packed in a matrix, in order, and again from the first (a head's slices); (): it is one, or each of its leading indices
-    is; None: it holds none (an embedding's rows, filters, one number a head, low-rank factors). Muon makes each orthogonal by itself.
-    precise: its product is never one of 8-bit floats, since what follows sums its error up over the sequence.
+    shape: shape of the complete weight, before tensor parallelism.
+    split: dimension that is split over the tensor-parallel ranks; None if every rank has a
+        full copy.
+    init: "normal" (the model's init_std), a Normal with a separate std, or a constant start
+        value.
+    per_token: True for an unsplit weight that is applied to a rank's slice of the sequence
+        (norms). Under sequence parallelism its gradient is summed over the ranks.
+    bare: True for a matrix that is used in other ways than in one product with a token
+        (applied in both directions, squared). It is not a linear module, which adapters or
+        quantisation might replace.
+    mup: scaling with the width, if it does not follow from the shape (``scaling``).
+    vectors: True if the rows are independent vectors that are stored together. None of them
+        is decayed.
+    maps: number of rows of each linear map that is packed in the matrix, in order; the list
+        repeats until the matrix is full (one pass per head). (): the matrix, or each of its
+        leading indices, is one map. None: the weight contains no linear map (embedding
+        rows, filters, one number per head, low-rank factors). Muon orthogonalises each map
+        separately.
+    precise: True if the product never uses 8-bit floats, because later steps accumulate its
+        error over the sequence.
     """
 
     shape: tuple[int, ...]
@@ -67,18 +85,23 @@ class Weight:
 
     @property
     def eight_bit(self) -> bool:
-        """Whether its product may be one of 8-bit floats (train.fp8): linear maps that ranks share, used in that product alone."""
+        """True if the weight's product may use 8-bit floats (train.fp8).
+
+        This holds for linear maps that are split over ranks and are used in that product only.
+        """
         return self.orthogonal and self.split is not None and not (self.bare or self.precise)
 
     @property
     def orthogonal(self) -> bool:
-        """Whether it consists of linear maps, which Muon updates where it is the optimizer."""
+        """True if the weight consists of linear maps, which Muon updates if it is the optimizer."""
         return len(self.shape) > 1 and not self.vectors and self.maps is not None
 
     def linear_maps(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of each linear map, of the weight as a matrix of shape[-1] columns.
+        """Yield (first row, rows) of each linear map.
 
-        Raises ValueError: ``maps`` do not fill it.
+        The weight is treated as a matrix of shape[-1] columns.
+
+        Raises ValueError if ``maps`` do not fill the matrix.
         """
         rows, sizes = self.shape[-2], self.maps or self.shape[-2:-1]
         if rows % sum(sizes):
@@ -89,17 +112,17 @@ class Weight:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay pulls at it: at matrices, filters of convolutions among them, and not at vectors."""
+        """True if weight decay applies: to matrices and convolution filters, but not to vectors."""
         return len(self.shape) > 1 and not self.vectors
 
     @property
     def scaling(self) -> Scaling:
-        """What muP does with it: a matrix is HIDDEN and a vector FIXED unless ``mup`` says otherwise."""
+        """Scaling under muP: ``mup`` if set, else HIDDEN for a matrix and FIXED for a vector."""
         return self.mup or (HIDDEN if len(self.shape) > 1 else FIXED)
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -109,11 +132,17 @@ WIDE = 4  # bytes of fp32
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, as far as the memory of its activations depends on it.
+    """Training settings that determine the memory of the activations.
 
-    element: bytes of the training precision. tensor_parallel: ranks that share a layer; sequence_split: that share the sequence outside it.
-    micro_batch: sequences, of ``length`` tokens. cuda: whether a GPU's fused kernels run. again: reads are computed again, and keep what
-    they are given alone (train.recompute = selective). ranks: that share a sequence. fp8: linear maps multiply 8-bit floats.
+    element: bytes per element in the training precision.
+    tensor_parallel: ranks that share a layer.
+    sequence_split: ranks that share the sequence outside the layer.
+    micro_batch: sequences of ``length`` tokens.
+    cuda: True if the fused GPU kernels run.
+    again: True if reads are recomputed and keep only their inputs (train.recompute =
+        selective).
+    ranks: ranks that share a sequence.
+    fp8: True if linear maps multiply 8-bit floats.
     """
 
     element: int
@@ -128,32 +157,43 @@ class Training:
 
     @property
     def operand(self) -> int:
-        """Bytes of what a linear map keeps of its input, where nothing else keeps that."""
+        """Bytes per element of the input that a linear map keeps.
+
+        This applies if no other operation keeps that input.
+        """
         return 1 if self.fp8 else self.element
 
     @property
     def entered(self) -> float:
-        """Bytes a channel of what a linear map that gathers its input keeps of it (`Parallel.project`); 8-bit floats are gathered."""
+        """Bytes per channel kept by a linear map that gathers its input (`Parallel.project`).
+
+        With fp8 the map keeps the gathered input in 8-bit floats.
+        """
         return 1.0 if self.fp8 else self.element / self.sequence_split
 
     def tokens_before(self, count: int) -> int:
-        """Of the ``count`` tokens before a chunk, those that the chunk before it has, and hands on."""
+        """Return how many of the ``count`` tokens before a chunk are in the previous chunk."""
         return min(count, self.length // (2 * self.ranks))
 
     @property
     def wide(self) -> int:
-        """Bytes of what is computed in fp32 or wider."""
+        """Bytes per element of values computed in fp32 or wider."""
         return max(WIDE, self.element)
 
     @property
     def product(self) -> int:
-        """Bytes of a linear attention's operands (`update.product_type`)."""
+        """Bytes per element of a linear attention's operands (`update.product_type`)."""
         return self.element if self.cuda else self.wide
 
     def estimate(
         self, hidden: int, kept: Kept, more: float = 0.0, *, sliced: bool = False
     ) -> dict[str, float]:
-        """Bytes a token from those seen a channel of ``hidden``, and ``more``; every rank keeps the input whole, or its slice."""
+        """Return the estimated bytes per token on one rank.
+
+        The total is the measured bytes per channel (``kept``) times ``hidden``, plus ``more``. The
+        input is complete on every rank, or split over the sequence if ``sliced``; the rest is split
+        over the tensor-parallel ranks.
+        """
         on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
         seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
         whole = self.element * hidden
@@ -164,10 +204,15 @@ class Training:
 
 
 class Kept(NamedTuple):
-    """Bytes a token and channel that autograd keeps of one application, its norm aside, at the default switches.
+    """Bytes per token and channel that autograd keeps of one application, without its norm.
 
-    fp32, bf16: on a CPU, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other. gpu: in bf16 by a GPU's kernels
-    (`pretrain.rehearsal`), at widths of 256 and 1024; again: there, where reads are computed again. None: as on a CPU.
+    The values hold for the default switches.
+
+    fp32, bf16: measured on a CPU, at widths 256 and 512 and lengths 64 and 256; they agree
+        within 25%.
+    gpu: in bf16 with GPU kernels (`pretrain.rehearsal`), at widths 256 and 1024; None: as
+        on a CPU.
+    again: as gpu, but with recomputed reads; None: as on a CPU.
     """
 
     fp32: float
@@ -182,10 +227,13 @@ KEPT = Kept(90.0, 70.0)
 
 @dataclass(frozen=True)
 class Packing:
-    """How the rows of a matrix lie, head after head, for another mixer's weights to be put there (``tools.hf.graft``).
+    """Layout of a matrix's rows, for copying another mixer's weights.
 
-    widths: rows of each slice of a head, in order. roles: the slices that mean in attention q, k or v, in an MLP gate or up.
-    queries: heads of attention that one head's q and k hold side by side.
+    The copy is made head by head (``tools.hf.graft``).
+
+    widths: rows of each slice of a head, in order.
+    roles: slices that correspond to q, k or v of attention, or to gate or up of an MLP.
+    queries: attention heads whose q and k are next to each other in one head.
     """
 
     heads: int
@@ -195,11 +243,14 @@ class Packing:
 
 
 class Shape(ABC):
-    """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
+    """Sizes of one update of the residual stream: a mixer or an MLP, including its norm.
 
-    layer_class: "module:class" of the ``Update`` that computes it. external: another package does, and knows its parameters alone.
-    kept: of an estimate (``kept_bytes``). sliced: its input goes to `Parallel.project` or ``project_beside`` alone.
-    once: the parts of ``flops`` with work that is done once a sequence, and not again for each document that it holds.
+    layer_class: "module:class" of the ``Update`` that computes it.
+    external: True if another package computes it and only its parameters are available.
+    kept: constants of the memory estimate (``kept_bytes``).
+    sliced: True if only the gathering projections of `Parallel` (``project`` and its
+        variant) use the input.
+    once: parts of ``flops`` that are done once per sequence, not once per document in it.
     """
 
     layer_class: ClassVar[str]
@@ -211,89 +262,125 @@ class Shape(ABC):
 
     @property
     def stream(self) -> int:
-        """Channels of what it updates: those of the tokens, ``hidden``, first, and what it carries beside them."""
+        """Channels that the update changes.
+
+        The ``hidden`` token channels are first, then any carried state.
+        """
         return self.hidden
 
     @abstractmethod
     def weights(self) -> Weights:
-        """Name -> weight, as the layer's state dict has them. ``x.weight`` with two dimensions is a linear map [out, in]."""
+        """Return name -> weight, with the names of the layer's state dict.
+
+        ``x.weight`` with two dimensions is a linear map [out, in].
+        """
 
     @abstractmethod
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """FLOPs of one token's forward pass by part, matrix products alone, a multiply-add counted as two.
+        """Return the FLOPs of one token's forward pass by part.
 
-        Causal attention sees (length + 1) / 2 keys on average; ``whole_square``: all of them, as torch's counter counts.
+        Only matrix products count, and a multiply-add counts as two. Causal attention sees (length
+        + 1) / 2 keys on average. With the keyword set, it counts all keys, as torch's counter does.
         """
 
     @abstractmethod
     def state_bytes(self, length: int, element: int) -> int:
-        """Bytes of one sequence's decoding state after ``length`` tokens, in activations of ``element`` bytes (kept sums are fp32)."""
+        """Return the bytes of one sequence's decoding state after ``length`` tokens.
+
+        Activations take ``element`` bytes each; stored sums are fp32.
+        """
 
     def reads(self) -> set[str]:
-        """The keys of the model that it reads, sections whole or by key (``fem.gate``), besides those that every part of a model has.
+        """Return the model keys that this shape reads, in addition to those common to all models.
 
-        One that no layer reads is refused where it is set (``catalogue.unread``).
+        Each entry is a section, or one key of it (``fem.gate``). A key that is set but that no
+        layer reads is an error (``catalogue.unread``).
         """
         return set()
 
     def summary(self) -> str:
-        """The widths that a reader of the plan wants to see, in a few words."""
+        """Return a short description of the widths, for the printed plan."""
         return type(self).__name__.removesuffix("Shape")
 
     def split_widths(self) -> dict[str, int]:
-        """What the tensor-parallel size must divide: a name that a user knows -> number."""
+        """Return the widths that the tensor-parallel size must divide.
+
+        The result maps user-readable names to numbers.
+        """
         return {}
 
     def cut_widths(self) -> CutWidths:
-        """What tensor- and context-parallel ranks together must divide where reads of a sequence that is cut exchange heads (`cut`)."""
+        """Return the widths that tensor- times context-parallel ranks must divide.
+
+        This applies if the reads of a split sequence exchange heads (`cut`).
+        """
         return CutWidths(always=self.split_widths())
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """What the ranks of a cut sequence give each other, on one tensor-parallel rank; kinds: `cut_kinds`' answer.
+        """Return the bytes that ranks sharing a sequence exchange, on one tensor-parallel rank.
 
-        Of a shape that does not tell, an estimate: q, k, v and what was read, as wide as the stream.
+        kinds: the result of `cut_kinds`. This default is an estimate: q, k, v and the output,
+            each as wide as the stream.
         """
         return Crossing(4 * training.element * self.hidden / training.tensor_parallel)
 
     def rotary_size(self) -> int:
-        """Channels of a head that RoPE turns; 0: none."""
+        """Return the channels of a head that RoPE rotates, or 0."""
         return 0
 
     def max_length(self) -> int | None:
-        """The longest sequence that the mixer takes, None: any. Longer ones raise ValueError when they come."""
+        """Return the longest sequence that the mixer accepts, or None for no limit.
+
+        The layer raises ValueError for longer sequences.
+        """
         return None
 
     def counts_padding(self) -> bool:
-        """Whether padding between two tokens changes the result: by distances, filters or windows that count places, not tokens."""
+        """Return True if padding between two tokens changes the result.
+
+        This is the case if distances, filters or windows count positions instead of tokens.
+        """
         return self.external
 
     def uncapturable(self) -> str | None:
-        """Why no CUDA graph may hold its passes (train.cuda_graphs): the host decides something anew in each. None: nothing."""
-        return "another package computes it, which nobody captured yet" if self.external else None
+        """Return why CUDA graphs (train.cuda_graphs) cannot capture its passes, or None.
+
+        A typical reason is a decision that the host makes in every pass.
+        """
+        return "another package computes it, and its capture is untested" if self.external else None
 
     def product_scores(self) -> bool:
-        """Whether its scores are products over a head's width, which model.mup.base_head_size scales."""
+        """Return True if scores are products over a head's width.
+
+        model.mup.base_head_size scales these scores.
+        """
         return False
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Bytes a token that autograd keeps on one rank, by term, its norm aside: an estimate, or the table's (`pretrain.plan.memory`)."""
+        """Return the bytes per token that autograd keeps on one rank, by term, without the norm.
+
+        The value is an estimate or is read from the table (`pretrain.plan.memory`).
+        """
         return training.estimate(self.hidden, self.kept, sliced=self.sliced)
 
     def moment_bytes(self, training: Training) -> float:
-        """Bytes that the backward pass of one application holds for a moment on one rank, beyond gradients as wide as what was kept."""
+        """Return the peak of temporary bytes in the backward pass of one application on one rank.
+
+        Gradients of the kept tensors are not included.
+        """
         return 0.0
 
     def packing(self) -> dict[str, Packing]:
-        """Which matrices may start from a Transformer's, by name; {}: none."""
+        """Return name -> packing of each matrix that a Transformer's weights can initialise."""
         return {}
 
     def linear_flops(self) -> float:
-        """2 FLOPs for each number of each linear map: a matrix applied once to each token."""
+        """Return 2 FLOPs per element of each linear map (a matrix applied once to each token)."""
         return sum(self.map_flops.values())
 
     @cached_property
     def map_flops(self) -> dict[str, float]:
-        """2 FLOPs for each number of a linear map, by its weight's name."""
+        """2 FLOPs per element of each linear map, by the name of its weight."""
         return {
             name: 2.0 * weight.size
             for name, weight in self.weights().items()
@@ -302,7 +389,11 @@ class Shape(ABC):
 
 
 def located(place: str) -> Any:
-    """What "module:name" names. An exported folder's modules are one flat package (`tools.hf.bundle`), and there it is of that package."""
+    """Return the object that "module:name" refers to.
+
+    In an exported folder all modules form one flat package (`tools.hf.bundle`), and the object is
+    imported from that package.
+    """
     module, name = place.split(":")
     if __name__ != "fem_megatron.shape":
         module = f"{__package__}.{module.replace('.', '_')}"
@@ -310,40 +401,48 @@ def located(place: str) -> Any:
 
 
 def head_width(model: ModelConfig) -> int:
-    """Channels of a head that the model's width is shared out to. Raises ValueError where the heads do not divide it."""
+    """Return the channels per head: the model's width divided by the number of heads.
+
+    Raises ValueError if the number of heads does not divide the width.
+    """
     if model.hidden_size % model.num_attention_heads:
         raise ValueError(
-            f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}"
+            f"model.num_attention_heads={model.num_attention_heads} does not divide "
+            f"model.hidden_size={model.hidden_size}"
         )
     return model.hidden_size // model.num_attention_heads
 
 
 def keys_seen(length: int, whole_square: bool) -> float:
-    """Keys that a causal token sees on average, or all of them."""
+    """Return the average number of keys that a causal token sees, or all if the flag is set."""
     return float(length) if whole_square else (length + 1) / 2
 
 
 def qk_norms(head: int, wanted: bool) -> Weights:
-    """The weights of model.qk_norm, which all heads share; {} where it is off."""
+    """Return the weights of model.qk_norm, which all heads share; {} if it is off."""
     return {f"{part}_norm.weight": Weight((head,), init=1.0) for part in "qk"} if wanted else {}
 
 
 def qk_norms_keep(training: Training, head: int, heads: int) -> float:
-    """Bytes a token that norms of ``heads`` heads keep besides their inputs: a number a head; on a CPU x / rms, and x in fp32."""
+    """Return the bytes per token that norms of ``heads`` heads keep in addition to their inputs.
+
+    They keep one number per head. On a CPU they also keep x / rms, and x in fp32 for narrower
+    types.
+    """
     copies = 0 if training.cuda else 1 if training.element == WIDE else 2
     return WIDE * heads * (copies * head + 1)
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A layer: its mixer, its MLP (None where the mixer has its own) and how often the pair is applied."""
+    """A layer: its mixer, its MLP (None if the mixer includes one) and its repetitions."""
 
     mixer: Shape
     mlp: Shape | None
     recurrence: int
 
     def weights(self) -> Weights:
-        """The names of the block's state dict: ``mixer.*`` and ``mlp.*``."""
+        """Return the weights with the block's state dict names: ``mixer.*`` and ``mlp.*``."""
         return {**self._weights}
 
     @cached_property
@@ -358,7 +457,10 @@ class BlockShape:
     def flops(
         self, length: int, *, whole_square: bool = False, document: int | None = None
     ) -> dict[str, float]:
-        """FLOPs of one token's forward pass by part, over all iterations; ``document``: of one that is read apart, of so many tokens."""
+        """Return the FLOPs of one token's forward pass by part, over all iterations.
+
+        document: length in tokens of each document, if documents are read separately.
+        """
         flops: dict[str, float] = {}
         for shape in filter(None, (self.mixer, self.mlp)):
             parts = shape.flops(length if document is None else document, whole_square=whole_square)
@@ -373,7 +475,10 @@ class BlockShape:
         return flops
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Bytes of one sequence's decoding state after ``length`` tokens; every iteration has its own."""
+        """Return the bytes of one sequence's decoding state after ``length`` tokens.
+
+        All iterations are included.
+        """
         return self.recurrence * sum(
             shape.state_bytes(length, element)
             for shape in (self.mixer, self.mlp)
@@ -381,21 +486,21 @@ class BlockShape:
         )
 
     def reads(self) -> set[str]:
-        """The keys of the model that one of the two reads, besides those that every part of a model has."""
+        """Return the model keys that the mixer or the MLP reads, in addition to the common keys."""
         return self.mixer.reads() | (set() if self.mlp is None else self.mlp.reads())
 
     def counts_padding(self) -> bool:
-        """Whether one of the two does (`Shape.counts_padding`)."""
+        """Return True if the mixer or the MLP counts padding (`Shape.counts_padding`)."""
         return any(shape.counts_padding() for shape in (self.mixer, self.mlp) if shape is not None)
 
     def split_widths(self) -> dict[str, int]:
-        """What the tensor-parallel size must divide."""
+        """Return the widths that the tensor-parallel size must divide."""
         return self.mixer.split_widths() | ({} if self.mlp is None else self.mlp.split_widths())
 
 
 @dataclass(frozen=True)
 class SwiGluShape(Shape):
-    """D -> 2F -> D."""
+    """Shape of the SwiGLU MLP: D -> 2F -> D."""
 
     layer_class = "fem_megatron.block:SwiGlu"
 
@@ -405,11 +510,11 @@ class SwiGluShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> SwiGluShape:
-        """The sizes that ``model`` asks for."""
+        """Return the shape for the configuration ``model``."""
         return cls(model.hidden_size, model.ffn_size, model.norm_eps)
 
     def weights(self) -> Weights:
-        """norm; gate_up [2, F, D], the gate's and the up projection in one product; down."""
+        """Return norm; gate_up [2, F, D], gate and up projection in one product; down."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "gate_up": Weight((2, self.inner, self.hidden), split=1),
@@ -417,15 +522,18 @@ class SwiGluShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Three products."""
+        """Return the FLOPs of the three products."""
         return {"MLP": 6.0 * self.hidden * self.inner}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """None: a token's MLP knows that token alone."""
+        """Return 0: the MLP reads only the current token."""
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Its input, the packed product and the inner product; on a CPU silu(gate) beside them."""
+        """Return the bytes of the input, the packed product and the inner product.
+
+        On a CPU, silu(gate) is also kept.
+        """
         inner = (2 if training.cuda else 3) * training.element + training.operand
         return {
             "MLP": training.entered * self.hidden + inner * self.inner / training.tensor_parallel

@@ -1,4 +1,8 @@
-"""A decoding state of a fixed size, so that every step has the same shapes and is compiled once. No mixer's mathematics here."""
+"""Context of a layer's update, and a fixed-size decoding state.
+
+With a fixed size every decoding step has the same shapes and is compiled once.
+This module contains no mixer mathematics.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +22,29 @@ from kernels.machine import without_cudnn_attention
 
 @dataclass(eq=False)
 class Room:
-    """Places for so many tokens, of which the first ``taken`` hold one: an int64 of no dimension, a tensor lest compiled steps know it.
+    """A fixed number of token slots, the first ``taken`` of which are filled.
 
-    Not frozen: a module that torch.export traces assigns its own buffer to ``taken``.
+    ``taken`` is an int64 tensor without dimensions, so that compiled steps do not specialise on its
+    value. The class is not frozen: a module traced by torch.export assigns its buffer to ``taken``.
 
-    A KV-cache here has one place more. In it a step's single token stands again, so that the new tokens are the last of the keys, as every
-    kernel has it, and what lies between them and the past is masked.
+    A KV-cache in a room has one extra slot. It contains a copy of a step's single token, so that
+    the new tokens are the last keys, as every kernel expects. The slots between the past and the
+    new tokens are masked.
     """
 
     places: int
     taken: Tensor
 
     def check(self, length: int) -> None:
-        """Raises ValueError where ``length`` more tokens have no place; waits for the device."""
+        """Raise ValueError if ``length`` more tokens do not fit. Waits for the device."""
         if (needed := int(self.taken) + length) > self.places:
             raise ValueError(
-                f"the cache has room for {self.places} tokens, and {needed} are asked for: make it larger (max_cache_len)"
+                f"the cache has room for {self.places} tokens, but {needed} are needed: make it "
+                "larger (max_cache_len)"
             )
 
     def first(self, new: Tensor, dim: int) -> Tensor:
-        """A cache that holds the first tokens, ``new`` along ``dim``."""
+        """Return a cache that contains the first tokens, ``new`` along ``dim``."""
         size = list(new.shape)
         size[dim] = self.places + 1
         cache = new.new_zeros(size)
@@ -45,7 +52,7 @@ class Room:
         return cache
 
     def extend(self, cache: Tensor, new: Tensor, dim: int) -> Tensor:
-        """Writes ``new`` behind the past -> [places + s along ``dim``], the new ones last."""
+        """Write ``new`` after the past; return [places + s along ``dim``], the new tokens last."""
         length = new.shape[dim]
         cache.index_copy_(dim, self.taken + torch.arange(length, device=new.device), new)
         if length > 1:
@@ -54,9 +61,12 @@ class Room:
         return cache
 
     def valid(self, known: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-        """Which of ``extend``'s keys are the past's and the ``length`` new ones', [batch, places + length] bool.
+        """Return a mask of ``extend``'s keys, [batch, places + length] bool.
 
-        known [batch, up to places] bool: False at padding, in the order of the text; None, or beyond it: no padding.
+        True for tokens of the past and the ``length`` new tokens, except padding.
+
+        known: [batch, up to places] bool, False at padding, in text order; missing entries are
+            not padding.
         """
         slot = torch.arange(self.places, device=device)
         now = self.taken + torch.arange(length, device=device)
@@ -67,7 +77,10 @@ class Room:
         return torch.cat((known & (slot < self.taken), known[:, now]), dim=1)
 
     def adjacent(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where each of ``extend``'s keys is found if the past is to end where the ``length`` new ones begin, and which are keys at all."""
+        """Return (index, is_key) that moves the past directly before the ``length`` new tokens.
+
+        index: source of each of ``extend``'s keys. is_key: True where that source is a token.
+        """
         index = torch.arange(self.places + length, device=device)
         past = index - (self.places - self.taken)
         new = index >= self.places
@@ -80,18 +93,27 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Context:
-    """What an update may know besides x.
+    """Inputs of an update other than x.
 
-    positions: [s] or [s, b], of the layer's tokens, None: 0, 1, 2, ...
-    valid: [b, past + s] bool, False at padding, None: all are tokens. In a room [b, its places + s], once it holds a past.
-    state: the layer's decoding state, which it reads and replaces; None: nothing is kept (training).
-    past: tokens that the state stands for. causal: a token sees itself and what is before it.
-    iteration, origin: of a block that is applied several times, which time this is (from 0) and its first input.
-    memory: what an update keeps from one iteration to the next within a forward pass (momentum); with gradients, unlike the state.
-    room: of a state that is written in place and never grows. touching: the keys of a room are read without a gap before the new ones.
-    documents: of a sequence of several, none of which reads another (in training); None: a sequence is one.
-    cut: where the layer's tokens are this rank's part of the sequence (in training); None: they are all.
-    recompute: what reads other tokens, and MLPs, keep their inputs alone and are computed again in the backward pass.
+    positions: [s] or [s, b], positions of the layer's tokens; None: 0, 1, 2, ...
+    valid: [b, past + s] bool, False at padding; None: no padding. With a room that contains
+        a past, [b, places + s].
+    state: the layer's decoding state, which the layer reads and replaces; None: no state
+        (training).
+    past: number of tokens that the state represents.
+    causal: a token sees itself and earlier tokens only.
+    iteration: for a repeated block, the number of the repetition (from 0).
+    origin: first input of a repeated block.
+    memory: values that an update passes from one iteration to the next within a forward
+        pass (momentum). Unlike the state they have gradients.
+    room: the slots of a state that is written in place and never grows.
+    touching: the keys of a room are read without a gap before the new ones.
+    documents: documents of the sequence, read independently (training); None: a sequence is
+        one document.
+    cut: the layer's tokens are this rank's part of the sequence (training); None: the full
+        sequence.
+    recompute: reads of other tokens and MLPs keep only their inputs; the backward pass
+        recomputes them.
     """
 
     positions: Tensor | None = None
@@ -110,12 +132,14 @@ class Context:
     cut: Cut | None = None
 
     def again(self, part: Callable[..., Tensor], *given: Any) -> Tensor:
-        """``part(*given)``; under ``recompute`` the backward pass computes it again, by the same operations in the same order."""
+        """Return ``part(*given)``.
+
+        Under ``recompute`` the backward pass repeats the same operations.
+        """
         if not (self.recompute and torch.is_grad_enabled()):
             return part(*given)
-        made: Tensor = checkpoint(
-            part, *given, use_reentrant=False, preserve_rng_state=False
-        )  # nothing is random
+        # no RNG state: the operations are deterministic
+        made: Tensor = checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False)
         return made
 
     def apart(
@@ -129,18 +153,24 @@ class Context:
         time: int = 2,
         heads: int = 1,
     ) -> Tensor:
-        """``read(valid, *tensors, *each)``, of every document by itself where there are several; valid as above, of the tensors' tokens.
+        """Return ``read(valid, *tensors, *each)``, separately for every document.
 
-        batch, time, heads: the dimensions of sequences, tokens and heads (or channels), which ``read`` takes in any number. each: what
-        belongs to a head alone, heads first, or is one for all. keys: which of the tensors the tokens of others read, where these alone
-        are read, by as many queries as there are, the last of the keys; () where a token's read is not told apart from what it is read by.
-        passes: what ``read`` knows of earlier tokens it has by `scans` and `tokens_before` alone.
-        cuDNN's attention, which plans each new shape anew, reads whole sequences without padding or a state alone.
+        batch, time, heads: dimensions of sequences, tokens and heads (or channels); ``read``
+            accepts any sizes in them.
+        each: tensors per head, heads first; a tensor with one head is shared by all heads.
+        keys: indices of the tensors that contain keys or values; the queries are always the
+            last keys. Empty if a read does not separate keys from queries.
+        passes: True if ``read`` uses earlier tokens only through `scans` and `tokens_before`.
+
+        cuDNN's attention plans again for each new shape, so it runs only on full sequences without
+        padding or a state.
         """
         documents = self.documents
         if (documents or self.cut) and (self.state is not None or self.valid is not None):
-            what = "documents are read apart" if documents else "a sequence is cut"
-            raise ValueError(f"{what} in training, without a decoding state and without padding")
+            what = "documents are read separately" if documents else "a sequence is split"
+            raise ValueError(
+                f"{what} only in training, without a decoding state and without padding"
+            )
         if passes and (cut := self.passing) is not None:
             return self.again(
                 lambda *given: cut.side_by_side(read, given, each, Dims(batch, time, heads)),
@@ -151,9 +181,8 @@ class Context:
                 read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None)
             )
 
-        once = any(
-            each is not None for each in (documents, self.state, self.valid)
-        )  # lengths that change from call to call
+        # lengths change from call to call
+        once = any(each is not None for each in (documents, self.state, self.valid))
         fixed = torch.compiler.is_compiling() or not (
             once or any(t.shape[time] % 128 for t in tensors if t is not None)
         )
@@ -173,7 +202,7 @@ class Context:
 
     @property
     def passing(self) -> Cut | None:
-        """The cut, where scans pass states from chunk to chunk."""
+        """The cut if scans pass states from chunk to chunk, else None."""
         return (
             self.cut
             if self.cut is not None and self.cut.states and self.documents is None
@@ -181,7 +210,10 @@ class Context:
         )
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        """The ``count`` tokens before those of x [s, b, c], in a read that ``passes``, [count, b, c]; zeros where there are none."""
+        """Return the ``count`` tokens before those of x [s, b, c], [count, b, c].
+
+        Missing tokens are zeros. For reads with ``passes``.
+        """
         return (
             x.new_zeros(count, *x.shape[1:])
             if self.passing is None
@@ -189,22 +221,24 @@ class Context:
         )
 
     def within(self, name: str) -> Context:
-        """The same for a part of the layer, whose state lies under ``name``."""
+        """Return the context for a part of the layer, whose state has the prefix ``name``."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def recall(self, name: str) -> Tensor | None:
-        """What the state holds under ``name``; None at the start and where nothing is kept."""
+        """Return the state's tensor ``name``; None at the start and without a state."""
         return None if self.state is None else self.state.get(self.prefix + name)
 
     def keep(self, name: str, value: Tensor) -> None:
-        """Put ``value`` (batch first) into the state, if there is one; of a part of a larger tensor a copy, so that the rest can go."""
+        """Store ``value`` (batch first) in the state, if the context has one.
+
+        A view of a larger tensor is copied, so that the larger tensor can be freed.
+        """
         if self.state is None:
             return
         value, old = value.detach(), self.recall(name)
         if self.room is None:
-            part = (
-                torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes
-            )  # a traced tensor has no storage
+            # A traced tensor has no storage.
+            part = torch.compiler.is_compiling() or value.untyped_storage().nbytes() > value.nbytes
             self.state[self.prefix + name] = value.clone() if part else value
         elif old is None:
             self.state[self.prefix + name] = value.clone(memory_format=torch.contiguous_format)
@@ -212,7 +246,7 @@ class Context:
             old.copy_(value)
 
     def extend(self, name: str, new: Tensor, dim: int = 1) -> Tensor:
-        """All past values and ``new`` (batch first) along ``dim``; a KV-cache's step."""
+        """Return all past values and ``new`` (batch first) along ``dim``: a KV-cache step."""
         old = self.recall(name)
         if self.room is not None:
             return self._extend_in_room(self.room, name, old, new, dim)
@@ -235,12 +269,15 @@ class Context:
         )
 
     def without_gap(self, length: int) -> Context:
-        """The same for a layer that counts how far a key is from the ``length`` new tokens by its place among the keys."""
+        """Return a context whose keys are adjacent to the ``length`` new tokens.
+
+        For layers that derive a key's distance from its index among the keys.
+        """
         if self.room is None or self.valid is None or self.valid.shape[1] == length:
             return self
         index, keys = self.room.adjacent(length, self.valid.device)
         return replace(self, valid=self.valid[:, index] & keys, touching=True)
 
     def valid_now(self, length: int) -> Tensor | None:
-        """valid of the ``length`` new tokens, [s, b]."""
+        """Return the mask of the ``length`` new tokens, [s, b], or None."""
         return None if self.valid is None else self.valid[:, -length:].T

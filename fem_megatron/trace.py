@@ -1,16 +1,20 @@
-"""What a layer's passes move through a GPU's memory: the real layers, forward and backward, on tensors without numbers.
+"""Count the GPU memory traffic of a layer's forward and backward pass, on tensors without data.
 
-The tensors are torch's ``meta``; `OnPaper` lets Python see them on `kernels.machine.PAPER`, so every choice that looks at the device (an
-operation's implementation, an attention's engine, a type) is an H100's. What then runs is counted, each time it runs:
+The layers are the real ones; the tensors are torch's ``meta``. `OnPaper` makes Python see them on
+`kernels.machine.PAPER`, so every choice that depends on the device (an operation's implementation,
+an attention engine, a dtype) is an H100's. Every executed operation is counted:
 
-- torch's own operations, as they are dispatched: what they read and write, once. A view moves nothing.
-- this project's Triton kernels, where they are launched: every tensor that the launch is given, once, whichever operation launches it; or
-  the arguments that the kernel's module names in ``TRAFFIC``. Nothing is compiled or run.
-- others' fused kernels (`stand_in`): what they read, write and keep for the backward pass.
+- torch's operations, when they are dispatched: the bytes that they read and write, once. Views
+  count as 0 bytes.
+- this project's Triton kernels, when they are launched: every tensor argument once, or only the
+  arguments that the kernel's module lists in ``TRAFFIC``. No kernel is compiled or run.
+- fused kernels of other packages (`_StandIn`): the bytes that they read, write and keep for the
+  backward pass.
 
-Not counted: what a kernel reads twice because the L2 cache lost it, small products inside a pointwise kernel, and collectives.
+Not counted: repeated reads after L2 cache misses, small products inside a pointwise kernel, and
+collectives.
 
-Long, because all that is counted stands in one place: what one kind of call counts no other may.
+Long, because all counting is in one module, so that no call is counted twice.
 """
 
 from __future__ import annotations
@@ -51,12 +55,21 @@ POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = (
     "attention",
     "tiles",
 )
-"""Of a kernel: bound by memory; a GEMM, of bfloat16 or wider; an engine's attention; a Triton kernel of ours with matrix products."""
+"""Kinds of kernels.
+
+Bound by memory; a GEMM in bfloat16; a GEMM in a wider type; attention of an engine; a Triton kernel
+of this project with matrix products.
+"""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel. bytes: read and written; flops: of matrix products, a multiply-add counted as two (of ``tiles`` not known: 0)."""
+    """One kernel launch.
+
+    bytes: bytes read and written.
+    flops: FLOPs of matrix products, a multiply-add counted as two; 0 for ``tiles``, where they
+        are unknown.
+    """
 
     backward: bool
     name: str
@@ -67,9 +80,13 @@ class Launch:
 
 @dataclass
 class Trace:
-    """What ran. chosen: operation -> implementation. reads: where the host waited for a number. kept_bytes: for the backward.
+    """Record of the executed kernels.
 
-    kernels: each launch of Triton, with its arguments and options by name.
+    launches: all kernels.
+    kernels: each Triton launch, with its arguments and options by their names.
+    chosen: operation -> implementation.
+    reads: places at which the host waited for a number.
+    kept_bytes: bytes kept for the backward pass.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -78,27 +95,30 @@ class Trace:
     reads: list[str] = field(default_factory=list)
     kept_bytes: int = 0
     backward: bool = False
-    number: float = 0.0  # what the host reads
+    number: float = 0.0  # the value that the host reads
 
     @property
     def host_reads(self) -> int:
-        """Times that the host waited for a number."""
+        """Number of times that the host waited for a number."""
         return len(self.reads)
 
     def read(self, function: Any) -> None:
-        """The host waits for a number by this function of torch's."""
+        """Record that the host waits for a number through this torch function."""
         self.reads.append(f"{caller()} {getattr(function, '__name__', function)}")
 
     def launched(self, kernel: Any, given: dict[str, Any]) -> None:
-        """A Triton kernel was, with these arguments."""
+        """Record the launch of a Triton kernel with these arguments."""
         self.kernels.append((kernel, given))
 
     def add(self, name: str, moved: float, kind: str = POINTWISE, flops: float = 0.0) -> None:
-        """A kernel ran, in the pass that is going on."""
+        """Record a kernel in the current pass."""
         self.launches.append(Launch(self.backward, name, kind, moved, flops))
 
     def bytes(self, *kinds: str, backward: bool | None = None, of: str = "") -> float:
-        """Of the launches of these kinds (none: all), of one pass or both, whose names begin with ``of``."""
+        """Return the bytes of the launches of these kinds (none given: all kinds).
+
+        backward: restrict to one pass; None: both. of: prefix of the kernel names.
+        """
         chosen = (
             each
             for each in self.launches
@@ -112,16 +132,17 @@ def run_on_paper(
     *,
     backward: bool = True,
 ) -> Trace:
-    """The trace of a forward pass, the second, and, where asked for, of its backward pass.
+    """Return the trace of the second forward pass and, if ``backward``, its backward pass.
 
-    make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
-    Triton, whose kernels are counted, is not installed.
+    make(parallel): returns the forward pass and its parameters; it is called in a context in which
+    new tensors have no data. Raises ImportError if Triton, whose kernels are counted, is not
+    installed.
     """
     from kernels.fem_attention.accelerated import watch
 
     trace, kept = Trace(), dict[int, int]()
     with OnPaper(Trace()):
-        watch(PAPER)  # of a process, not of a layer
+        watch(PAPER)  # once per process, not per layer
 
     def keep(t: Tensor) -> Tensor:
         if t.is_meta and t.untyped_storage()._cdata not in owned:
@@ -132,7 +153,7 @@ def run_on_paper(
         forward, parameters = make(Paper(trace))
     owned = {each.untyped_storage()._cdata for each in parameters}
     with counted(trace), OnPaper(trace):
-        forward()  # a layer's first call may wait; what is told is its second
+        forward()  # the first call may wait for the device; only the second is recorded
     for told in (trace.launches, trace.kernels, trace.chosen, trace.reads):
         told.clear()
     with counted(trace), Dispatched(trace), OnPaper(trace):
@@ -146,7 +167,10 @@ def run_on_paper(
 
 
 def caller() -> str:
-    """``file:line function`` of the innermost frame that is neither torch's nor one that traces; files from the room or package on."""
+    """Return ``file:line function`` of the innermost frame outside torch and the tracing code.
+
+    The file path starts at the package.
+    """
     frame = sys._getframe(1)
     while (place := _place_of(frame.f_code.co_filename)) is None and frame.f_back is not None:
         frame = frame.f_back
@@ -155,7 +179,7 @@ def caller() -> str:
 
 @functools.cache
 def _place_of(file: str) -> str | None:
-    """The file from its room or package on; None of what stands between the code that is traced and the one that traces."""
+    """Return the file path from its package on; None for torch's and the tracing code."""
     if file in TRACING or "/torch/" in file or file.startswith("<") or file.endswith(_WRAPPERS):
         return None
     parts = Path(file).parts
@@ -165,16 +189,20 @@ def _place_of(file: str) -> str | None:
 
 
 TRACING = {__file__, contextlib.__file__, functools.__file__}
-"""Files that are not what is traced."""
+"""Files of the tracing code."""
 _ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain", "deepspeed")
+# They wrap or replace torch's functions and are treated like torch's frames.
 _WRAPPERS = (
     "deepspeed/utils/nvtx.py",
     "deepspeed/runtime/zero/linear.py",
-)  # as torch's own frames: around, or in place of, its functions
+)
 
 
 class OnPaper(TorchFunctionMode):
-    """Python sees meta tensors on ``device``; on `PAPER` others' fused kernels stand in for what has no form without a GPU."""
+    """Make Python see meta tensors on ``device``.
+
+    On `PAPER`, substitutes replace fused kernels of other packages that do not run without a GPU.
+    """
 
     def __init__(self, trace: Trace, device: torch.device = PAPER) -> None:
         self.trace, self.device = trace, device
@@ -191,7 +219,7 @@ class OnPaper(TorchFunctionMode):
             self.trace.read(func)
             return _HOST_READS[func](args[0], self.trace.number)
         if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
-            return args[0]  # to the host, behind its back
+            return args[0]  # a copy to the host without waiting
         if func is Tensor.type and len(args) == 1 and args[0].is_meta and not kwargs:
             with torch._C.DisableTorchFunction():
                 return _TYPE(*args).replace("meta.", "cuda." if self.gpu else "")
@@ -214,12 +242,12 @@ class OnPaper(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _here(self, device: Any) -> bool:
-        """Whether this names the device that meta tensors are on."""
+        """Return True if the argument names the device on which meta tensors appear."""
         named = device is not None and not isinstance(device, int)
         return isinstance(device, int) or (named and torch.device(device).type == self.device.type)
 
     def _gradients(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """``torch.autograd.grad``, through which this mode stays on."""
+        """Run ``torch.autograd.grad`` with this mode still active."""
         given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
         outputs, gradients = (
             tuple(x) if isinstance(x, tuple | list) and not hasattr(x, "node") else (x,)
@@ -232,7 +260,10 @@ class OnPaper(TorchFunctionMode):
             )
 
     def _backward(self, func: Any, *args: Any, **kwargs: Any) -> None:
-        """A pass that ``func`` begins, through which this mode stays on: a layer that is computed again chooses as it did before."""
+        """Run the backward pass that ``func`` starts, with this mode still active.
+
+        A recomputed layer then makes the same choices as in its forward pass.
+        """
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         tensors, gradients = (
             tuple(x) if isinstance(x, tuple | list) else (x,)
@@ -246,7 +277,7 @@ class OnPaper(TorchFunctionMode):
 
 
 def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(retain_graph, create_graph) as torch.autograd's functions take them."""
+    """Return (retain_graph, create_graph) with the defaults of torch.autograd's functions."""
     keep, create = given.get("retain_graph"), given.get("create_graph", False)
     return create if keep is None else keep, create
 
@@ -255,8 +286,8 @@ _BACKWARD: dict[Any, tuple[str, str]] = {
     torch.autograd.backward: ("tensors", "grad_tensors"),
     Tensor.backward: ("self", "gradient"),
 }
-"""What begins a backward pass -> its arguments: what is derived, and by what."""
-_TYPE = Tensor.type  # `platform` puts a function of its own in its place
+"""Function that starts a backward pass -> its arguments for the tensors and their gradients."""
+_TYPE = Tensor.type  # saved, because `platform` replaces it
 _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
     Tensor.item: lambda t, number: number if t.is_floating_point() else 0,
     Tensor.__float__: lambda _, number: number,
@@ -266,24 +297,23 @@ _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
     Tensor.tolist: lambda t, number: torch.full(t.shape, number, device="cpu").tolist(),
     Tensor.cpu: lambda t, number: torch.full(t.shape, number, dtype=t.dtype, device="cpu"),
 }
-"""What waits for a number of the device -> what it gets here."""
+"""Function that waits for a number from the device -> replacement."""
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts torch's operations."""
+    """Dispatch mode that counts torch's operations."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # what torch asks of tensors to run the operation, and we to count it, is nobody's call
+        # Tensor queries by torch and by the counting code are not calls of the model.
+        with torch._C.DisableTorchFunction():
             return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the operation and counts it."""
+        """Run the operation and count it."""
         out = func(*args, **kwargs)
         packet = func.overloadpacket
         name = (
@@ -309,7 +339,7 @@ class Dispatched(TorchDispatchMode):
         kind = POINTWISE if not flops else PRODUCT if made[0].dtype == torch.bfloat16 else WIDE
         if name in _FILLED_FIRST:
             self.trace.add("fill", moved(made))
-            made = given[:1]  # as much is written then as is read
+            made = given[:1]  # it then writes as many bytes as it reads
         self.trace.add(name, _read(name, given, made) + moved(made), kind, flops)
         if name == "native_layer_norm_backward" and made[1:]:
             self.trace.add("layer norm, its weight's gradient", moved(given[:2]))
@@ -328,7 +358,7 @@ _GATHERS = ("index", "index_select", "gather", "embedding", "nll_loss_forward")
 
 
 def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
-    """Bytes that an operation of torch reads, of the tensors that it is given, to make others."""
+    """Return the bytes that a torch operation reads from its input tensors."""
     if (
         name.endswith("_like")
         or name.startswith("new_")
@@ -340,6 +370,7 @@ def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
     if name in _GATHERS:
         return moved(given[1:]) + moved(made)
     outputs = {_place(t) for t in made}
+    # These operations do not read a tensor into which they write.
     pure = name in (
         "cat",
         "stack",
@@ -348,7 +379,7 @@ def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
         "mm",
         "maximum",
         "cumsum",
-    )  # where these write into a tensor, they do not read it
+    )
     return moved([t for t in given if not (pure and _place(t) in outputs)])
 
 
@@ -361,7 +392,10 @@ def _place(t: Tensor) -> tuple[Any, ...]:
 
 
 def moved(tensors: Sequence[Tensor | None]) -> float:
-    """Bytes of the tensors' memory: an element that is seen several times, or through several of them alike, counts once."""
+    """Return the bytes of the tensors' memory.
+
+    An element that appears several times, through broadcasting or through equal views, counts once.
+    """
     different = {_place(t): t for t in tensors if t is not None}
     total = 0
     for t in different.values():
@@ -372,13 +406,17 @@ def moved(tensors: Sequence[Tensor | None]) -> float:
     return float(total)
 
 
-# --- this project's Triton kernels ------------------------------------------------------------------------------------------------
+# --- this project's Triton kernels ------------------------------------------------------------
 
 
 @contextmanager
 def counted(trace: Trace) -> Iterator[None]:
-    """Into the trace: launches of Triton kernels, which do nothing; implementations that are chosen; others' packages stand in."""
-    # Both passes of a checkpointed part are compared by what they keep, whose device torch's own functions see otherwise than ours.
+    """Record Triton launches and chosen implementations in the trace.
+
+    Launches do not run, and other packages are replaced.
+    """
+    # torch compares what both passes of a checkpointed part keep. The device is left out, because
+    # torch's own functions see the meta device.
     checks = mock.patch.dict(_CHECKS, default=lambda t: {"shape": t.shape, "dtype": t.dtype})
     with _launches_counted(trace), _implementations_noted(trace), _packages(trace), checks:
         yield
@@ -386,7 +424,10 @@ def counted(trace: Trace) -> Iterator[None]:
 
 @contextmanager
 def _launches_counted(trace: Trace) -> Iterator[None]:
-    """A launch of any Triton kernel is counted and does nothing; block sizes are a GPU's, not the interpreter's."""
+    """Count every launch of a Triton kernel without running it.
+
+    Block sizes are those for a GPU, not for the interpreter.
+    """
     import triton
     from triton.runtime.jit import KernelInterface
 
@@ -437,11 +478,15 @@ def _implementations_noted(trace: Trace) -> Iterator[None]:
         Op.choose = own  # type: ignore[method-assign]
 
 
-# --- others' fused kernels --------------------------------------------------------------------------------------------------------
+# --- fused kernels of other packages ----------------------------------------------------------
 
 
 class _StandIn(torch.autograd.Function):
-    """A kernel in each pass: the forward reads what it is given, the backward the gradient and what is kept; each writes its results."""
+    """One kernel per pass.
+
+    The forward kernel reads its inputs; the backward kernel reads the gradient and the kept
+    tensors. Each kernel writes its results.
+    """
 
     @staticmethod
     def forward(
@@ -452,11 +497,9 @@ class _StandIn(torch.autograd.Function):
         kept: tuple[int, ...],
         *given: Tensor | None,
     ) -> Tensor:
-        ctx.trace, ctx.name, ctx.given = (
-            trace,
-            name,
-            [None if t is None else (t.shape, t.dtype) for t in given],
-        )
+        ctx.trace = trace
+        ctx.name = name
+        ctx.given = [None if t is None else (t.shape, t.dtype) for t in given]
         ctx.save_for_backward(*(given[n] for n in kept))
         trace.add(name, moved([*given, made]))
         return made
@@ -481,7 +524,10 @@ def stand_in(
     given: Sequence[Tensor | None],
     kept: Sequence[int] | None = None,
 ) -> Tensor:
-    """The result, in the first tensor's type, of a fused kernel; kept: which of what it is given its backward reads (None: all)."""
+    """Return the result of a fused kernel, with the dtype of the first tensor.
+
+    kept: indices of the inputs that the backward pass reads (None: all).
+    """
     assert given[0] is not None
     made = torch.empty(shape, dtype=given[0].dtype, device=META)
     return cast(
@@ -493,19 +539,23 @@ def stand_in(
 
 
 class Paper(OneProcess):
-    """One process with the fused kernels of a GPU's training run, bfloat16: SwiGLU compiled by torch."""
+    """One process with the fused kernels of a bfloat16 GPU run; torch compiles SwiGLU."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(torch.bfloat16)
         self.trace = trace
 
     def swiglu(self, packed: Tensor) -> Tensor:
-        """As `fem_megatron.parallel.Parallel`."""
+        """Return SwiGLU, as `fem_megatron.parallel.Parallel` defines it."""
         return stand_in(self.trace, "SwiGLU", (*packed.shape[:-1], packed.shape[-1] // 2), [packed])
 
 
 class _RmsNorm(torch.autograd.Function):
-    """torch's kernels on a GPU: one forward; backward one for the input, and one for the weight, which reads everything again."""
+    """RMS norm with torch's GPU kernels.
+
+    One forward kernel; one backward kernel for the input and one for the weight, which reads all
+    inputs again.
+    """
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -537,16 +587,18 @@ def _rms_norm(
 
 
 class _Attention(torch.autograd.Function):
-    """cuDNN's or FlashAttention's kernels: one forward; backward the row terms, the gradients, and dq from its float32 sums."""
+    """Attention with the kernels of cuDNN or FlashAttention.
+
+    One forward kernel; in the backward pass one for the row terms, one for the gradients, and one
+    that converts dq from its float32 sums.
+    """
 
     @staticmethod
     def forward(ctx: Any, trace: Trace, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from kernels.tiles import empty_as
 
-        out, lse = (
-            empty_as(q, width=v.shape[-1]),
-            torch.empty(q.shape[:3], dtype=torch.float32, device=META),
-        )
+        out = empty_as(q, width=v.shape[-1])
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=META)
         ctx.trace, ctx.flops = trace, 2.0 * _pairs(q, k, causal) * (q.shape[-1] + v.shape[-1])
         ctx.save_for_backward(q, k, v, out, lse)
         trace.add("attention", moved([q, k, v, out, lse]), ATTENTION, ctx.flops)
@@ -557,12 +609,10 @@ class _Attention(torch.autograd.Function):
         from kernels.tiles import empty_as
 
         q, k, v, out, lse = ctx.saved_tensors
-        made, sums = (
-            [empty_as(t) for t in (q, k, v)],
-            torch.empty(q.shape, dtype=torch.float32, device=META),
-        )
+        made = [empty_as(t) for t in (q, k, v)]
+        sums = torch.empty(q.shape, dtype=torch.float32, device=META)
         ctx.trace.add("attention, row terms", moved([*grads, out, lse]))
-        # Five products where the forward has two: the scores are made again.
+        # Five products instead of the forward's two: the scores are recomputed.
         ctx.trace.add(
             "attention",
             moved([*grads, q, k, v, lse, sums, sums[:], *made[1:]]),
@@ -592,10 +642,20 @@ def _attention(
 
 
 def _attention_of_a_cpu(
-    trace: Trace, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    trace: Trace,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """The flash kernel that torch takes on a CPU: what it keeps and makes."""
+) -> Tensor:
+    """Return the output of torch's flash attention for CPUs.
+
+    It keeps the same tensors as the real call.
+    """
     out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
@@ -604,7 +664,10 @@ def _attention_of_a_cpu(
 
 @contextmanager
 def _packages(trace: Trace) -> Iterator[None]:
-    """flash-linear-attention's delta rule as one kernel a pass, which is less than it moves: it has several, with their own states."""
+    """Replace flash-linear-attention's delta rule with one kernel per pass.
+
+    This underestimates the traffic: the real rule has several kernels, each with stored states.
+    """
 
     def rule(
         q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor | None = None, **_: Any
@@ -617,7 +680,9 @@ def _packages(trace: Trace) -> Iterator[None]:
 
         def __init__(self, name: str) -> None:
             super().__init__(name)
-            self.__spec__ = ModuleSpec(name, None)  # whoever asks whether the package is there
+            self.__spec__ = ModuleSpec(
+                name, None
+            )  # for code that checks whether the package is installed
 
     names = ("fla", "fla.ops", "fla.ops.delta_rule", "fla.ops.gated_delta_rule")
     own = {name: sys.modules.get(name) for name in names}

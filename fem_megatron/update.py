@@ -1,4 +1,7 @@
-"""The frame of every layer: an update x -> x' of the residual stream, and what is known around it (positions, padding, past)."""
+"""The frame of every layer: an update x -> x' of the residual stream, and shared operations.
+
+The shared operations are rotary positions and norms.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from kernels.rotary import rotary
 
 
 class Layer(nn.Module):
-    """A module whose parameters are given to it by name (``add_weights``), so that they are no attributes its class would show."""
+    """A module whose parameters are added by their names (``add_weights``).
+
+    They are not class attributes.
+    """
 
     if TYPE_CHECKING:
 
@@ -24,9 +30,10 @@ class Layer(nn.Module):
 
 
 class Update(Layer):
-    """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those that its shape lists.
+    """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those in its shape.
 
-    diagnostics: "module:function", (update, `diagnostics.Sample`) -> the quantities to look at besides the step norm; None: no others.
+    diagnostics: "module:function", (update, `diagnostics.Sample`) -> quantities in addition
+        to the step norm; None: no others.
     """
 
     diagnostics: ClassVar[str | None] = None
@@ -38,24 +45,33 @@ class Update(Layer):
         add_weights(self, shape.weights(), parallel)
 
     def build(self) -> None:
-        """Modules that must exist before the weights are given to them."""
+        """Create modules that must exist before the weights are added."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> the updated residual stream, same shape and type."""
+        """Update x [s (/ tensor-parallel size under sequence parallelism), b, D].
+
+        The result has the same shape and type.
+        """
         raise NotImplementedError
 
     def start(self, x: Tensor) -> Tensor:
-        """Where the step starts from, in x's slicing: x itself."""
+        """Return the point at which the step starts, sliced like x: x itself."""
         return x
 
 
 def rotate(x: Tensor, context: Context, rope: Rope) -> Tensor:
-    """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is."""
+    """Apply RoPE to the entire last dimension of x [s, b, heads, d], pairing its halves.
+
+    Positions are the context's. With d = 0, x is returned unchanged.
+    """
     return rotary(x, None, *_angles(x, context, rope))[0] if x.shape[-1] else x
 
 
 def rotate_both(q: Tensor, k: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
-    """`rotate` of q [s, b, heads, d] and k [s, b, heads or groups, d], by one kernel on a GPU."""
+    """Apply `rotate` to q [s, b, heads, d] and k [s, b, heads or groups, d].
+
+    On a GPU one kernel computes both.
+    """
     if q.shape[-1] == 0:
         return q, k
     q, k = rotary(q, k, *_angles(q, context, rope))
@@ -68,7 +84,12 @@ def _angles(x: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
 
 
 def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of RoPE's angles over ``size`` channels for x [s, b, ...], times its factor: [s, 1 or b, 1, size / 2], float32 up."""
+    """Return (cos, sin) of RoPE's angles for x [s, b, ...], times RoPE's factor.
+
+    size: number of rotated channels.
+
+    Each is [s, 1 or b, 1, size / 2], float32 or wider.
+    """
     positions = context.positions
     if positions is None:
         positions = torch.arange(context.past, context.past + x.shape[0], device=x.device)
@@ -83,10 +104,13 @@ def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tenso
 def frequencies(
     rope: Rope, size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
-    """RoPE's frequencies f over ``size`` channels, made slower as ``rope.scaling`` says, in radians a token: [size / 2].
+    """Return RoPE's scaled frequencies over ``size`` channels in radians per token, [size / 2].
 
-    f_i = base^(-2i / size), becomes (1 - s_i) f_i / factor + s_i f_i. linear: s = 0. llama3 (Llama 3.1's published code): s = (original f /
-    2 pi - low) / (high - low). yarn (arXiv 2309.00071, 3.2): s = 1 - (i - first) / (last - first), `Rope.ramp`. Both within [0, 1].
+    f_i = base^(-2i / size) becomes (1 - s_i) f_i / factor + s_i f_i, with s_i clamped to [0, 1]:
+
+        linear  s = 0
+        llama3  s = (original f / 2 pi - low) / (high - low)        Llama 3.1's published code
+        yarn    s = 1 - (i - first) / (last - first), `Rope.ramp`   arXiv 2309.00071, 3.2
     """
     scaling = rope.scaling
     plain = 1.0 / (
@@ -110,9 +134,10 @@ def frequencies(
 
 
 def product_type(x: Tensor) -> torch.dtype:
-    """The type of a linear attention's products beside a stream x: x's own on a GPU, for its matrix units; float32 or wider on a CPU.
+    """Return the dtype of a linear attention's products for a stream x.
 
-    float16 is too narrow for the free energy's exponentials: float32.
+    On a GPU it is x's dtype, for the matrix units; on a CPU float32 or wider. float16 is too narrow
+    for the free energy's exponentials and becomes float32.
     """
     return (
         x.dtype
@@ -122,13 +147,19 @@ def product_type(x: Tensor) -> torch.dtype:
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream x, to be gone on with, and `rms_norm` of it: on a GPU the gradients of both come in one pass."""
+    """Return the residual stream x for further use and `rms_norm` of it.
+
+    On a GPU one kernel computes the gradients of both.
+    """
     x, h, _ = residual_norm(x, weight, eps)
     return x, h
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, times the weight if there is one; in x's type, under torch.autocast too."""
+    """Return x / rms(x) over the last dimension, times the weight if given.
+
+    The result has x's type, also under torch.autocast.
+    """
     made = torch.nn.functional.rms_norm(
         x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps
     )
@@ -138,14 +169,20 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def head_norms(
     owner: Layer, parallel: Parallel, q: Tensor, k: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """q and k [s, b, heads, d], each RMS-normalised over d, times ``owner``'s q_norm and k_norm [d], which all heads share (qk_norm)."""
+    """Return q and k [s, b, heads, d], each RMS-normalised over d and scaled (qk_norm).
+
+    The scales are ``owner``'s q_norm and k_norm [d], which all heads share.
+    """
     return rms_norm(q, parallel.share(owner.q_norm()), eps), rms_norm(
         k, parallel.share(owner.k_norm()), eps
     )
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """LayerNorm without bias over the last dimension; in x's type, under torch.autocast too."""
+    """Return LayerNorm without bias over the last dimension.
+
+    The result has x's type, also under torch.autocast.
+    """
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps).to(
         x.dtype
     )

@@ -1,1 +1,4 @@
-"""What makes the layers a Megatron-core model on this machine. No mixer is named here."""
+"""Adapters that turn the layers into a Megatron-core model on this machine.
+
+No mixer is named in it.
+"""

@@ -1,4 +1,7 @@
-"""The moves of a cut sequence between the ranks of a Megatron process group (`fem_megatron.cut.Ranks`)."""
+"""Communication for split sequences between the ranks of a Megatron process group.
+
+It implements `fem_megatron.cut.Ranks`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from fem_megatron.cut import Ranks
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of the first dimension, which is its own transpose."""
+    """All-to-all of the first dimension, which equals its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -25,7 +28,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather; its transpose sums what the ranks' copies are given, in fp32 or wider."""
+    """All-gather; its transpose sums the gradients of the ranks' copies, in fp32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
@@ -61,10 +64,8 @@ class ContextParallel(Ranks):
 
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """See `Ranks`."""
-        sent, received = (
-            [t.contiguous() for t in own],
-            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own],
-        )
+        sent = [t.contiguous() for t in own]
+        received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own]
         after, before = (
             torch.distributed.get_global_rank(self.group, (self.rank + by) % self.size)
             for by in (1, -1)

@@ -1,15 +1,20 @@
-"""Linear maps that multiply 8-bit floats (train.fp8): y = x W^T and both products of its backward pass.
+"""Linear maps that multiply 8-bit floats (train.fp8).
 
-An operand Q(t) is t / scale rounded to e4m3 (inputs and weights) or e5m2 (gradients). The scale is the smallest power of two that brings
-the largest magnitude of the tensor that a rank holds below the type's largest number (``tensorwise``, dynamic). A power of two moves no
-mantissa: cuts of one tensor that are scaled apart, by rank or micro-batch, round to the same numbers, but for those below 2^-13 (e4m3) or
-2^-28 (e5m2) of the largest. So no rank asks another for a maximum, nothing is kept from step to step, and no checkpoint knows of it.
+The products are y = x W^T and both products of its backward pass. An operand Q(t) is t /
+scale rounded to e4m3 (inputs and weights) or e5m2 (gradients). The scale is the smallest
+power of two that brings the largest magnitude of a rank's tensor below the dtype's
+largest number (``tensorwise``, dynamic). A power of two does not change the mantissa.
+Slices of one tensor that are scaled separately, by rank or micro-batch, therefore round
+to the same numbers, except below 2^-13 (e4m3) or 2^-28 (e5m2) of the largest. So ranks
+exchange no maximum, and neither steps nor checkpoints store any.
 
-``delayed``: the magnitude is instead the largest of the last steps (`Delayed`), of the whole tensor and all ranks; what passes it is cut
-off at the type's largest number. In the first step, which has none behind it, each tensor's own.
+``delayed``: the magnitude is the largest of the last steps (`Delayed`), over the full tensor and
+all ranks. Larger values are clamped to the dtype's largest number. The first step has no history
+and uses each tensor's own magnitude.
 
-On a GPU torch's own product of 8-bit operands runs (``torch._scaled_mm``). Elsewhere the same operands are multiplied in fp32: the same
-numbers up to the order of sums. Weights stay as they are; a forward pass keeps its input in 8 bits.
+On a GPU torch's product of 8-bit operands runs (``torch._scaled_mm``). Elsewhere the same operands
+are multiplied in fp32, with equal results up to the order of summation. Weights keep their dtype; a
+forward pass keeps its input in 8 bits.
 """
 
 from __future__ import annotations
@@ -22,30 +27,36 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-PREFIX = "fp8.largest."  # of names in a checkpoint
-_MANTISSA = 23  # bits of an fp32's
+PREFIX = "fp8.largest."  # prefix of names in a checkpoint
+_MANTISSA = 23  # mantissa bits of fp32
 
 
 class Fp8Linear(nn.Linear):
-    """A linear map, its bias in the model's type."""
+    """A linear map with 8-bit operands and a bias in the model's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], x's type."""
+        """Map x [..., in] -> [..., out], in x's type."""
         y = linear(x, self.weight, known_of(self.weight))
         return y if self.bias is None else y + self.bias
 
 
 Known = tuple[Tensor, Tensor]
-"""Of a map's input, weight and gradient [3], fp32: the magnitudes that scales go by, 0 where there is none; this step's largest so far."""
+"""Magnitudes of a map's input, weight and gradient, two fp32 tensors [3].
+
+The first determines the scales (0: no value); the second is the largest of this step so far.
+"""
 
 
 def known_of(weight: Tensor) -> Known | None:
-    """What delayed scaling knows of a weight's map, where it is on."""
+    """Return the magnitudes of a weight's map, or None without delayed scaling."""
     return getattr(weight, "known", None)
 
 
 def linear(x: Tensor, weight: Tensor, known: Known | None = None) -> Tensor:
-    """Q(x) Q(weight)^T: x [..., in], weight [out, in] -> [..., out], x's type. A GPU wants tokens, in and out to be multiples of 16."""
+    """Return Q(x) Q(weight)^T: x [..., in], weight [out, in] -> [..., out], in x's type.
+
+    A GPU requires tokens, in and out to be multiples of 16.
+    """
     y: Tensor = _Linear.apply(x, weight, known)
     return y
 
@@ -81,9 +92,12 @@ class _Linear(torch.autograd.Function):
 
 
 def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tuple[Tensor, Tensor]:
-    """t / scale in ``dtype``, and the scale, an fp32 of no dimension. Where t is not finite that is NaN: e4m3 has no infinity.
+    """Return t / scale in ``dtype``, and the scale, an fp32 scalar tensor.
 
-    known: of t, two numbers; where the first is not 0 the scale goes by it, and what is too large is cut off. t's own goes into the second.
+    If t is not finite the result is NaN, because e4m3 has no infinity.
+
+    known: two numbers for t. If the first is not 0 it determines the scale, and larger
+        values are clamped. The second is raised to t's own magnitude.
     """
     own = torch.linalg.vector_norm(
         t, torch.inf, dtype=torch.promote_types(t.dtype, torch.float32)
@@ -92,7 +106,7 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
     if known is not None:
         largest = torch.where(known[0] > 0, known[0], own)
         torch.maximum(known[1], own, out=known[1])
-    # The exponent's bits, one more: the power of two above. 0 and what is denormal have 2^-126.
+    # The exponent plus one gives the next power of two. Zero and denormals give 2^-126.
     exponent = ((largest / most).view(torch.int32) >> _MANTISSA) + 1
     scale = (exponent << _MANTISSA).view(torch.float32) + (own - own)
     scaled = t * scale.reciprocal()
@@ -100,13 +114,16 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
 
 
 class Delayed:
-    """Delayed scaling (train.fp8=delayed): of each map the largest magnitudes of its input, weight and gradient in each of the last steps.
+    """Delayed scaling (train.fp8=delayed): each map's largest values in recent steps.
 
-    A step's scales go by the largest of them, times 2^margin, whichever micro-batch it is; of the step itself nothing is known before its
-    end. Then the ranks that share the maps agree on its own (``advance``), in one all-reduce. A step that is left out is none of them.
+    These are the largest magnitudes of the map's input, weight and gradient. A step's scales use
+    the maximum over the recent steps, times 2^margin, in all of its micro-batches. The step's own
+    magnitudes are available only at its end. Then the ranks that share the maps agree on them in
+    one all-reduce (``advance``). A skipped step is not recorded.
 
-    weights: by their names in the whole model. history [steps, maps, 3], fp32, the last step first, gradients those of the loss summed over
-    tokens; 0: there was none.
+    weights: by their names in the full model.
+    history: [steps, maps, 3], fp32, the most recent step first; gradients are those of the
+        loss summed over tokens; 0: no value.
     """
 
     def __init__(
@@ -125,20 +142,26 @@ class Delayed:
             weight.known = by, now  # type: ignore[attr-defined]
 
     def begin(self, gradient: Tensor | float = 1.0) -> None:
-        """A step begins; what was computed since the last one does not count. gradient: what this step multiplies the summed loss by."""
+        """Begin a step and discard magnitudes recorded since the last one.
+
+        gradient: factor of this step on the summed loss.
+        """
         self.now.zero_()
         if self.names:
             self.units[2] = gradient
             self.by.copy_(self.history.amax(0) * self.factor * self.units)
 
     def advance(self) -> None:
-        """The step is done. Collective over the group."""
+        """Finish the step. Collective over the group."""
         if self.names:
             torch.distributed.all_reduce(self.now, torch.distributed.ReduceOp.MAX, group=self.group)
             self.history.copy_(torch.cat(((self.now / self.units)[None], self.history[:-1])))
 
     def sharded_state(self, steps: int | None = None) -> dict[str, ShardedTensor]:
-        """The history for a checkpoint, [steps, 3] of each map under its weight's name; ``steps``: as many, to be read."""
+        """Return the history for a checkpoint: [steps, 3] of each map under its weight's name.
+
+        steps: number of steps to read from a checkpoint; None: the current history.
+        """
         history = (
             self.history
             if steps is None
@@ -153,7 +176,10 @@ class Delayed:
         }
 
     def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], steps: int | None) -> None:
-        """Takes over the last steps of a checkpoint's history, which has so many; None: it has none, and this begins anew."""
+        """Load the most recent steps of a checkpoint's history.
+
+        steps: number of steps in the checkpoint; None: start empty.
+        """
         self.history.zero_()
         if steps is not None and self.names:
             given = read(self.sharded_state(steps))
@@ -162,7 +188,10 @@ class Delayed:
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T times both scales: a [m, k], b [n, k], both contiguous 8-bit floats, not both e5m2 -> [m, n] of ``dtype``."""
+    """Return a b^T times both scales, [m, n] of ``dtype``.
+
+    a [m, k] and b [n, k] are contiguous 8-bit floats, not both e5m2.
+    """
     if a.is_cuda:
         out: Tensor = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
         return out

@@ -1,10 +1,13 @@
-"""The fused kernels of others that a model uses on a GPU, each through a hook of Megatron-core's own. None is written here.
+"""Fused kernels of other packages that a model uses on a GPU, through hooks of Megatron-core.
 
-SwiGLU: ``megatron.core.fusions.fused_bias_swiglu``, compiled by torch; it keeps its input alone for the backward pass.
-Cross-entropy over the split vocabulary: ``TransformerConfig.cross_entropy_loss_fusion``, Megatron's own form, compiled by torch.
-RoPE is `kernels.rotary`. A layer's RMSNorm is `kernels.residual_norm`, others are torch's, one kernel on a GPU.
-Megatron-core 0.16.1 has no fused linear + cross-entropy; `loss.sum_in_chunks` does without all logits.
-On a CPU nothing of this runs. TORCH_COMPILE_DISABLE=1, torch's own switch, makes the compiled ones plain again.
+SwiGLU: ``megatron.core.fusions.fused_bias_swiglu``, compiled by torch; it keeps only its input for
+the backward pass. Cross-entropy over the split vocabulary:
+``TransformerConfig.cross_entropy_loss_fusion``, Megatron's own form, compiled by torch.
+
+RoPE is `kernels.rotary`. A layer's RMSNorm is `kernels.residual_norm`; other norms are torch's, one
+kernel on a GPU. Megatron-core 0.16.1 has no fused linear + cross-entropy; `loss.sum_in_chunks`
+avoids the full logits. On a CPU none of these fusions run. TORCH_COMPILE_DISABLE=1, torch's own
+switch, disables compilation.
 """
 
 from __future__ import annotations
@@ -31,16 +34,20 @@ def _has_megatron() -> bool:
 
 
 def lacks(device: torch.device) -> str | None:
-    """Why Megatron's compiled kernels cannot run on ``device``, or None: torch.compile makes them through Triton, for GPUs."""
+    """Return why Megatron's compiled kernels cannot run on ``device``, or None if they can.
+
+    torch.compile generates them through Triton, for GPUs.
+    """
     if device.type != "cuda":
         return "no GPU"
     return lacks_triton(device) if _has_megatron() else "the package megatron-core is not installed"
 
 
 def config_overrides(dtype: torch.dtype) -> dict[str, Any]:
-    """Megatron's settings for a model of this type on this machine, and one line in the log that says what is fused.
+    """Return Megatron's settings for a model of this dtype, and log the fusions.
 
-    The fused cross-entropy rounds its gradient to bfloat16 whatever the logits are, so other types have the plain one.
+    The log has one line. The fused cross-entropy rounds its gradient to bfloat16 for all
+    logits, so other dtypes use the plain one.
     """
     device = platform.device()
     reason = lacks(device)
@@ -58,12 +65,15 @@ def config_overrides(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n], by Megatron's kernel where it can run."""
+    """Return silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n].
+
+    Megatron's kernel runs if it can.
+    """
     return plain_swiglu(packed) if lacks(packed.device) else megatron_swiglu(packed)
 
 
 def megatron_swiglu(packed: Tensor) -> Tensor:
-    """The same by Megatron's function, on any device."""
+    """Return the same from Megatron's function, on any device."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     out: Tensor = bias_swiglu_impl(packed, None)

@@ -1,15 +1,17 @@
-"""CUDA graphs of a model's layers (train.cuda_graphs): each layer's forward and backward pass is one launch from the host.
+"""CUDA graphs of a model's layers (train.cuda_graphs): one host launch per layer and pass.
 
-``torch.cuda.make_graphed_callables`` captures them, within the first forward pass that trains: by then engine and optimizer have put the
-weights where they stay. It is given a layer's weights as inputs, under names of their own: a weight's own node in autograd belongs to the
-stream that DDP's hooks were made in, which a capture must not wait for. DDP's hooks run at every replay, as without graphs.
+``torch.cuda.make_graphed_callables`` captures them in the first training forward pass, when engine
+and optimizer have allocated the weights finally. It receives a layer's weights as inputs, as
+aliases: the autograd node of a weight belongs to the stream in which DDP's hooks were created, and
+a capture must not wait for that stream. DDP's hooks run at every replay, as without graphs.
+Megatron's ``CudaGraphManager`` (0.16.1) is not used: it captures its TransformerLayer with a record
+that all models of a process share, requires the Transformer Engine or inference random states, and
+warms up on zeros.
 
-Megatron's own way (``CudaGraphManager``, 0.16.1) captures its TransformerLayer by a record that all models of a process share; it wants the
-Transformer Engine or inference's random states, and warms up on zeros.
-
-A replay reads and writes the memory that it was captured with. So a layer has one micro-batch under way, whatever a layer decides on the
-host it decides once (``Shape.uncapturable``), and hooks within it would see nothing: a layer whose parts have any runs without its graph,
-as it does in an evaluation.
+A replay reads and writes the memory with which it was captured. Therefore a layer can process only
+one micro-batch at a time, decisions on the host are made only once (``Shape.uncapturable``), and
+hooks inside a layer would not run. A layer with hooks on its parts runs without its graph, and so
+does every layer in an evaluation.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from fem_megatron.megatron.specs import MegatronBlock
 
 
 def graph_layers(decoder: Any) -> None:
-    """Have a decoder's layers be captured in its first forward pass that trains, and replayed from then on.
+    """Capture a decoder's layers in its first training forward pass, and replay them afterwards.
 
-    That pass raises RuntimeError where a layer does what no graph holds.
+    That pass raises RuntimeError if a layer does something that a graph cannot contain.
     """
     forward = decoder.forward
 
@@ -45,13 +47,16 @@ def graph_layers(decoder: Any) -> None:
 
 
 def _replays(layer: MegatronBlock) -> bool:
-    """Whether a forward pass of the layer, now, is one that a graph may stand for."""
+    """Return True if a graph may replace the layer's next forward pass."""
     watched = any(part is not None and part._forward_hooks for part in (layer.mixer, layer.mlp))
     return layer.training and torch.is_grad_enabled() and not watched
 
 
 def _capture(layers: list[MegatronBlock], x: Tensor) -> None:
-    """x [s (/ tensor-parallel size under sequence parallelism), b, D]: the first layer's input, on which all of them are tried."""
+    """Capture all layers.
+
+    x [s (/ tensor-parallel size under sequence parallelism), b, D]: sample input.
+    """
     given = [
         (x.detach().clone().requires_grad_(), *map(_alias, layer.parameters())) for layer in layers
     ]
@@ -61,20 +66,20 @@ def _capture(layers: list[MegatronBlock], x: Tensor) -> None:
     before = [one.clone() for one in noted]
     graphed = platform.captured(map(_as_function, layers), given)
     for one, value in zip(noted, before, strict=True):
-        one.copy_(value)  # what was tried was no step
+        one.copy_(value)  # trial runs are not steps
     for layer, run in zip(layers, graphed, strict=True):
         _replay(layer, run)
 
 
 def _alias(weight: nn.Parameter) -> nn.Parameter:
-    """The weight's memory under another name, with all that is known of it."""
+    """Return a parameter that shares the weight's memory and attributes."""
     alias = nn.Parameter(weight.detach())
     alias.__dict__.update(weight.__dict__)
     return alias
 
 
 class _Passes(nn.Module):
-    """A layer's own forward pass, without the hooks around it and whatever stands in its place later."""
+    """A layer's own forward pass, without hooks around it or later replacements of it."""
 
     def __init__(self, layer: MegatronBlock) -> None:
         super().__init__()

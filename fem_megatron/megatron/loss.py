@@ -1,4 +1,8 @@
-"""The loss beyond Megatron's: the z-loss (PaLM, arXiv 2204.02311, 5), and a sum of losses that never holds the logits of all tokens."""
+"""Losses beyond Megatron's: the z-loss, and a loss sum computed in chunks.
+
+The z-loss is that of PaLM (arXiv 2204.02311, 5). The chunked sum never stores the logits
+of all tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ from torch import Tensor
 
 
 class _WithZ(torch.autograd.Function):
-    """Cross-entropy over the split vocabulary whose gradient is that of cross-entropy + w (log Z)^2.
+    """Cross-entropy over the split vocabulary with the gradient of cross-entropy + w (log Z)^2.
 
-    It is made of Megatron's pieces: the same losses to the bit, and as much memory kept.
-
-    dL/dlogit = softmax (1 + 2 w log Z) - [the label's], times the loss's gradient: log Z's own is the softmax.
+    It uses Megatron's building blocks: equal losses to the bit, and equal memory. dL/dlogit =
+    softmax (1 + 2 w log Z) - [the label's], times the loss's gradient: the gradient of log Z is the
+    softmax.
     """
 
     @staticmethod
@@ -55,14 +59,15 @@ class _WithZ(torch.autograd.Function):
 
 
 def add_z_loss(chunk: GPTModel, weight: float) -> None:
-    """Make the chunk's losses those of ``_WithZ``: what is told stays the cross-entropy, what is descended has the z-loss in it.
+    """Make the chunk compute its losses with ``_WithZ``.
 
-    In place of the fused cross-entropy of a GPU (``fusions``), which has no place for it.
+    The reported value stays the cross-entropy; the gradient includes the z-loss. This replaces the
+    fused cross-entropy of a GPU (``fusions``), which does not support the z-loss.
     """
     group = chunk.pg_collection.tp
 
     def losses(labels: Tensor, logits: Tensor) -> Tensor:
-        """labels [b, s], logits [s, b, V / TP] -> [b, s], float32."""
+        """Return the losses [b, s], float32: labels [b, s], logits [s, b, V / TP]."""
         found: Tensor = _WithZ.apply(logits, labels.transpose(0, 1).contiguous(), weight, group)
         return found.transpose(0, 1).contiguous()
 
@@ -70,13 +75,18 @@ def add_z_loss(chunk: GPTModel, weight: float) -> None:
 
 
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""hidden [s / SP, b, h], the output layer's weight [V / TP, h], labels [b, s] -> losses [b, s], float32."""
+"""Function that computes the losses [b, s], float32.
+
+Arguments: hidden [s / SP, b, h], the output layer's weight [V / TP, h], labels [b, s].
+"""
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of chunks' losses that count, whose gradients are computed with it: a chunk's logits can go, and none come again.
+    """The masked sum of the chunks' losses, with gradients computed in the forward pass.
 
-    What waits for the backward pass is as large as the hidden states and the weight; it lacks the sum's own gradient, a factor.
+    A chunk's logits are freed at once and never recomputed. The tensors kept for the backward pass
+    have the sizes of the hidden states and the weight; the backward pass multiplies them by the
+    sum's gradient.
     """
 
     @staticmethod
@@ -89,15 +99,14 @@ class _Summed(torch.autograd.Function):
         losses: Losses,
         learns: bool,
     ) -> Tensor:
-        leaf, total = (
-            weight.detach().requires_grad_(learns),
-            torch.zeros((), dtype=torch.float32, device=hidden.device),
-        )
+        leaf = weight.detach().requires_grad_(learns)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if learns:
             of_hidden = torch.empty_like(hidden)
+            # accumulate without rounding
             of_weight = torch.zeros_like(
                 weight, dtype=torch.promote_types(weight.dtype, torch.float32)
-            )  # not rounded on the way
+            )
             ctx.save_for_backward(of_hidden, of_weight)
         for start, (labels, mask) in zip(range(0, len(hidden), size), chunks, strict=True):
             x = hidden[start : start + size].detach().requires_grad_(learns)
@@ -125,10 +134,13 @@ class _Summed(torch.autograd.Function):
 
 
 def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
-    """Make a chunk that is told the mask return its losses' sum, a number, and hold the logits of so many tokens at once, at most.
+    """Make a chunk that receives the loss mask return its losses' sum, computed in chunks of
+    tokens.
 
-    All that is done with logits stays where it is, so this comes after whatever changes it. Without a mask nothing is another.
-    Under sequence parallelism the tokens are some of every rank's slice.
+    Apply this after every other change to the logits. Calls without a mask are unchanged. Under
+    sequence parallelism a chunk of tokens is taken from every rank's slice.
+
+    tokens: largest number of tokens whose logits are stored at a time.
     """
     layer, logits, finish = chunk.output_layer, chunk.output_layer.forward, chunk._postprocess
     ranks = chunk.pg_collection.tp.size() if layer.sequence_parallel else 1
@@ -169,5 +181,5 @@ def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
             known=(labels, loss_mask),
         )
 
-    # In the layer's own call: there ZeRO has its weight whole.
+    # Replaced on the layer itself, because ZeRO gathers its complete weight during its call.
     layer.forward, chunk._postprocess = forward, postprocess

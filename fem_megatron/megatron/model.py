@@ -1,4 +1,8 @@
-"""Configuration -> Megatron-core GPTModel chunks with an initialisation that no layout changes. Knows no trainer and no launcher."""
+"""Build Megatron-core GPTModel chunks from a configuration.
+
+The initial weights do not depend on the layout. The module does not import the trainer or
+the launcher.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,12 @@ from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
 from fem_megatron.shape import Normal
 
-MOST_DRAWN = 8  # weights at a time, each of which is whole on the host in float32
+MOST_DRAWN = 8  # weights drawn at a time, each complete on the host in float32
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model is laid over processes, and in which precision it computes."""
+    """Distribution of one model over processes, and its precision."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -46,16 +50,20 @@ class Layout:
 
     @property
     def overlap_p2p(self) -> bool:
-        """Interleaving over two stages is silently wrong with batched sends (Megatron-core 0.16.1 has no guard): use overlapped ones."""
+        """True if pipeline sends must be overlapped instead of batched.
+
+        Interleaving over two stages gives wrong results with batched sends, and Megatron-core
+        0.16.1 does not detect it.
+        """
         return self.virtual_pipeline_model_parallel_size is not None
 
 
 def _keep_memory(weight: torch.Tensor) -> None:
-    """Leave the weight as allocated: ``initialize`` fills every parameter afterwards, by name."""
+    """Leave the weight uninitialised: ``initialize`` fills every parameter afterwards."""
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
-    """Megatron's configuration of ``model`` under ``layout`` on this machine."""
+    """Return Megatron's configuration of ``model`` under ``layout`` on this machine."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -66,7 +74,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         layernorm_epsilon=model.norm_eps,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Megatron marks a weight as tensor-parallel only while it initialises it, so it must be let do so.
+        # Megatron marks a weight as tensor-parallel only while it initialises it.
         init_method=_keep_memory,
         output_layer_init_method=_keep_memory,
         use_cpu_initialization=not platform.has_cuda(),
@@ -93,9 +101,10 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
 def build(
     model: ModelConfig, layout: Layout, seq_length: int, seed: int, *, draw: bool = True
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or one per virtual pipeline stage), initialised, on this machine's device.
+    """Return this rank's initialised model chunks: one per virtual pipeline stage.
 
-    Needs Megatron's process groups. ``draw``: see :func:`initialize`. Raises ValueError where a width does not divide (see
+    They are on this machine's device. Requires Megatron's process groups. draw: see
+    :func:`initialize`. Raises ValueError if a width does not divide (see
     ``ModelConfig.blocks``).
     """
     config = transformer_config(model, layout)
@@ -121,7 +130,7 @@ def build(
             ),
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="none",  # the mixers turn their own queries and keys
+            position_embedding_type="none",  # the mixers rotate queries and keys
             vp_stage=stage,
         )
         if chunk.pre_process and model.stream_size > model.hidden_size:
@@ -140,14 +149,16 @@ def build(
         if layout.cuda_graphs:
             graph_layers(chunk.decoder)
         chunks.append(chunk)
-    config.hidden_size = (
-        model.stream_size
-    )  # from here on it is what pipeline stages send each other, and nothing else
+    # used only for the width of pipeline messages after this point
+    config.hidden_size = model.stream_size
     return chunks
 
 
 def add_velocities(chunk: GPTModel, seq_length: int) -> None:
-    """Make the embedding one of tokens and velocities, [s, b, 2 hidden_size], each with a table of its own."""
+    """Make the embedding return tokens and velocities, [s, b, 2 hidden_size].
+
+    Each has a separate table.
+    """
     embedding, tokens = chunk.embedding, chunk.embedding.forward
     embedding.velocity = LanguageModelEmbedding(
         embedding.config, embedding.vocab_size, seq_length, "none", tp_group=embedding.tp_group
@@ -160,11 +171,14 @@ def add_velocities(chunk: GPTModel, seq_length: int) -> None:
 
 
 def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
-    """Make the logits of the rows that pad the vocabulary -inf, on each tensor-parallel rank those it holds; nothing where it holds none.
+    """Set the logits of the vocabulary's padding rows to -inf.
 
-    With or without labels, tied or not: every logit comes from this layer. A softmax gives -inf the weight exp(-inf) = 0, so loss and
-    gradients are to the bit those of the model without these rows, in any type. A rank that holds padding alone is no exception: both of
-    Megatron's cross-entropies subtract the maximum over all ranks, and replace, not multiply, what a rank knows of another's target.
+    Only tensor-parallel ranks with padding rows are changed. This covers calls with and
+    without labels, tied or not, because this layer computes every logit. A softmax gives -inf
+    the weight exp(-inf) = 0, so loss and gradients equal to the bit those of the model
+    without these rows, in any dtype. This includes ranks that hold only padding: both of
+    Megatron's cross-entropies subtract the maximum over all ranks, and they replace, not
+    multiply, a rank's value for a target on another rank.
     """
     rows = output_layer.output_size_per_partition
     kept = min(max(vocab_size - rows * parallel_state.get_tensor_model_parallel_rank(), 0), rows)
@@ -175,8 +189,9 @@ def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
 
     def forward(*given: Any, **named: Any) -> tuple[torch.Tensor, Any]:
         output: tuple[torch.Tensor, Any] = logits(*given, **named)
-        # In place and unseen by autograd, which has nothing to do here: a product does not read its own output in the backward pass, and
-        # the gradient that a finite loss sends to -inf is zero already. So only the padding's columns are ever touched.
+        # In place and hidden from autograd: a product does not read its output in the backward
+        # pass, and the gradient of a finite loss at -inf is already zero. Only padding columns are
+        # written.
         output[0].detach()[..., kept:].fill_(-torch.inf)
         return output
 
@@ -184,7 +199,10 @@ def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """A parameter's name in the whole model: layers are numbered over all pipeline stages; a tied output layer is the embedding."""
+    """Return a parameter's name in the full model.
+
+    Layers are numbered over all pipeline stages; a tied output layer has the embedding's name.
+    """
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
 
@@ -195,7 +213,10 @@ def global_name(chunk: GPTModel, name: str) -> str:
 
 
 def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) -> torch.Tensor:
-    """What training starts the whole weight ``name`` from, float32: its constant, or normal(0, std) by its name (see ``starts_from``)."""
+    """Return the initial value of the full weight ``name``, float32.
+
+    It is its constant, or a sample of normal(0, std) seeded by the name (see ``starts_from``).
+    """
     if isinstance(init, int | float):
         return torch.full(shape, float(init))
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -205,15 +226,17 @@ def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) ->
 
 @torch.no_grad()
 def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = True) -> None:
-    """Draw every weight that is to be drawn, each from a generator of its own, seeded by its name in the whole model.
+    """Initialise every randomly drawn weight with a separate generator.
 
-    A rank draws the whole weight and keeps its slice, so the weights are the same at every layout; as many weights are drawn at
-    once as torch has threads, MOST_DRAWN at most. Those that start from a constant (norms, beta, a conditioner's last projection)
-    keep it. Every parameter has its weight as ``spec`` afterwards, Megatron's own too: the embedding, the final norm and the output
-    layer.
+    The generator is seeded by the weight's name in the full model. A rank draws the full
+    weight and keeps its slice, so the weights are equal in every layout. As many weights are
+    drawn at a time as torch has threads, at most MOST_DRAWN. Weights that start from a
+    constant (norms, beta, a conditioner's last projection) are not changed. Afterwards every
+    parameter has its weight as ``spec``, including Megatron's own: the embedding, the final
+    norm and the output layer.
 
-    draw: False fills these weights with NaN instead, for a model into which a checkpoint is loaded: one that the checkpoint does
-    not overwrite then shows as a loss of NaN.
+    draw: False fills these weights with NaN instead, for a model into which a checkpoint is
+        loaded. A weight that the checkpoint does not overwrite then shows as a loss of NaN.
     """
     outer, drawn = outer_weights(model), list[tuple[torch.nn.Parameter, str, Normal]]()
     for name, weight in chunk.named_parameters():
@@ -231,13 +254,11 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
             done.result()
 
 
-@torch.no_grad()  # it holds for the calling thread alone
+@torch.no_grad()  # no_grad applies only to the calling thread
 def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> None:
     """Fill this rank's slice of the weight ``name``."""
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     split = getattr(weight, "tensor_model_parallel", False)
     dim = weight.partition_dim if split else 0  # type: ignore[attr-defined]
     shape = list(weight.shape)

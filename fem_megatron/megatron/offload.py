@@ -1,8 +1,10 @@
-"""What autograd keeps of a forward pass in the host's memory until the backward pass needs it, as ``torch.autograd.graph.save_on_cpu``.
+"""Keep the tensors that autograd saves in the host's memory.
 
-That one also sends the weights, and a tensor as often as it is kept, and brings it back with other strides. Here weights stay, a storage
-is sent once and comes back once, and what is a view of it is one again: every operation of the backward pass has the operands that it would
-have had, to the bit. Copies are in the order of the compute stream, so none overlaps with the computation.
+This replaces ``torch.autograd.graph.save_on_cpu``. torch's function also copies the
+weights, copies a tensor once per save, and restores it with other strides. This module
+leaves weights on the device, copies a storage once in each direction, and restores views
+as views. Every operation of the backward pass therefore has bit-identical operands.
+Copies run in the compute stream, so they do not overlap with the computation.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Sent:
-    """A storage's bytes on the host, page-locked where they come from a GPU; ``views``: of it, that are to be asked for."""
+    """A storage's bytes on the host, page-locked if they are from a GPU.
+
+    views: number of its views that have not been restored yet.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.views = tensor.device, 0
@@ -29,7 +34,10 @@ class Sent:
         self.host.copy_(there, non_blocking=there.is_cuda)
 
     def again(self) -> Tensor:
-        """The bytes on the device, the same tensor until the last view has been asked for."""
+        """Return the bytes on the device.
+
+        All calls return the same tensor until the last view is restored.
+        """
         found = self.host.to(self.device, non_blocking=True) if self.back is None else self.back
         self.views -= 1
         self.back = found if self.views > 0 else None
@@ -37,7 +45,7 @@ class Sent:
 
 
 class View(NamedTuple):
-    """Where a kept tensor lies in what was sent."""
+    """Position of a saved tensor in a copied storage."""
 
     sent: Sent
     dtype: torch.dtype
@@ -47,7 +55,7 @@ class View(NamedTuple):
 
 
 def offload(module: nn.Module) -> None:
-    """Have every forward pass of a module keep its activations on the host."""
+    """Keep the activations of every forward pass of a module on the host."""
     forward = module.forward
 
     @wraps(forward)
@@ -61,7 +69,7 @@ def offload(module: nn.Module) -> None:
 @contextmanager
 def _kept_on_host(module: nn.Module) -> Iterator[None]:
     weights = {StorageWeakRef(weight.untyped_storage()).cdata for weight in module.parameters()}
-    # A storage that is gone leaves its number to no other while somebody refers to it weakly.
+    # While a weak reference exists, the address of a freed storage is not reused.
     sent: dict[tuple[int, int], tuple[StorageWeakRef, Sent]] = {}
 
     def pack(tensor: Tensor) -> Tensor | View:
@@ -90,5 +98,5 @@ def _kept_on_host(module: nn.Module) -> Iterator[None]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage."""
+    """Return the bytes of a tensor's entire storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

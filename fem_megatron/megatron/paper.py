@@ -1,7 +1,8 @@
-"""One rank of a machine that is not there: what runs within `machine` finds its device, and the groups of all its ranks.
+"""Simulate one rank of a machine that is not available: its device and the groups of all its ranks.
 
-Tensors have no numbers (torch's ``meta``) and no collective is done; what is looked at is what would run, and what it would hold.
-On `kernels.machine.PAPER` it stands in for torch.cuda, and for what torch.compile makes there; on a CPU `platform` does.
+Tensors have no data (torch's ``meta``) and collectives do not communicate; the simulation records
+which kernels would run and how much memory they would use. On `kernels.machine.PAPER` it replaces
+torch.cuda and the kernels of torch.compile; for a CPU it uses `platform`'s shim.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kernels.machine import PAPER as PAPER
 from kernels.machine import name as name_of
 
 CPU = torch.device("cpu")
-# Megatron-core's functions that it hands to torch.compile: what they make between is in no memory, and each pass is one kernel.
+# Functions that Megatron-core compiles with torch.compile: they allocate no intermediate tensors,
+# and each is one kernel.
 _COMPILED = {
     "fusions.fused_cross_entropy": (
         *(
@@ -36,16 +38,19 @@ _COMPILED = {
 }
 Layer = Callable[..., Tensor]
 Fused = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""(name, function) -> the function as one kernel, whose results alone are seen."""
+"""(name, function) -> the function as one kernel, of which only the results are counted."""
 
 
 @contextlib.contextmanager
 def machine(
     device: torch.device, rank: int, world_size: int, trace: Trace, fused: Fused
 ) -> Iterator[None]:
-    """This process is one of so many ranks, each with a ``device`` (`PAPER` or `CPU`), until the end.
+    """Make this process one of ``world_size`` ranks within the context.
 
-    Megatron-core must not yet have been prepared for this process's own device (``platform.prepare``), if that is another one.
+    device: `PAPER` or `CPU`.
+
+    If this process has another device, Megatron-core must not have been prepared for it
+    (``platform.prepare``).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -61,7 +66,7 @@ def machine(
             )
             _stand_in_kernels(stack, trace, fused)
         else:
-            stack.enter_context(META)  # what names no device is on it, too
+            stack.enter_context(META)  # also the default device
         platform.prepare()
         torch.distributed.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
@@ -81,7 +86,10 @@ def machine(
 
 
 def _groups() -> dict[str, Any]:
-    """Name in torch.distributed -> what it is where no other rank is: Megatron asks for some groups of gloo by name, and for objects."""
+    """Return replacements in torch.distributed for a process without other ranks.
+
+    Megatron requests some groups of gloo and gathers objects.
+    """
     own = torch.distributed.new_group
 
     def new_group(
@@ -99,7 +107,7 @@ def _groups() -> dict[str, Any]:
 
 
 def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -> None:
-    """What torch's compiler would make on a GPU."""
+    """Replace the functions that torch.compile would compile on a GPU."""
 
     def swiglu(packed: Tensor) -> Tensor:
         return stand_in(trace, "SwiGLU", (*packed.shape[:-1], packed.shape[-1] // 2), [packed])
@@ -116,12 +124,15 @@ def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -
 def graphed(
     trace: Trace, runs: Sequence[Layer], samples: Sequence[tuple[Tensor, ...]]
 ) -> tuple[Layer, ...]:
-    """``torch.cuda.make_graphed_callables``: each is tried, then looked at while it would be captured. A replay's kernels run again.
+    """Simulate ``torch.cuda.make_graphed_callables``.
 
-    Held to the end, as there: a copy of the input, and the gradients of output, input and weights.
+    Each function runs once, then once as a capture. A replay runs the kernels again. Like the
+    real function it keeps allocated a copy of the input, and the gradients of output, input
+    and weights.
 
     Raises:
-        RuntimeError: the host reads a number of the device, which no capture allows; the message has the place.
+        RuntimeError: if the host reads a number of the device, which a capture does not allow; the
+            message contains the place.
     """
     captured: dict[str, Any] = {
         "is_initialized": lambda: True,
@@ -137,7 +148,7 @@ def graphed(
                 out = run(*given)
                 gradients = torch.autograd.grad(out, given, torch.empty_like(out))
             if capture and trace.reads[seen:]:
-                raise RuntimeError(f"a CUDA graph holds no host read, as {trace.reads[seen]} is")
+                raise RuntimeError(f"a CUDA graph cannot contain a host read: {trace.reads[seen]}")
         held = (torch.empty_like(out), *gradients)
         made.append(partial(_replayed, run, given, held))
     return tuple(made)
@@ -151,7 +162,7 @@ def _replayed(
 
 
 class _Replay(torch.autograd.Function):
-    """Both passes of a layer; what the first keeps, the second frees."""
+    """Both passes of a layer; the backward pass frees the tensors that the forward pass keeps."""
 
     @staticmethod
     def forward(ctx: Any, run: Layer, weights: tuple[Tensor, ...], *given: Tensor) -> Tensor:
@@ -164,12 +175,12 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         out, inputs = ctx.out, ctx.inputs
-        del ctx.out, ctx.inputs  # whoever holds the loss holds this node
+        del ctx.out, ctx.inputs  # a reference to the loss keeps this node alive
         return None, None, *torch.autograd.grad(out, inputs, grads)
 
 
 class _Stream:
-    """A stream of kernels or a moment in one; nothing waits."""
+    """Replacement for a CUDA stream or event; it never waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -183,7 +194,7 @@ class _Stream:
 
 
 def _cuda() -> dict[str, Any]:
-    """Name in torch.cuda -> what a process on the machine finds there."""
+    """Return name in torch.cuda -> replacement, for a process on the simulated machine."""
     quiet = (
         "set_device",
         "synchronize",

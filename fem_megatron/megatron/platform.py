@@ -1,8 +1,10 @@
-"""What machine this is: device, collective backend, random state, and what Megatron-core needs where there is no CUDA.
+"""Machine-dependent code: device, collective backend, random state, and Megatron-core without CUDA.
 
-This is the only file that asks whether a GPU is there, and the only one that patches the pinned Megatron-core. Each patch says why and
-where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of what writes checkpoints, and of the gradient's norm.
-Long, because all patches are here.
+This is the only file that checks for a GPU and the only one that patches the pinned Megatron-core.
+Each patch documents its reason and the upstream lines that require it. On CUDA ``prepare`` installs
+only the fixes for checkpoint writers and for the gradient's norm.
+
+Long, because it contains all patches.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from kernels.implementations import check_overrides
 
 MEGATRON_VERSION = "0.16.1"
 
-# Modules of megatron.core on our path whose code names CUDA devices outright: `torch.empty(..., device=torch.cuda.current_device())`,
-# `torch.zeros(..., device="cuda")`, `torch.cuda.synchronize()`. Only the *name* `torch` in these modules is replaced.
+# Modules of megatron.core in use whose code names CUDA devices explicitly:
+# `torch.empty(..., device=torch.cuda.current_device())`, `torch.zeros(..., device="cuda")`,
+# `torch.cuda.synchronize()`. Only the *name* `torch` in these modules is replaced.
 PATCHED_MODULES = (
     "dist_checkpointing.exchange_utils",
     "dist_checkpointing.strategies.async_utils",
@@ -69,7 +72,7 @@ PATCHED_MODULES = (
     "utils",
 )
 
-_PDEATHSIG = 1  # of <linux/prctl.h>
+_PDEATHSIG = 1  # from <linux/prctl.h>
 _FACTORIES = (
     "zeros",
     "ones",
@@ -85,41 +88,50 @@ _FACTORIES = (
 
 
 def has_cuda() -> bool:
-    """Whether this process computes on CUDA."""
+    """Return True if this process computes on CUDA."""
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """The device of this process's tensors."""
+    """Return the device of this process's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def device_name() -> str:
-    """The accelerator's name, or ``cpu``."""
+    """Return the accelerator's name, or ``cpu``."""
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
 def lacks_fp8() -> str | None:
-    """What this machine's GPU lacks to multiply 8-bit floats, or None; a CPU emulates it (``fem_megatron.megatron.fp8``)."""
+    """Return the missing requirement for 8-bit products on this machine's GPU, or None.
+
+    A CPU emulates them (``fem_megatron.megatron.fp8``).
+    """
     if not has_cuda() or (found := torch.cuda.get_device_capability()) >= (8, 9):
         return None
-    return f"a GPU of compute capability 8.9 or more, as H100 or L40S, and {device_name()} has {found[0]}.{found[1]}"
+    return (
+        f"a GPU of compute capability 8.9 or more, such as H100 or L40S, but {device_name()} has "
+        f"{found[0]}.{found[1]}"
+    )
 
 
 def lacks_graphs() -> str | None:
-    """What this machine lacks to capture CUDA graphs, or None."""
+    """Return the missing requirement for CUDA graphs on this machine, or None."""
     return None if has_cuda() else "a GPU, and this machine has none"
 
 
 def captured(
     functions: Iterable[Callable[..., torch.Tensor]], samples: Iterable[tuple[torch.Tensor, ...]]
 ) -> Any:
-    """The functions as CUDA graphs, tried and captured on these samples in their order, backward passes in the other."""
+    """Return the functions as CUDA graphs, warmed up and captured on these samples in order.
+
+    Backward passes are captured in the reverse order.
+    """
     return torch.cuda.make_graphed_callables(tuple(functions), tuple(samples))
 
 
 def toolkit() -> str | None:
-    """CUDA's and cuDNN's versions as torch was built with them; None in a build without."""
+    """Return the CUDA and cuDNN versions of the torch build, or None for a build without CUDA."""
     return (
         f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         if torch.version.cuda
@@ -128,9 +140,10 @@ def toolkit() -> str | None:
 
 
 def import_megatron() -> None:
-    """Import Megatron-core quietly, and without CUDA in half the time; before anything else imports it.
+    """Import Megatron-core without its warnings; without CUDA this also halves the import time.
 
-    Silenced is what Megatron and torch warn of at every start and this code has taken care of: no TE, no apex, renamed collectives.
+    Call it before any other import of Megatron. It silences warnings of Megatron and torch about
+    things that this code already handles: no TE, no apex, renamed collectives.
     """
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
@@ -141,16 +154,14 @@ def import_megatron() -> None:
 
 @contextlib.contextmanager
 def _without_compiler_and_loggers() -> Iterator[None]:
-    """``torch.compile`` decorates nothing, and wandb and TensorBoard are not found.
+    """Disable ``torch.compile`` as a decorator, and hide wandb and TensorBoard, within the context.
 
-    Upstream (jit.py:21, 0.16.1) decorates its fusions, which are for CUDA, and that alone imports torch's compiler: three seconds of every
-    process. inference/contexts/dynamic_context.py:70 and timers.py:13 import the loggers, if they are there, for inference and timers of
-    their own.
+    Upstream (jit.py:21, 0.16.1) decorates its fusions for CUDA, and the decorator imports torch's
+    compiler: three seconds in every process. inference/contexts/dynamic_context.py:70 and
+    timers.py:13 import the loggers, if installed, for inference and for timers that are not used.
     """
-    compiler, absent = (
-        torch.compile,
-        [name for name in ("wandb", "tensorboard") if name not in sys.modules],
-    )
+    compiler = torch.compile
+    absent = [name for name in ("wandb", "tensorboard") if name not in sys.modules]
     torch.compile = lambda function: function  # type: ignore[assignment]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:
@@ -162,25 +173,30 @@ def _without_compiler_and_loggers() -> Iterator[None]:
 
 
 def check_kernel_overrides() -> None:
-    """Raises ValueError where the environment variable FEM_KERNELS names an operation or an implementation that does not exist."""
+    """Raise ValueError if FEM_KERNELS names an unknown operation or implementation."""
     check_overrides()
 
 
 def stored(tensor: torch.Tensor) -> Any:
-    """All bytes of a CPU tensor's storage, which are what torch saves of it: an array of uint8 over the same memory."""
+    """Return all bytes of a CPU tensor's storage, as torch saves them.
+
+    The result is a uint8 array on the same memory.
+    """
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: bool) -> None:
-    """Set how Megatron's checkpoint writers open their files, run and report; call it before ``dist_checkpointing.save``.
+    """Set how Megatron's checkpoint writers open files, run and report.
 
-    The files that it opens hear of each tensor: ``mark(where its archive begins, `stored` bytes)``.
+    Call it before ``dist_checkpointing.save``. The opened files receive one call per tensor:
+    ``mark(start of its archive, `stored` bytes)``.
 
-    The writers of a rank are threads. Upstream (filesystem_async.py:266, 0.16.1) forks a process for each, which copies the page tables of
-    the rank and faults on every page of its tensors, and forks a process that uses CUDA when the save is synchronous.
-
-    They report here, unless training goes on meanwhile. Upstream's way is a process of its own, which imports torch and Megatron to read
-    the reports: four seconds of a first save. Its ``write_preloaded_data`` (filesystem_async.py:342, 0.16.1) opens by the builtin.
+    A rank's writers are threads. Upstream (filesystem_async.py:266, 0.16.1) forks a process for
+    each, which copies the rank's page tables, faults on every page of its tensors, and forks a
+    process that uses CUDA if the save is synchronous. In a synchronous save the writers report
+    through a queue in this process. Upstream starts a process for it that imports torch and
+    Megatron: four seconds of a first save. Upstream's ``write_preloaded_data``
+    (filesystem_async.py:342, 0.16.1) opens files with the builtin.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -198,9 +214,10 @@ def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: b
 
 
 def read_checkpoints_with(reader: type) -> None:
-    """The kind of torch's FileSystemReader through which Megatron reads; before ``dist_checkpointing.load``.
+    """Set the subclass of torch's FileSystemReader that Megatron uses.
 
-    Upstream (strategies/torch.py:758 and 760, 0.16.1) names its own, which build whatever a pickle names and compare no checksum.
+    Call it before ``dist_checkpointing.load``. Upstream (strategies/torch.py:758 and 760,
+    0.16.1) uses fixed classes, which unpickle arbitrary objects and compare no checksums.
     """
     from megatron.core.dist_checkpointing.strategies import torch as upstream
 
@@ -208,7 +225,7 @@ def read_checkpoints_with(reader: type) -> None:
 
 
 def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` for a forked process, which the kernel kills when the process that forked it ends (Linux)."""
+    """Wrap ``function`` for a forked process, which Linux then kills when its parent ends."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
@@ -216,24 +233,27 @@ def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PDEATHSIG, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))
         if parent is not None and os.getppid() != parent.pid:
-            os._exit(1)  # it ended before it could be watched
+            os._exit(1)  # the parent ended before prctl took effect
         function(*args, **kwargs)
 
     return call
 
 
 def prepare() -> str:
-    """Make Megatron-core usable on this machine; once, before anything of it is built. Returns the collective backend.
+    """Make Megatron-core usable on this machine and return the collective backend.
+
+    Call it once, before any Megatron object is created.
 
     Raises:
-        RuntimeError: the installed Megatron-core is not the version whose lines the patches name.
+        RuntimeError: if the installed Megatron-core is not the version for which the patches are
+        written.
     """
     import megatron.core
 
     if megatron.core.__version__ != MEGATRON_VERSION:
         raise RuntimeError(
-            f"megatron-core {megatron.core.__version__} is installed, but this code is verified against {MEGATRON_VERSION}: "
-            f"pip install megatron-core=={MEGATRON_VERSION}"
+            f"megatron-core {megatron.core.__version__} is installed, but this code is verified "
+            f"against {MEGATRON_VERSION}: pip install megatron-core=={MEGATRON_VERSION}"
         )
     _fix_checkpoint_writers()
     if has_cuda():
@@ -244,10 +264,14 @@ def prepare() -> str:
 
 
 def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = False) -> None:
-    """Start the default process group from the launcher's environment; alone, a group of one, of which no other library learns.
+    """Start the default process group from the launcher's environment.
 
-    in_order: a GPU starts kernels in the order of their launches, on which Megatron relies to overlap the collectives of tensor and
-    context parallelism with matrix products (tensor_parallel/layers.py:526, 0.16.1); CUDA_DEVICE_MAX_CONNECTIONS, if set, is kept.
+    Without a launcher the group has one process and is invisible to other libraries.
+
+    in_order: a GPU starts kernels in launch order. Megatron relies on this to overlap the
+        collectives of tensor and context parallelism with matrix products
+        (tensor_parallel/layers.py:526, 0.16.1). An existing CUDA_DEVICE_MAX_CONNECTIONS is
+        not changed.
     """
     settings: dict[str, Any] = {"backend": prepare(), "timeout": timedelta(minutes=timeout_minutes)}
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -256,26 +280,33 @@ def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = Fals
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
     if "RANK" not in os.environ:
-        settings |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    # No device_id: with it NCCL would connect each of Megatron's groups at once, collectively over all ranks, also the groups of one
-    # rank and those that nobody uses, and would run unbatched sends of a pipeline one after another.
+        settings |= {
+            "store": torch.distributed.HashStore(),  # type: ignore[attr-defined]
+            "rank": 0,
+            "world_size": 1,
+        }
+    # No device_id: with it NCCL would connect each of Megatron's groups immediately, collectively
+    # over all ranks, including unused groups and groups of one rank, and would serialise unbatched
+    # sends of a pipeline.
     torch.distributed.init_process_group(**settings)
     if has_cuda():
-        torch.distributed.barrier(
-            device_ids=[local_rank]
-        )  # connects all ranks; later barriers take the device from it
+        # Connects all ranks; later barriers use this device.
+        torch.distributed.barrier(device_ids=[local_rank])
 
 
 def peak_memory_bytes() -> int:
-    """Largest memory this process has held so far, in bytes: CUDA allocator's peak, or the resident set on CPU."""
+    """Return this process's peak memory in bytes.
+
+    It is the CUDA allocator's, or the resident set on a CPU.
+    """
     return torch.cuda.max_memory_allocated() if has_cuda() else peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set of this process so far, in bytes."""
+    """Return the largest resident set of this process so far, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Not ru_maxrss, which begins at what the process that started this one held.
+        # Not ru_maxrss, which starts at the parent process's value.
         return next(
             int(line.split()[1]) * 1024
             for line in status.read_text().splitlines()
@@ -286,7 +317,10 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Let :func:`peak_memory_bytes` count from here, cached blocks given back; a CPU process's peak cannot be reset."""
+    """Release cached blocks and reset :func:`peak_memory_bytes`.
+
+    The peak of a CPU process cannot be reset.
+    """
     if has_cuda():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -294,14 +328,14 @@ def reset_peak_memory() -> None:
 
 @contextlib.contextmanager
 def memory_history(events: int = 100_000) -> Iterator[Callable[[Path], None]]:
-    """Record the newest ``events`` events of the CUDA allocator; only where :func:`has_cuda`.
+    """Record the newest ``events`` events of the CUDA allocator; requires :func:`has_cuda`.
 
-    Yields a function that writes them and the present allocations to a file, while recording is on.
-    Of stacks only Python frames are recorded: by default torch also unwinds those of C++, and looks
-    up the symbols of all of them before it writes.
+    Yields a function that writes the events and the current allocations to a file, while recording
+    is on. Stacks contain only Python frames: by default torch also unwinds C++ frames and resolves
+    all their symbols before it writes.
 
     Raises:
-        OSError: the yielded function cannot write the file.
+        OSError: if the yielded function cannot write the file.
     """
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=events)
     try:
@@ -311,14 +345,14 @@ def memory_history(events: int = 100_000) -> Iterator[Callable[[Path], None]]:
 
 
 def device_memory_bytes() -> int:
-    """Memory of the device, in bytes: of the GPU, or of the machine."""
+    """Return the memory of the device in bytes: of the GPU, or of the machine."""
     if has_cuda():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_cache_bytes() -> int:
-    """The GPU's L2 cache, in bytes; 0 on a CPU."""
+    """Return the size of the GPU's L2 cache in bytes; 0 on a CPU."""
     return (
         torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         if has_cuda()
@@ -327,13 +361,16 @@ def device_cache_bytes() -> int:
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all submitted work."""
     if has_cuda():
         torch.cuda.synchronize()
 
 
 class Moment:
-    """A point in the device's work: an event on CUDA, the clock's time on a CPU. Taking one waits for nothing."""
+    """A point in the device's work: an event on CUDA, the clock's time on a CPU.
+
+    Creating one does not wait.
+    """
 
     def __init__(self) -> None:
         self.clock = time.perf_counter()
@@ -342,7 +379,7 @@ class Moment:
             self.event.record()
 
     def seconds_until(self, later: Moment) -> float:
-        """Seconds of the device's work between two moments; waits for the later one."""
+        """Return the seconds of device work between two moments. Waits for the later one."""
         if self.event is None or later.event is None:
             return later.clock - self.clock
         later.event.synchronize()
@@ -350,17 +387,23 @@ class Moment:
 
 
 class Copies:
-    """A stream for copies to the device: they wait for no kernel, and kernels wait for those alone that they ask for. On a CPU nothing."""
+    """A stream for copies to the device, which run in parallel with kernels.
+
+    No effect on a CPU.
+    """
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream() if has_cuda() else None
 
     def begun(self) -> contextlib.AbstractContextManager[Any]:
-        """What is copied within is in this stream."""
+        """Return a context in which copies use this stream."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def needed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Kernels from here on find what was copied; the memory of these tensors serves no other copy before they are done with it."""
+        """Make the following kernels wait for the copies.
+
+        The memory of these tensors is not reused for another copy before the kernels have finished.
+        """
         if self.stream is not None:
             reader = torch.cuda.current_stream()
             reader.wait_stream(self.stream)
@@ -370,7 +413,7 @@ class Copies:
 
 
 def seed_rng(seed: int) -> None:
-    """Seed every random state that a step could draw from; after Megatron's process groups exist."""
+    """Seed every random state that a step could use. Requires Megatron's process groups."""
     from megatron.core import tensor_parallel
 
     torch.manual_seed(seed)
@@ -378,7 +421,10 @@ def seed_rng(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Every random state that a step could draw from, as CPU tensors of bytes; ``cuda`` on a GPU alone."""
+    """Return every random state that a step could use, as CPU byte tensors.
+
+    The key ``cuda`` exists only on a GPU.
+    """
     from megatron.core import tensor_parallel
 
     state = {
@@ -391,7 +437,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what :func:`rng_state` returned on the same kind of device."""
+    """Restore a state that :func:`rng_state` returned on the same kind of device."""
     from megatron.core import tensor_parallel
 
     torch.set_rng_state(state["torch"])
@@ -401,7 +447,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def transformer_config_overrides() -> dict[str, Any]:
-    """Megatron settings that depend on the machine: its fused CUDA kernels are off where they cannot run."""
+    """Return machine-dependent Megatron settings: without CUDA, fused kernels are off."""
     if has_cuda():
         return {}
     return {
@@ -410,13 +456,13 @@ def transformer_config_overrides() -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
-        # gloo sends from the tensor's own storage, which Megatron would free while the send is under way.
+        # gloo sends from the tensor's storage, which Megatron would free during the send.
         "deallocate_pipeline_outputs": False,
     }
 
 
 class _TorchProxy(types.ModuleType):
-    """``torch`` as a patched Megatron-core module sees it: everything real, but CUDA names mean the CPU."""
+    """``torch`` for a patched Megatron-core module, in which CUDA names mean the CPU."""
 
     def __init__(self, overrides: dict[str, Any]):
         super().__init__("torch")
@@ -437,7 +483,10 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _cuda_stand_in() -> types.ModuleType:
-    """``torch.cuda`` for patched modules: the current device is the CPU, streams have nothing to wait for."""
+    """Return ``torch.cuda`` for patched modules.
+
+    The current device is the CPU, and streams never wait.
+    """
     cuda = _TorchProxy({})
     cuda.__dict__.update(
         current_device=lambda: torch.device("cpu"),
@@ -459,8 +508,11 @@ class _CudaProxy(_TorchProxy):
 
 @contextlib.contextmanager
 def _tensor_types_named_cuda() -> Iterator[None]:
-    """Megatron's optimizers accept parameters by the *name* of their CUDA type (optimizer.py:671-699, distrib_optimizer.py:361-435,
-    clip_grads.py:167); inside those scopes a CPU tensor's type is named so."""
+    """Report CUDA type names for CPU tensors within the context.
+
+    Megatron's optimizers accept parameters by the name of their CUDA type (optimizer.py:671-699,
+    distrib_optimizer.py:361-435, clip_grads.py:167).
+    """
     real = torch.Tensor.type
 
     def named(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
@@ -484,13 +536,12 @@ def _within_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install_cpu_shim() -> None:
-    """Let the patched modules run on the CPU. Idempotent: the marker is the proxy itself."""
+    """Patch the listed modules to run on the CPU. Idempotent: an installed proxy is detected."""
     core = {name: importlib.import_module(f"megatron.core.{name}") for name in PATCHED_MODULES}
     if any(isinstance(module.torch, _TorchProxy) for module in core.values()):
         return
-    if (
-        "torch._dynamo" in sys.modules
-    ):  # Megatron was imported without `import_megatron`: its fusions would start a C++ build
+    # Megatron was imported without `import_megatron`: its fusions would start a C++ build.
+    if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
     proxy = _TorchProxy(
         {"cuda": _cuda_stand_in(), **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}}
@@ -501,8 +552,12 @@ def _install_cpu_shim() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     random = core["tensor_parallel.random"]
     # random.py:41-112 read and write the CUDA generator through torch._C.
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    random._get_cuda_rng_state = (  # type: ignore[attr-defined]
+        lambda *_, **__: torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = (  # type: ignore[attr-defined]
+        lambda state, *_, **__: torch.set_rng_state(state)
+    )
     float16 = core["optimizer.optimizer"].Float16OptimizerWithFloat16Params
     float16.__init__ = _within_cuda_names(float16.__init__)
     distributed = core["optimizer.distrib_optimizer"].DistributedOptimizer
@@ -510,13 +565,17 @@ def _install_cpu_shim() -> None:
     clip = _within_cuda_names(core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32)
     core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
     core["optimizer.optimizer"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
-    # utils.py:1205 sums squares by torch.norm, which on the CPU is up to 2e-5 off for a large fp32 tensor in which few rows carry most of
-    # the norm (an embedding's gradient): the grad norm, and so the clipping, would depend on how the tensor is cut.
+    # utils.py:1205 sums squares with torch.norm. On the CPU its error is up to 2e-5 for a large
+    # fp32 tensor in which few rows contribute most of the norm (an embedding's gradient). The
+    # gradient norm, and therefore the clipping, would depend on how the tensor is split.
     core["optimizer.clip_grads"].l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
 
 
 def _keep_norm_on_device() -> None:
-    """Where neither TE nor apex is installed upstream's norm reads a number of each tensor to the host (utils.py:1205-1207, 0.16.1)."""
+    """Replace upstream's norm, which copies a number per tensor to the host without TE and apex.
+
+    See utils.py:1205-1207, 0.16.1.
+    """
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
@@ -527,9 +586,10 @@ def _keep_norm_on_device() -> None:
 def _l2_norm(
     _chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """Euclidean norm of all tensors together: parts in their own precision, the sum over parts in float64.
+    """Return the Euclidean norm of all tensors together.
 
-    A part is a tensor on a GPU, which adds in a tree, and a block of it on a CPU.
+    Each part is computed in its own precision, and the sum over parts in float64. A part is a
+    tensor on a GPU, which adds in a tree, and a block of a tensor on a CPU.
     """
     if tensor_lists[0][0].is_cuda:
         return torch.stack(torch._foreach_norm(tensor_lists[0])).double().norm().float().view(
@@ -547,12 +607,14 @@ def _l2_norm(
 
 
 def _fix_checkpoint_writers() -> None:
-    """Let what writes a checkpoint's tensors mark them and report why it failed.
+    """Make checkpoint writers mark each tensor and report the real error of a failed write.
 
-    And let a GPU's tensors be packed on the host (`fem_megatron.megatron.staging`).
+    Also pack a GPU's tensors on the host (`fem_megatron.megatron.staging`).
 
-    Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises what torch's zip writer says at its end ("unexpected pos"), which
-    hides the file system's own error. What ``write_preloaded_data_multiproc`` logs as an error (326) is raised, too.
+    Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises the error that torch's zip
+    writer reports at its end ("unexpected pos"), which hides the file system's error. Errors that
+    ``write_preloaded_data_multiproc`` logs (326) are also raised, so the log entries are
+    suppressed.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async as upstream
 
@@ -580,9 +642,11 @@ def _fix_checkpoint_writers() -> None:
 
 
 def _preloading_into_blocks(preload: Callable[..., Any]) -> Callable[..., Any]:
-    """Upstream's ``preload_tensors`` (filesystem_async.py:212, 0.16.1), which copies tensor by tensor, given a GPU's tensors as copies.
+    """Wrap upstream's ``preload_tensors`` so that it receives host copies of a GPU's tensors.
 
-    These are kept until the next save: the forked writers may share their memory, which torch would otherwise hand out meanwhile.
+    Upstream (filesystem_async.py:212, 0.16.1) copies tensor by tensor. The copies are kept until
+    the next save: forked writers may share their memory, which torch would otherwise reuse in the
+    meantime.
     """
     kept: list[torch.Tensor] = []
 

@@ -1,4 +1,7 @@
-"""Megatron-core layer specs of every mixer: ``layer_spec("fem_softmax", model)`` is a layer for any Megatron-core transformer block."""
+"""Megatron-core layer specs of every mixer.
+
+``layer_spec("fem_softmax", model)`` is a layer for any Megatron-core transformer block.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +75,16 @@ class MegatronBlock(Block):
         packed_seq_params: Context | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [s (/tp under SP), b, hidden] -> (same shape, no context). Causality is the configuration's, not a mask's.
+        """Map hidden_states [s (/tp under SP), b, hidden] -> (same shape, no context).
 
-        packed_seq_params: what is known of the tokens besides, by the way that Megatron has for its own: it passes it on unread.
+        The configuration, not a mask, determines causality.
+
+        packed_seq_params: the layer's context. Megatron has this argument for its own packing
+            and passes it on unread.
 
         Raises:
-            NotImplementedError: Megatron passes an inference context, an attention bias or rotary angles of its own.
+            NotImplementedError: if Megatron passes an inference context, an attention bias or
+            rotary angles.
         """
         for name, value in unused.items():
             if value is not None and name in (
@@ -86,7 +93,7 @@ class MegatronBlock(Block):
                 "rotary_pos_emb",
                 "context",
             ):
-                raise NotImplementedError(f"this layer does not take {name}")
+                raise NotImplementedError(f"this layer does not support the argument {name}")
         again = self.config.recompute_granularity == "selective" and self.training
         context = replace(
             packed_seq_params or Context(), causal=self.causal, recompute=again, cut=self.cut
@@ -104,7 +111,7 @@ class MegatronBlock(Block):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Each parameter under its name, split along its weight's dimension or whole on every tensor-parallel rank."""
+        """Return each parameter by its name, split along its weight's dimension or replicated."""
         groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": self.pg_collection.dp_cp}
         sharded: dict[str, Any] = {}
         for name, weight in self.named_parameters():
@@ -121,11 +128,11 @@ class MegatronBlock(Block):
 
 
 def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
-    """The spec of layer ``layer`` (from 0) with the mixer of this name and the sizes of ``model``.
+    """Return the spec of layer ``layer`` (from 0) with this mixer and the sizes of ``model``.
 
     Raises:
-        ValueError: a size does not fit; the message names the key.
-        KeyError: no mixer has this name.
+        ValueError: if a size does not fit; the message names the key.
+        KeyError: if no mixer has this name.
     """
     return _spec(catalogue.block(model, mixer, layer), model)
 
@@ -138,9 +145,10 @@ def block_spec(
     *,
     fp8: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers that this rank's model chunk holds, with our final norm.
+    """Return the layers of this rank's model chunk, and the final norm.
 
-    cut: as `cut_kinds` is asked where sequences are cut. fp8: linear maps multiply 8-bit floats.
+    cut: requested method of `cut_kinds` for split sequences. fp8: linear maps multiply 8-bit
+    floats.
     """
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -158,10 +166,11 @@ def _spec(
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension; Megatron-core's norm interface.
+    """x / rms(x) * weight over the last dimension, with Megatron-core's norm interface.
 
-    Under sequence parallelism each rank sees a slice of the tokens, so the weight is marked for Megatron's gradient all-reduce over the
-    tensor-parallel group (``finalize_model_grads``). Megatron's own ``WrappedTorchNorm`` refuses sequence parallelism.
+    Under sequence parallelism each rank has a slice of the tokens, so the weight is marked for
+    Megatron's gradient all-reduce over the tensor-parallel group (``finalize_model_grads``).
+    Megatron's own ``WrappedTorchNorm`` does not support sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
@@ -171,7 +180,10 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden_size], or what layers carry beside it behind it -> [..., hidden_size], same dtype."""
+        """Normalise x [..., hidden_size] -> same shape and dtype.
+
+        Channels past hidden_size are dropped.
+        """
         return torch.nn.functional.rms_norm(
             x[..., : len(self.weight)], self.weight.shape, self.weight, self.eps
         )

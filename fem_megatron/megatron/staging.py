@@ -1,9 +1,11 @@
-"""The page-locked host memory in which a save's tensors wait to be written, packed so that it is little more than their size.
+"""Page-locked host memory for a save's tensors.
 
-torch rounds the size of every page-locked allocation up to a power of two (CachingHostAllocator.h), so a copy of each tensor by
-itself takes up to twice its size. The setting pinned_max_round_threshold_mb is no remedy: torch 2.11 does not know it, and in 2.13
-a freed block that was not rounded is given to larger requests of its size class (get_free_block). So blocks whose sizes are powers
-of two are allocated here and filled with tensors.
+Tensors are packed, so that little more than their size is allocated. torch rounds the
+size of every page-locked allocation up to a power of two (CachingHostAllocator.h), so
+separate copies take up to twice their size. The setting pinned_max_round_threshold_mb
+does not help: torch 2.11 does not support it, and in 2.13 a freed unrounded block is
+given to larger requests of its size class (get_free_block). Therefore this module
+allocates blocks whose sizes are powers of two and fills them with tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ _ALIGNMENT = 512  # bytes, as torch aligns tensors on a GPU
 
 
 def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Blocks for tensors of these bytes, and the block of each tensor with its offset there.
+    """Return block sizes for tensors of these byte sizes, and the (block, offset) of each tensor.
 
-    A block is a power of two: the largest within what is left to place, or where that is less, the first that holds the tensor. The
-    largest tensors come first; each goes to the first block that has room. So few bytes of each block stay empty.
+    A block's size is a power of two: the largest within the remaining bytes, or, if larger, the
+    smallest that fits the tensor. The tensors are placed in order of decreasing size, each in the
+    first block with enough free bytes, so that few bytes stay unused.
     """
     aligned = [(size // _ALIGNMENT + 1) * _ALIGNMENT for size in sizes]
     left, blocks, used = sum(aligned), list[int](), list[int]()
@@ -38,9 +41,10 @@ def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def staged(tensors: Sequence[Tensor], *, pinned: bool = True) -> list[Tensor]:
-    """Copies of a GPU's tensors on the host, which are complete when the GPU is synchronized.
+    """Return host copies of a GPU's tensors, which are complete once the GPU is synchronized.
 
-    Each has a storage of its own size, which is what torch saves of a tensor; together they keep their block.
+    Each copy has a storage of exactly its size, as torch saves it; together they keep their block
+    alive.
     """
     sizes, places = packed([tensor.nbytes for tensor in tensors])
     blocks = [

@@ -1,4 +1,7 @@
-"""Megatron-core's tensor and sequence parallelism behind the layers' ``Parallel``; the only place where the layers meet it."""
+"""Megatron-core's tensor and sequence parallelism as an implementation of ``Parallel``.
+
+This is the only module that connects the layers to it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ from fem_megatron.shape import Weight
 class _Share(torch.autograd.Function):
     """Identity forward, sum over ranks backward.
 
-    Megatron's ``copy_to_tensor_model_parallel_region`` loses the sum where the gradient is not contiguous, as a transposed weight's is
-    (``mappings._reduce``, 0.16.1, reduces a copy and returns its input), and writes into a gradient that autograd may have shared out.
+    Megatron's ``copy_to_tensor_model_parallel_region`` loses the sum if the gradient is not
+    contiguous, as for a transposed weight (``mappings._reduce``, 0.16.1, reduces a copy and returns
+    its input), and writes into a gradient that autograd may have shared.
     """
 
     @staticmethod
@@ -57,17 +61,18 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 
 class TensorParallel(Parallel):
-    """``fem_megatron.parallel.Parallel`` over a Megatron process group. eight_bit: linear maps that may multiply 8-bit floats (`fp8`)."""
+    """``fem_megatron.parallel.Parallel`` over a Megatron process group.
+
+    eight_bit: True if suitable linear maps multiply 8-bit floats (`fp8`).
+    """
 
     def __init__(
         self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype, eight_bit: bool = False
     ) -> None:
-        self.group, self.sequence_parallel, self.dtype, self.eight_bit = (
-            group,
-            sequence_parallel,
-            dtype,
-            eight_bit,
-        )
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.dtype = dtype
+        self.eight_bit = eight_bit
         self.size, self.rank = group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:
@@ -78,9 +83,8 @@ class TensorParallel(Parallel):
         return self.share(x)
 
     def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
-        if (
-            isinstance(linear, nn.Module) and linear.bias is not None
-        ):  # one kernel adds it unrounded
+        # one kernel adds the bias before rounding
+        if isinstance(linear, nn.Module) and linear.bias is not None:
             biased: Tensor = linear(self.enter(x))
             return biased
         weight = linear.get_parameter("weight") if isinstance(linear, nn.Module) else linear
@@ -100,22 +104,21 @@ class TensorParallel(Parallel):
         self, x: Tensor, linear: nn.Module, others: Callable[[Tensor], list[Tensor]]
     ) -> tuple[list[Tensor], Tensor]:
         weight = linear.get_parameter("weight")
-        if not self.sequence_parallel or self._in_eight_bits(
-            weight
-        ):  # of 8-bit floats a product keeps what it multiplied, whole
+        # an 8-bit product keeps its complete operand
+        if not self.sequence_parallel or self._in_eight_bits(weight):
             whole = self.enter(x)
             y = linear(whole)
             return others(whole), y
 
         def made(x: Tensor) -> tuple[list[Tensor], Tensor]:
             whole = self.enter(x)
-            return others(whole), nn.functional.linear(
-                whole, weight
-            )  # last: what is computed again ends at the last product's inputs
+            # The product is last, so that the recomputation ends at its inputs.
+            return others(whole), nn.functional.linear(whole, weight)
 
+        # no RNG state: the operations are deterministic
         found: tuple[list[Tensor], Tensor] = checkpoint(
             made, x, use_reentrant=False, preserve_rng_state=False
-        )  # nothing is random
+        )
         return found
 
     def leave(self, partial: Tensor) -> Tensor:
@@ -138,22 +141,27 @@ class TensorParallel(Parallel):
         return fusions.swiglu(packed)
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Marked as Megatron's optimizer, gradient norm and checkpoints expect.
+        """Return the parameter with Megatron's marks.
+
+        The optimizer, the gradient norm and checkpoints read them.
 
         Raises:
-            ValueError: the ranks do not divide the weight.
+            ValueError: if the ranks do not divide the weight.
         """
         shape = list(weight.shape)
         if weight.split is not None:
             if shape[weight.split] % self.size:
                 raise ValueError(
-                    f"{self.size} tensor-parallel ranks do not divide a weight of shape {weight.shape}"
+                    f"{self.size} tensor-parallel ranks do not divide a weight of shape "
+                    f"{weight.shape}"
                 )
             shape[weight.split] //= self.size
         made = parameter(weight, tuple(shape), self.dtype)
         if weight.split is not None:
             set_tensor_model_parallel_attributes(made, True, weight.split, 1)
-        made.sequence_parallel = weight.per_token and self.sequence_parallel  # type: ignore[attr-defined]
+        made.sequence_parallel = (  # type: ignore[attr-defined]
+            weight.per_token and self.sequence_parallel
+        )
         return made
 
     def linear(self, weight: nn.Parameter) -> nn.Linear:

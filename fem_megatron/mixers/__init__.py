@@ -1,1 +1,5 @@
-"""One folder a mixer: ``shape``, torch-free (its switches and sizes), and ``layer``, its mathematics in torch alone. No Megatron-core."""
+"""Mixers, one folder each.
+
+``shape`` contains the switches and sizes and is torch-free; ``layer`` contains the mathematics and
+uses only torch. Neither imports Megatron-core.
+"""

@@ -1,4 +1,4 @@
-"""The short causal convolution of recurrent mixers: every channel over its last few tokens, then SiLU."""
+"""Parts shared by recurrent mixers: the short causal convolution with SiLU, and time steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from fem_megatron.state import Context
 def short_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, context: Context, name: str
 ) -> Tensor:
-    """silu(sum_i weight[:, i] x_(t - K + 1 + i) + bias): x [s, b, c], weight [c, K], bias [c] -> [s, b, c].
+    """Return silu(sum_i weight[:, i] x_(t - K + 1 + i) + bias), [s, b, c].
 
-    Tokens before the first count as zero, and so does padding. The state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
+    x [s, b, c], weight [c, K], bias [c]. Tokens before the first and padding count as zero. The
+    state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
     """
 
     def read(valid: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,7 +55,8 @@ def _convolved(
 class _Correlation(torch.autograd.Function):
     """sum_i weight[:, i] x_(t + i): x [s + K - 1, b, c], weight [c, K] -> [s, b, c].
 
-    x's gradient is the same sum over the result's; autograd's own would fill up a gradient with zeros for every tap, and add them.
+    The gradient of x is the same sum over the result's gradient. Autograd would instead create a
+    zero-filled gradient per tap and add them.
     """
 
     @staticmethod
@@ -94,11 +96,13 @@ def time_steps(
     heads: int,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """(delta, -A delta) with delta = softplus(raw + b), A > 0: raw [..., local heads] of heads ``first``.. of ``heads``; fp32 or wider.
+    """Return (delta, -A delta) with delta = softplus(raw + b) and A > 0, fp32 or wider.
 
-    log A = log A_0 + log_rate and b = b_0 + step_bias with learnable offsets that start at zero. Where the papers draw A_0 from a uniform
-    distribution over ``rates`` and softplus(b_0) from a log-uniform one over 0.001 to 0.1, the heads take evenly spaced quantiles of both,
-    the second in golden-ratio order: the same spread at any layout, and none of it by chance.
+    raw is [..., local heads], from head ``first`` of ``heads``. log A = log A_0 + log_rate and b =
+    b_0 + step_bias, with learnable offsets that start at zero. The papers draw A_0 uniformly from
+    ``rates`` and softplus(b_0) log-uniformly from 0.001 to 0.1. This function instead assigns
+    evenly spaced quantiles of both distributions to the heads, the second in golden-ratio order.
+    The spread is the same, deterministic and independent of the layout.
     """
     wide = torch.promote_types(raw.dtype, torch.float32)
     index = torch.arange(first, first + raw.shape[-1], dtype=torch.float64, device=raw.device)

@@ -1,4 +1,4 @@
-"""What attention does to a sample of tokens."""
+"""Diagnostics of attention on a sample of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.pairs import allowed_pairs
 
 
 def observe(layer: Attention, sample: Sample) -> Quantities:
-    """Entropy of softmax(q k^T / sqrt(d)), and the largest of its logits."""
+    """Return the entropy of softmax(q k^T / sqrt(d)) and the largest of its logits."""
     shape = layer.shape
     h = rms_norm(layer.start(sample.x), layer.norm.weight, shape.norm_eps)
     q, k, _ = layer.project(h, sample.context)

@@ -1,4 +1,7 @@
-"""Standard causal attention with RoPE, the Transformer's mixer; queries may share keys and values, and look back over a window."""
+"""Standard causal attention with RoPE, the Transformer's mixer.
+
+Queries can share keys and values, and can be limited to a window.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ from kernels.registered import registered
 
 
 class Attention(Update):
-    """x + softmax(q k^T / sqrt(d)) v W_O. ``in_proj`` packs group after group, so that a rank's slice is whole groups.
+    """x + softmax(q k^T / sqrt(d)) v W_O.
 
-    Its decoding state is a KV-cache of the groups' k (after RoPE) and v, of the last ``window - 1`` tokens where there is a window.
+    ``in_proj`` packs the groups one after another, so that a rank's slice consists of complete
+    groups. The decoding state is a KV-cache of the groups' k (after RoPE) and v; with a window, of
+    the last ``window - 1`` tokens.
     """
 
     diagnostics = "fem_megatron.mixers.attention.diagnostics:observe"
@@ -32,7 +37,7 @@ class Attention(Update):
         return x + self.step(h, context)
 
     def step(self, h: Tensor, context: Context) -> Tensor:
-        """What the slice h, normed, adds to the stream, in h's slicing."""
+        """Return the contribution of the normalised slice h to the stream, sliced like h."""
         q, k, v = self.project(h, context)
         if self.shape.window is not None:
             context = context.without_gap(q.shape[0])
@@ -46,7 +51,10 @@ class Attention(Update):
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:
-        """Attention over the window, [b, local heads, s, d]; a state that may shrink forgets what the next token will not see."""
+        """Return attention over the window, [b, local heads, s, d].
+
+        A state that may shrink drops the tokens that the next token will not see.
+        """
         length = k.shape[2]
         if context.room is None and context.state is not None:
             for name, t in (("k", k), ("v", v)):
@@ -59,7 +67,11 @@ class Attention(Update):
         return context.apart(read, q, k, v, keys=(1, 2))
 
     def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q [s, b, local heads, d], k and v [s, b, local groups, d] of the slice h, normed; q and k normed and turned as asked."""
+        """Return q, k and v of the normalised slice h.
+
+        q [s, b, local heads, d]; k and v [s, b, local groups, d]. q and k are normalised and
+        rotated as configured.
+        """
         shape, each = self.shape, self.shape.heads // self.shape.groups
         packed = self.parallel.project(h, self.in_proj).unflatten(-1, (-1, each + 2, shape.head))
         q, k, v = (t.flatten(2, 3) for t in packed.split([each, 1, 1], dim=3))
@@ -79,15 +91,17 @@ def windowed_attention(
     keys_valid: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over a token itself and the ``window - 1`` before it; time and memory grow with tokens times window.
+    """Return softmax(q k^T / sqrt(d)) v over the last ``window`` tokens of each query.
 
-    q [b, h, tq, d]; k, v [b, hk, tk, d], hk divides h; the queries are the last tq of the tk positions. keys_valid [b, tk] bool: False at
-    padding, which no query reads but its own. scale: in place of 1 / sqrt(d). Returns [b, h, tq, d] in q's type, exact: what is outside
-    the window has weight zero.
+    These are the token itself and the ``window - 1`` tokens before it. Time and memory grow
+    with tokens times window. q [b, h, tq, d]; k, v [b, hk, tk, d], hk divides h; the queries
+    are the last tq of the tk positions. keys_valid [b, tk] bool: False at padding, which is
+    read by no query but its own. scale: replaces 1 / sqrt(d). The result [b, h, tq, d] has
+    q's type and is exact: keys outside the window have weight zero.
     """
     tq, tk = q.shape[2], k.shape[2]
     past = tk - tq
-    near = min(max(window - past, 0), tq)  # queries that see all that is before them
+    near = min(max(window - past, 0), tq)  # queries whose window contains all earlier tokens
     reads = []
     if near:
         valid = None if keys_valid is None else keys_valid[:, : past + near]
@@ -96,7 +110,8 @@ def windowed_attention(
             fem_attention(q_near, k_near, v_near, causal=True, keys_valid=valid, scale=scale)
         )
     if near < tq:
-        # The first key is one before the first query's window, so that a block's keys are as many as window and block together.
+        # The first key is one before the first query's window, so that a block has window + block
+        # keys.
         first = past + near - window
         valid = None if keys_valid is None else keys_valid[:, first:]
         reads.append(
@@ -108,14 +123,18 @@ def windowed_attention(
 def _blockwise(
     q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Queries that see a whole window: q [b, h, n, d]; k, v [b, hk, window + n, d], query i's own at window + i; valid [b, window + n]."""
+    """Return attention for queries that each see a full window.
+
+    q [b, h, n, d]; k, v [b, hk, window + n, d], query i's own key at window + i; valid [b, window +
+    n].
+    """
     batch, queries = q.shape[0], q.shape[2]
     block, blocks = window_blocks(queries, window)
     missing = blocks * block - queries
     q, k, v = (F.pad(t, (0, 0, 0, missing)) for t in (q, k, v))
     q = q.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)
     each, size = q.shape[1] // k.shape[1], window + block
-    # One copy, of the groups' windows for each of their queries: under a mask no engine of a GPU is known to read groups.
+    # Copy each group's windows for each of its queries: masked GPU engines do not support groups.
     k, v = (
         t.unfold(2, size, block)
         .permute(0, 2, 1, 4, 3)[:, :, :, None]

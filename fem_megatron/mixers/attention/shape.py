@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Switches of standard attention, as the open models of Llama's family have them: of the mixers transformer and yuriiformer."""
+    """Switches of standard attention, for transformer and yuriiformer.
+
+    They cover the open models of Llama's family.
+    """
 
     head_dim: int | None = setting(
         None, "Width of a head; null: hidden_size / num_attention_heads.", least=1
@@ -37,7 +40,7 @@ class AttentionConfig:
     )
     sliding_window: int | None = setting(
         None,
-        "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.",
+        "Number of tokens that a token sees, itself and those before it (Mistral); null: all.",
         least=1,
     )
 
@@ -56,17 +59,18 @@ class AttentionShape(Shape):
     norm_eps: float
     bias: bool = False
     window: int | None = None
-    scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+    scale: float | None = None  # factor on the scores; None: 1 / sqrt(head)
     qk_norm: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads or groups do not fit."""
-        heads, groups, switches = (
-            model.num_attention_heads,
-            model.num_query_groups or model.num_attention_heads,
-            model.attention,
-        )
+        """Return the shape for the configuration ``model``.
+
+        Raise ValueError if heads or groups do not fit.
+        """
+        heads = model.num_attention_heads
+        groups = model.num_query_groups or model.num_attention_heads
+        switches = model.attention
         head = switches.head_dim or head_width(model)
         if heads % groups:
             raise ValueError(
@@ -74,7 +78,8 @@ class AttentionShape(Shape):
             )
         if switches.sliding_window is not None and not model.causal:
             raise ValueError(
-                "model.attention.sliding_window looks back from a token, and model.causal=false sees all; set it to null"
+                "model.attention.sliding_window limits earlier tokens, but with "
+                "model.causal=false a token sees all; set it to null"
             )
         sizes = (model.hidden_size, heads, groups, head, Rope.of(model), model.norm_eps)
         return cls(
@@ -87,11 +92,14 @@ class AttentionShape(Shape):
 
     @property
     def group_width(self) -> int:
-        """Rows that a group owns in the packed projection: its queries, its key, its value."""
+        """Rows of a group in the packed projection: its queries, its key, its value."""
         return (self.heads // self.groups + 2) * self.head
 
     def weights(self) -> Weights:
-        """norm, in_proj (group-major: the group's queries, k, v), its bias where there is one, the norms of q and k likewise, out_proj."""
+        """Return norm, in_proj, its optional bias, optional q and k norms, out_proj.
+
+        in_proj is group-major: a group's queries, k, v.
+        """
         rows = self.groups * self.group_width
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -102,12 +110,15 @@ class AttentionShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections, scores and reads."""
+        """Return the FLOPs of projections, scores and reads."""
         attention = 4.0 * self.keys_seen(length, whole_square) * self.heads * self.head
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def keys_seen(self, length: int, whole_square: bool) -> float:
-        """Keys that a token sees on average; whole_square: those that the layer's products go over, masked ones too."""
+        """Return the average number of keys that a token sees.
+
+        With the flag, computed masked keys count, too.
+        """
         window = self.window
         if window is None or length <= window:
             return keys_seen(length, whole_square)
@@ -117,7 +128,10 @@ class AttentionShape(Shape):
         return (window * window + blocks * block * (block + window)) / length
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Keys and values of the groups; under a window of the tokens that the next one will see."""
+        """Return the bytes of the groups' keys and values.
+
+        With a window, only tokens that the next one sees count.
+        """
         kept = length if self.window is None else min(length, self.window - 1)
         return 2 * kept * self.groups * self.head * element
 
@@ -132,7 +146,10 @@ class AttentionShape(Shape):
         return CutWidths(keyed=heads, shared=groups, rings=self.window is None)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Keys and values; or these, of as many heads as there are ranks at least, queries and what was read."""
+        """Return the traffic of keys and values, or of exchanged heads.
+
+        Exchanged are queries, output, and keys and values of at least as many heads as ranks.
+        """
         e, tensor = training.element * self.head, training.tensor_parallel
         if kinds.ring:
             return Crossing(ring=2 * self.groups * self.head / tensor)
@@ -152,16 +169,18 @@ class AttentionShape(Shape):
         return True
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """The table's: k rotated, v read in place; of a window's blocks copies for each of a group's queries."""
+        """Return the exact terms.
+
+        k is kept rotated, v is read in place; a window's blocks are copied per query of a group.
+        """
         e, t, length = training.element, training.tensor_parallel, training.length
         query, keys = self.heads * self.head / t, self.groups * self.head / t
         blockwise, read = 0.0, query
         if self.window is not None and self.window < length:
             block, blocks = window_blocks(length - self.window, self.window)
             near, far = self.window / length, block * blocks / length
-            blockwise = (
-                far * query + 2 * query * blocks * (block + self.window) / length
-            )  # copies: each block's q, its window's k and v
+            # copies: each block's q, its window's k and v
+            blockwise = far * query + 2 * query * blocks * (block + self.window) / length
             read = (near + far) * query
         normed = (
             {"qk_norm": qk_norms_keep(training, self.head, self.heads + self.groups) / t}
@@ -169,9 +188,8 @@ class AttentionShape(Shape):
             else {}
         )
         packed = e * self.groups * self.group_width / t
-        if (
-            self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda)
-        ):  # a copy of q
+        # q is copied
+        if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):
             normed["qk_norm"] += e * query
         if training.again:
             return normed | {
@@ -199,6 +217,9 @@ class AttentionShape(Shape):
 
 
 def window_blocks(queries: int, window: int) -> tuple[int, int]:
-    """(queries in a block, blocks) of queries that see a whole window each: a block's products go over window + block keys."""
+    """Return (queries per block, blocks) of queries that each see a full window.
+
+    The products of a block cover window + block keys.
+    """
     block = min(window, queries)
     return block, -(-queries // block)

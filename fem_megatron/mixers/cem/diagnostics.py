@@ -1,4 +1,4 @@
-"""What a step of CEM does to a sample of tokens."""
+"""Diagnostics of a CEM step on a sample of tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from fem_megatron.mixers.cem.layer import CemAttention, CemMlp
 
 
 def observe(layer: CemAttention | CemMlp, sample: Sample) -> Quantities:
-    """The energy with h held where it is, from where the steps start; the smallest eigenvalue of all of the layer's preconditioners.
+    """Return energies of the steps with h fixed, and the smallest eigenvalue.
 
-    Of attention also the largest of the first step's scores.
+    The eigenvalue is the minimum over all of the layer's preconditioners. For attention the
+    largest score of the first step is also returned.
     """
     found = layer.diagnose(sample.x, sample.context, sample.tokens, sample.after)
     start = layer.start(sample.x)

@@ -1,9 +1,11 @@
-"""CEM (mathematics 2): attention and MLP as steps of preconditioned gradient descent on an energy of x_i given h_1..i.
+"""CEM (mathematics 2): attention and MLP as steps of preconditioned gradient descent.
+
+The energy is a function of x_i given h_1..i.
 
     h <- RMSNorm(h);  x <- h;  T times:  u = RMSNorm(x),  x <- x - eta P dE/du(u | h)
 
-h, and what is made of it alone (keys, gamma), stays as it is during the steps. The inner norm has no weight: with one, the tied
-projections would no longer be a gradient's.
+h and the values computed only from it (keys, gamma) are constant during the steps. The inner norm
+has no weight: with one, the tied projections would no longer form a gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from kernels.arguments import is_dynamic
 from kernels.cem_attention import Diagonal, cem_attention
 from kernels.cem_attention.reference import interaction_energy, interaction_scores
 
-# B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..; log(1 + y) is at most log 2, the next term under 1e-18.
+# B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..
+# log(1 + y) is at most log 2, so the next term is below 1e-18.
 DILOGARITHM: tuple[float, ...] = (
     1.0,
     -1 / 4,
@@ -38,12 +41,15 @@ DILOGARITHM += (-3617 / 181400588328960000,)
 
 
 class CemAttention(Update):
-    """T steps down -tau sum_k log sum_j exp(a_ijk): x <- x + eta sum_k P_k W_Qk^T o_ik, o the read of keys that are values.
+    """T steps down -tau sum_k log sum_j exp(a_ijk): x <- x + eta sum_k P_k W_Qk^T o_ik.
 
-    Positions are ALiBi's and two learned biases (a token on itself, on others); no RoPE, which would make values depend on who reads.
-    A diagonal is in the scores alone: Algorithm 1 leaves its own part of the gradient, d sum_j p_ij h_j, out of the step.
-    Tensor parallel: heads are split over the ranks, each step gathers u and sums the heads; a shared diagonal's scores are made by every
-    rank. State: k, which is v, and with a diagonal h.
+    o is the read of keys, which are also the values. Positions enter through ALiBi and two learned
+    biases (a token on itself, on others). RoPE is not used, because it would make values depend on
+    the reader. A diagonal affects only the scores: Algorithm 1 leaves its part of the gradient, d
+    sum_j p_ij h_j, out of the step.
+
+    Tensor parallel: heads are split over the ranks. Each step gathers u and sums the heads. Every
+    rank computes a shared diagonal's scores. State: k, which is also v, and with a diagonal h.
     """
 
     diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
@@ -63,16 +69,17 @@ class CemAttention(Update):
         return self.descend(h, h if self.shape.switches.residual == "normalised" else x, context)
 
     def descend(self, h: Tensor, x: Tensor, context: Context) -> Tensor:
-        """The T steps: h, normalised, and where x starts, in the stream's slicing -> x after the last."""
+        """Run the T steps and return x after the last.
+
+        h (normalised) and the start x are sliced like the stream.
+        """
         whole = self.parallel.enter(h)
         context = context.without_gap(whole.shape[0])
         k, seen = self.remember(whole, context)
-        back, biases = (
-            self.precondition(self.query(), whole.shape[0] * whole.shape[1]),
-            self.biases(k),
-        )
+        back = self.precondition(self.query(), whole.shape[0] * whole.shape[1])
+        biases = self.biases(k)
         for step in range(self.shape.switches.steps_attention):
-            # u of x = h from h as it was gathered: one exchange less.
+            # For x = h, u is computed from the gathered h, which saves an exchange.
             u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
             q, diagonal = self.look(u, seen)
             o = self.read(q, k, biases, diagonal, context)
@@ -91,7 +98,7 @@ class CemAttention(Update):
         diagonal: Diagonal | None,
         context: Context,
     ) -> Tensor:
-        """o [b, local heads, s, r] in k's type, see `cem_attention`."""
+        """Return o [b, local heads, s, r] in k's type, see `cem_attention`."""
 
         slopes, self_bias, cross_bias = biases
 
@@ -129,14 +136,20 @@ class CemAttention(Update):
         return context.apart(read, q.to(k.dtype), k, u, h, each=(slopes, d), keys=(1, 3))
 
     def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """This rank's k [b, local heads, past + s, r] and, with a diagonal, h [b, past + s, D], the past's with them; kept in the state."""
+        """Return this rank's k [b, local heads, past + s, r] and h [b, past + s, D].
+
+        h is None without a diagonal. Both include the past and are stored in the state.
+        """
         k = context.extend("k", self._heads(self.key(whole)), dim=2)
         return k, None if self.shape.switches.diagonal == "none" else context.extend(
             "h", whole.transpose(0, 1).to(k.dtype), dim=1
         )
 
     def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
-        """u [s, b, D], normalised -> q [b, local heads, s, r] and the diagonal part of the scores among h [b, past + s, D]."""
+        """Return q [b, local heads, s, r] and the scores' diagonal part among h [b, past + s, D].
+
+        u: [s, b, D], normalised.
+        """
         if h is None:
             return self._heads(linear(u, self.query())), None
         d = (
@@ -149,7 +162,10 @@ class CemAttention(Update):
         )
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """ALiBi's slopes 2^(-8 k / heads) of this rank's heads, k = 1, 2, ..; b_self and b_cross."""
+        """Return ALiBi's slopes of this rank's heads, b_self and b_cross.
+
+        The slopes are 2^(-8 k / heads), k = 1, 2, ..
+        """
         first = self.parallel.rank * self.local_heads + 1
         wide = torch.promote_types(like.dtype, torch.float32)
         heads = torch.arange(first, first + self.local_heads, dtype=wide, device=like.device)
@@ -160,7 +176,7 @@ class CemAttention(Update):
         )
 
     def start(self, x: Tensor) -> Tensor:
-        """x, or the normalised stream."""
+        """Return x, or the normalised stream."""
         return (
             rms_norm(x, self.norm(), self.shape.norm_eps)
             if self.shape.switches.residual == "normalised"
@@ -171,10 +187,15 @@ class CemAttention(Update):
     def diagnose(
         self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The energy of a sample ``tokens`` [n] of positions before and after this update of x [s, b, D], h held where it is.
+        """Return diagnostics of this update of x [s, b, D] with h fixed.
 
-        after: what forward(x) gave, where it is known. Returns energy_before, energy_after and step_norm [n, b], and [local heads]
-        smallest_eigenvalue, of P_k, and largest_score, of the a_ij before. The context must be one without a state.
+        tokens: [n], sampled positions.
+
+        The result contains energy_before, energy_after and step_norm [n, b], and per local head
+        smallest_eigenvalue (of P_k) and largest_score (of the a_ij before the update). The context
+        must not contain a state.
+
+        after: the result of forward(x), if already computed.
         """
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
@@ -208,10 +229,11 @@ class CemAttention(Update):
 
 
 class CemMlp(Update):
-    """T steps down -gamma . phi(V x), phi' = SiLU: x <- x + eta P V^T (gamma * SiLU(V u)), gamma = W h.
+    """T steps down -gamma . phi(V x), phi' = SiLU.
 
-    Tensor parallel: the inner channels are split over the ranks. P, whole on every rank, acts on the rank's summand, where it can be
-    folded into V.
+    The step is x <- x + eta P V^T (gamma * SiLU(V u)), gamma = W h. Tensor parallel: the
+    inner channels are split over the ranks. P is replicated and acts on each rank's summand,
+    so that it can be folded into V.
     """
 
     diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
@@ -230,7 +252,10 @@ class CemMlp(Update):
         return self.descend(h, h if self.shape.switches.residual == "normalised" else x)
 
     def descend(self, h: Tensor, x: Tensor) -> Tensor:
-        """The T steps: h, normalised, and where x starts, in the stream's slicing -> x after the last."""
+        """Run the T steps and return x after the last.
+
+        h (normalised) and the start x are sliced like the stream.
+        """
         whole = self.parallel.enter(h)
         gamma = self.gamma(whole)
         back = self.precondition(self.up(), whole.shape[0] * whole.shape[1])
@@ -246,7 +271,7 @@ class CemMlp(Update):
         return x
 
     def start(self, x: Tensor) -> Tensor:
-        """x, or the normalised stream."""
+        """Return x, or the normalised stream."""
         return (
             rms_norm(x, self.norm(), self.shape.norm_eps)
             if self.shape.switches.residual == "normalised"
@@ -257,7 +282,10 @@ class CemMlp(Update):
     def diagnose(
         self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `CemAttention.diagnose`, of the element-wise energy; smallest_eigenvalue is [1]."""
+        """Return the same as `CemAttention.diagnose` for the element-wise energy.
+
+        smallest_eigenvalue is [1].
+        """
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
         after = self.descend(h, start) if after is None else after
@@ -274,9 +302,10 @@ class CemMlp(Update):
 
 
 def elementwise_energy(gamma: Tensor, z: Tensor) -> Tensor:
-    """xi = -gamma . phi(z) over the last dimension, z = V u: [..., M] alike -> [...], float32 or wider.
+    """Return xi = -gamma . phi(z) over the last dimension, z = V u.
 
-    phi(z) = integral of SiLU from -inf to z = z softplus(z) + Li2(-e^z). Source: Causal Energy Minimization, equation 7, Algorithm 1.
+    [..., M] each -> [...], float32 or wider. phi(z) = integral of SiLU from -inf to z = z
+    softplus(z) + Li2(-e^z). Source: Causal Energy Minimization, equation 7, Algorithm 1.
     """
     wide = torch.promote_types(z.dtype, torch.float32)
     gamma, z = gamma.to(wide), z.to(wide)
@@ -300,13 +329,16 @@ def _measures(
     }
 
 
-BISECTIONS = 60  # float64's 52 bits of the bracket, and some
+BISECTIONS = 60  # more than the 52 mantissa bits of float64
 
 
 class Preconditioner(Layer):
-    """Of G groups: p [G D], u and v [G, D, R]. Without p it is the identity, without u a diagonal.
+    """Preconditioners of G groups: p [G D], u and v [G, D, R].
 
-    whole: every rank holds these weights whole and uses them on its part of the rows (``parallel.share``); else they are the rank's own.
+    Identity without p, diagonal without u.
+
+    The last keyword is True if every rank has all weights and uses them on its part of the rows
+    (``parallel.share``); otherwise the weights are the rank's own.
     """
 
     def __init__(self, kind: str, hidden: int, parallel: Parallel, *, whole: bool) -> None:
@@ -317,18 +349,20 @@ class Preconditioner(Layer):
         self.whole = whole
 
     def forward(self, w: Tensor, tokens: int) -> Callable[[Tensor], Tensor]:
-        """The way back through w [G m, D]: a function c [..., G m] -> sum_g c_g W_g P_g [..., D], for steps of ``tokens`` tokens each.
+        """Return the function c [..., G m] -> sum_g c_g W_g P_g [..., D], for w = W [G m, D].
 
-        More than m tokens: W P is made once, as one matrix, and the preconditioner costs 8 m D R a group and forward pass. Few tokens, as
-        in decoding: P acts on each group's c_g W_g, 8 D R a group, token and step.
+        With more than m tokens W P is computed once, as one matrix: 8 m D R per group and forward
+        pass. With fewer, as in decoding, P acts on each group's c_g W_g: 8 D R per group, token and
+        step.
+
+        tokens: tokens per step.
         """
         if self.kind == "identity":
             return lambda c: c @ w
         rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
-        diagonal, factors = (
-            self.diagonal(),
-            self.factors() if self.kind == "low_rank" else None,
-        )  # read here: offloaded ones are gone later
+        # read before the closures run, because offloaded weights may be freed by then
+        diagonal = self.diagonal()
+        factors = self.factors() if self.kind == "low_rank" else None
         if is_dynamic(tokens) or tokens > rows.shape[1]:
             folded = self.times(rows, diagonal, factors).flatten(0, 1)
             return lambda c: c @ folded
@@ -342,7 +376,10 @@ class Preconditioner(Layer):
     def times(
         self, rows: Tensor, diagonal: Tensor, factors: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """rows [G, n, D] -> rows P (P is symmetric), same shape and type; diagonal and factors as below."""
+        """Return rows P for rows [G, n, D]; P is symmetric; same shape and type.
+
+        diagonal, factors: the results of the methods below.
+        """
         out = rows * diagonal.to(rows.dtype)[:, None]
         if factors is not None:
             u, v = factors
@@ -350,14 +387,14 @@ class Preconditioner(Layer):
         return out
 
     def diagonal(self) -> Tensor:
-        """softplus(sqrt(D) p), [G, D], float32 or wider."""
+        """Return softplus(sqrt(D) p), [G, D], float32 or wider."""
         p = self.parallel.share(self.p) if self.whole else self.p
         return softplus(p.to(torch.promote_types(p.dtype, torch.float32)) * self.hidden**0.5).view(
             -1, self.hidden
         )
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """U and V, [G, D, R]."""
+        """Return U and V, [G, D, R]."""
         return (
             (self.parallel.share(self.u), self.parallel.share(self.v))
             if self.whole
@@ -366,7 +403,10 @@ class Preconditioner(Layer):
 
     @torch.no_grad()
     def smallest_eigenvalue(self) -> Tensor:
-        """Of each of this rank's P, [G], float64 on the CPU; below zero a step may climb. The identity's is one, [1]."""
+        """Return the smallest eigenvalue of each of this rank's P, [G], float64 on the CPU.
+
+        A negative eigenvalue means that a step may increase the energy. The identity's is one, [1].
+        """
         if self.kind == "identity":
             return torch.ones(1, dtype=torch.float64)
         if self.kind == "diagonal":
@@ -375,16 +415,18 @@ class Preconditioner(Layer):
 
 
 def smallest_eigenvalue(diagonal: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Of diag(diagonal) + U V^T + V U^T: diagonal [G, D], u and v [G, D, R] -> [G], float64 on the CPU, exact to rounding.
+    """Return the smallest eigenvalue of diag(diagonal) + U V^T + V U^T, [G], float64 on the CPU.
 
-    With A = [U V] and C = [[0, I], [I, 0]] = C^-1, the matrix less t I has as many negative eigenvalues as diag(diagonal - t) and
-    -C - A^T diag(diagonal - t)^-1 A together, less R (inertia of a Schur complement, taken both ways). So each bisection on t costs
-    a product with A and the eigenvalues of a 2R x 2R matrix, and no D x D matrix is made.
+    diagonal [G, D], u and v [G, D, R]; the result is exact up to rounding. With A = [U V] and C =
+    [[0, I], [I, 0]] = C^-1, the matrix minus t I has as many negative eigenvalues as diag(diagonal
+    - t) and -C - A^T diag(diagonal - t)^-1 A together, minus R (inertia of a Schur complement,
+    taken both ways). So each bisection step on t costs a product with A and the eigenvalues of a 2R
+    x 2R matrix, and no D x D matrix is formed.
     """
     diagonal, u, v = (t.detach().double().cpu() for t in (diagonal, u, v))
     a, rank = torch.cat((u, v), dim=-1), u.shape[-1]
     swap = torch.eye(2 * rank, dtype=torch.float64).roll(rank, 0)
-    # Between Gershgorin's kind of bound and the smallest diagonal entry, a Rayleigh quotient.
+    # Bracket: a Gershgorin-like lower bound; the smallest diagonal entry, a Rayleigh quotient.
     low = diagonal.amin(-1) - 2 * torch.linalg.matrix_norm(u, 2) * torch.linalg.matrix_norm(v, 2)
     high = (diagonal + 2 * (u * v).sum(-1)).amin(-1)
     tiny = torch.finfo(torch.float64).eps * diagonal.abs().amax(-1, keepdim=True)

@@ -1,4 +1,7 @@
-"""CEM's switches and sizes (mathematics 2): attention and MLP as steps down an energy, with tied projections. Torch-free."""
+"""CEM's switches and sizes (mathematics 2).
+
+Attention and MLP are steps down an energy, with tied projections. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,21 @@ ROOT = Scaling(0.0, -0.5)  # learning rate 1 / sqrt(m)
 
 @dataclass(frozen=True)
 class CemConfig:
-    """Switches and sizes of Causal Energy Minimization; read only where ``model.mixer`` or ``model.mlp`` is cem."""
+    """Switches and sizes of Causal Energy Minimization.
+
+    They are read only if ``model.mixer`` or ``model.mlp`` is cem.
+    """
 
     diagonal: str = setting(
         "shared",
-        "The diagonal D_k in attention's scores, h_j D_k u_i: none, one for all heads, or one a head.",
+        "The diagonal D_k in attention's scores, h_j D_k u_i: none, one for all heads, or one "
+        "per head.",
         ("none", "shared", "head"),
     )
     preconditioner: str = setting(
         "low_rank",
-        "P in front of every step. identity; diagonal: diag(softplus(d)); low_rank: that + U V^T + V U^T.",
+        "The preconditioner P of every step. identity; diagonal: diag(softplus(d)); low_rank: "
+        "diag(softplus(d)) + U V^T + V U^T.",
         ("identity", "diagonal", "low_rank"),
     )
     rank_attention: int = setting(
@@ -51,19 +59,25 @@ class CemConfig:
         16, "Columns of U and V of the MLP's preconditioner (low_rank).", least=1
     )
     steps_attention: int = setting(
-        2, "T: steps down attention's energy; keys and values stay as they are.", least=1
+        2,
+        "T: steps down attention's energy; keys and values are constant during the steps.",
+        least=1,
     )
-    steps_mlp: int = setting(2, "T: steps down the MLP's energy; gamma stays as it is.", least=1)
+    steps_mlp: int = setting(
+        2, ("T: steps down the MLP's energy; gamma is constant during the steps."), least=1
+    )
     eta_attention: float = setting(1.0, "Step size of attention.")
     eta_mlp: float = setting(1.0, "Step size of the MLP.")
     scale: str = setting(
         "model",
-        "Of attention's scores. model: 1 / sqrt(hidden_size), as the paper; head: 1 / sqrt(a head's width).",
+        "Factor on attention's scores. model: 1 / sqrt(hidden_size), as in the paper; head: 1 / "
+        "sqrt(a head's width).",
         ("model", "head"),
     )
     residual: str = setting(
         "normalised",
-        "Where x starts. normalised: from RMSNorm(h), as Algorithm 1 prints it; raw: from h itself, a pre-norm Transformer's residual.",
+        "Initial x of the steps. normalised: RMSNorm(h), as in Algorithm 1; raw: h, as in a "
+        "pre-norm Transformer's residual.",
         ("normalised", "raw"),
     )
 
@@ -71,11 +85,15 @@ class CemConfig:
 def preconditioner_weights(
     switches: CemConfig, groups: int, hidden: int, rank: int, split: int | None
 ) -> Weights:
-    """p, u and v of ``groups`` preconditioners: d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
+    """Return p, u and v of ``groups`` preconditioners.
 
-    muP: V sums over the width. The one P of an MLP (split None) acts on a step whose channels are of size 1: d is FIXED, so p's rate falls
-    as 1 / sqrt(m), and U, from the rank's channels into the width, is FIXED. Each head's own P acts on that head's part of the step, whose
-    channels are of size 1 / sqrt(D), and the parts are summed over heads, whose number grows with D: 1 / sqrt(m) less for both.
+    d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
+
+    Under muP, V sums over the width. The one P of an MLP (split None) acts on a step whose channels
+    have size 1: d is FIXED, so p's rate falls as 1 / sqrt(m), and U, from the rank's channels into
+    the width, is FIXED. Each head's P acts on that head's part of the step, whose channels have
+    size 1 / sqrt(D). The parts are summed over heads, whose number grows with D: a further factor 1
+    / sqrt(m) for both.
     """
     if switches.preconditioner == "identity":
         return {}
@@ -96,7 +114,11 @@ def preconditioner_weights(
 def preconditioner_flops(
     switches: CemConfig, groups: int, rows: int, hidden: int, rank: int, steps: int, length: int
 ) -> dict[str, float]:
-    """The low-rank part: folded into ``groups`` matrices [rows, D] once a forward pass where it has more than ``rows`` tokens."""
+    """Return the FLOPs of the low-rank part.
+
+    With more than ``rows`` tokens it is folded into ``groups`` matrices [rows, D] once per forward
+    pass.
+    """
     if switches.preconditioner != "low_rank":
         return {}
     times = rows / length if length > rows else float(steps)
@@ -104,7 +126,7 @@ def preconditioner_flops(
 
 
 def _reads(switches: CemConfig, part: str) -> set[str]:
-    """The keys of attention or of the MLP."""
+    """Return the configuration keys of attention or of the MLP."""
     names = ["preconditioner", "residual", f"steps_{part}", f"eta_{part}"]
     return {
         f"cem.{name}"
@@ -114,7 +136,7 @@ def _reads(switches: CemConfig, part: str) -> set[str]:
 
 @dataclass(frozen=True)
 class CemAttentionShape(Shape):
-    """D -> heads of D / heads channels, key and value in one, query and output in one."""
+    """D -> heads of D / heads channels; one matrix for key and value, one for query and output."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
     once = frozenset({"preconditioner"})
@@ -125,11 +147,14 @@ class CemAttentionShape(Shape):
     norm_eps: float
     causal: bool
     switches: CemConfig
-    mup_scale: float | None = None  # of the scores, where muP has one
+    mup_scale: float | None = None  # muP's factor on the scores, if any
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemAttentionShape:
-        """The sizes that ``model`` asks for. Raises ValueError where the heads do not fit."""
+        """Return the shape for the configuration ``model``.
+
+        Raise ValueError if the heads do not fit.
+        """
         scale = score_scale(model, head_width(model))
         if (
             model.parametrization == "mup"
@@ -137,11 +162,11 @@ class CemAttentionShape(Shape):
             and model.cem.scale != "head"
         ):
             raise ValueError(
-                "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
+                "model.mup.base_head_size: model.cem.scale=model does not depend on a head's "
+                "width; set model.cem.scale=head, or model.mup.base_head_size to null"
             )
-        if (
-            model.parametrization == "mup" and model.cem.scale == "model"
-        ):  # the paper's 1 / sqrt(D) would vanish with the width
+        # the paper's 1 / sqrt(D) would vanish with the width
+        if model.parametrization == "mup" and model.cem.scale == "model":
             scale = model.mup.base_hidden_size**-0.5
         return cls(
             model.hidden_size,
@@ -159,13 +184,17 @@ class CemAttentionShape(Shape):
 
     @property
     def scale(self) -> float:
-        """s = 1 / tau, what the scores are multiplied by."""
+        """s = 1 / tau, the factor on the scores."""
         if self.mup_scale is not None:
             return self.mup_scale
         return float((self.hidden if self.switches.scale == "model" else self.head) ** -0.5)
 
     def weights(self) -> Weights:
-        """norm; query (W_Q, its transpose the output) and key (W_K, the values too), head after head; the two biases; diagonal; P."""
+        """Return norm, query, key, the two biases, diagonal, and P.
+
+        query is W_Q, whose transpose is the output; key is W_K, which also gives the values. Both
+        are head-major.
+        """
         hidden = self.hidden
         weights = {
             "norm.weight": Weight((hidden,), init=1.0, per_token=True),
@@ -174,7 +203,8 @@ class CemAttentionShape(Shape):
             "self_bias": Weight((1,), init=0.0),
             "cross_bias": Weight((1,), init=0.0),
         }
-        # The paper does not say where d starts; at zero the scores start as those of attention.
+        # The paper gives no initial value for d. With zero the initial scores are those of
+        # attention.
         if self.switches.diagonal == "shared":
             weights["diagonal"] = Weight((hidden,), init=0.0, mup=OUTPUT)
         elif self.switches.diagonal == "head":
@@ -184,7 +214,10 @@ class CemAttentionShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Keys once; query, output, scores and read at every step; a shared diagonal's scores once for all heads."""
+        """Return the FLOPs: keys once; query, output, scores and read in every step.
+
+        A shared diagonal's scores are computed once for all heads.
+        """
         switches, keys = self.switches, keys_seen(length, whole_square or not self.causal)
         diagonals = {"none": 0, "shared": 1, "head": self.heads}[switches.diagonal]
         return {
@@ -201,14 +234,17 @@ class CemAttentionShape(Shape):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """k, half of attention's cache; with a diagonal also h. Steps add nothing."""
+        """Return the bytes of k, half of attention's cache; with a diagonal also of h.
+
+        Steps add no state.
+        """
         return length * self.hidden * (1 if self.switches.diagonal == "none" else 2) * element
 
     def product_scores(self) -> bool:
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """The energy is of q.k; values and output are those same two by definition."""
+        """Return the packing of q and k. Values and output are the same two matrices."""
         return {
             name: Packing(self.heads, {part: self.head}, {part: part})
             for name, part in (("query.weight", "q"), ("key.weight", "k"))
@@ -230,24 +266,27 @@ class CemAttentionShape(Shape):
         return CutWidths(keyed=self.split_widths())
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """As every estimate; of a cut sequence copies in each step: of q and k, and with a diagonal of all tokens' u and h."""
-        kept, ranks, diagonal = (
-            super().kept_bytes(training),
-            training.ranks,
-            self.switches.diagonal != "none",
-        )
+        """Return the estimate; for a split sequence, plus copies of q and k in each step.
+
+        With a diagonal, these include all tokens' u and h.
+        """
+        kept = super().kept_bytes(training)
+        ranks = training.ranks
+        diagonal = self.switches.diagonal != "none"
         copies = self.heads * self.head / training.tensor_parallel + ranks * self.hidden * diagonal
         return kept | {
             "cut": 2 * self.switches.steps_attention * training.element * copies * (ranks > 1)
         }
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """In each step keys, with a diagonal h too; or q, k and what was read, and the diagonal's u and h, which have no heads."""
-        steps, e, diagonal = (
-            self.switches.steps_attention,
-            training.element,
-            self.switches.diagonal != "none",
-        )
+        """Return the traffic of all steps.
+
+        Each step gathers keys, and with a diagonal h; or it exchanges q, k and the output, and
+        gathers the diagonal's u and h, which have no heads.
+        """
+        steps = self.switches.steps_attention
+        e = training.element
+        diagonal = self.switches.diagonal != "none"
         heads = e * self.heads * self.head / training.tensor_parallel
         if kinds.gathers:
             return Crossing(keys=steps * (heads + e * self.hidden * diagonal))
@@ -256,7 +295,7 @@ class CemAttentionShape(Shape):
 
 @dataclass(frozen=True)
 class CemMlpShape(Shape):
-    """D -> inner -> D, up and down in one."""
+    """D -> inner -> D, with one matrix for up and down."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
     once = frozenset({"preconditioner"})
@@ -269,11 +308,14 @@ class CemMlpShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemMlpShape:
-        """The sizes that ``model`` asks for."""
+        """Return the shape for the configuration ``model``."""
         return cls(model.hidden_size, model.ffn_size, model.norm_eps, model.cem)
 
     def weights(self) -> Weights:
-        """norm; gamma (W, the gate); up (V, its transpose is the way down); P, which every rank holds whole."""
+        """Return norm, gamma, up and P.
+
+        gamma is W, the gate; up is V, whose transpose projects down; P is replicated on every rank.
+        """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "gamma.weight": Weight((self.inner, self.hidden), split=0),
@@ -281,7 +323,7 @@ class CemMlpShape(Shape):
         } | preconditioner_weights(self.switches, 1, self.hidden, self.switches.rank_mlp, None)
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """gamma once; up and down at every step."""
+        """Return the FLOPs: gamma once; up and down in every step."""
         switches = self.switches
         return {
             "MLP": 2.0 * self.hidden * self.inner * (1 + 2 * switches.steps_mlp)
@@ -290,16 +332,19 @@ class CemMlpShape(Shape):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """None: a token's MLP knows that token alone."""
+        """Return 0: the MLP reads only the current token."""
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """As every estimate, and of the inner channels gamma and each step's."""
+        """Return the estimate, including the inner channels of gamma and of each step."""
         inner = training.element * (3 * self.switches.steps_mlp + 1) * self.inner
         return training.estimate(self.hidden, self.kept, inner)
 
     def packing(self) -> dict[str, Packing]:
-        """up, inside SiLU, is SwiGLU's gate projection; gamma, which multiplies it, the up projection."""
+        """Return the packing of up and gamma.
+
+        up, inside SiLU, is SwiGLU's gate; gamma, which multiplies it, is SwiGLU's up.
+        """
         pairs = (("up.weight", "gate"), ("gamma.weight", "up"))
         return {name: Packing(1, {role: self.inner}, {role: role}) for name, role in pairs}
 

@@ -1,4 +1,7 @@
-"""DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464), as flash-linear-attention lays them out."""
+"""DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464).
+
+The structure is that of flash-linear-attention.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ RATES = (0.0, 16.0)
 
 
 class DeltaNet(Update):
-    """x + RMSNorm_head(o) [* silu(gate)] W_O, o read from the delta rule's state by unit queries and keys over sqrt(d_k).
+    """x + RMSNorm_head(o) [* silu(gate)] W_O.
 
-    q, k, v pass a short convolution and SiLU. ``in_proj`` packs head after head q, k, v (and the gate), ``rates`` the logit of beta (and
-    the raw time step). The decoding state is the matrix and the convolution's last inputs.
+    o is read from the delta rule's state with unit queries and keys divided by sqrt(d_k). q, k, v
+    pass a short convolution and SiLU. ``in_proj`` packs q, k, v (and the gate) of the heads one
+    after another, ``rates`` the logit of beta (and the raw time step). The decoding state is the
+    matrix and the convolution's last inputs.
     """
 
     def __init__(self, shape: DeltaShape, parallel: Parallel) -> None:
@@ -63,7 +68,10 @@ class DeltaNet(Update):
         return x + self.parallel.leave(self.out_proj(o.flatten(2)))
 
     def rates_of(self, rates: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """beta and the log-decay (None where not gated), [b, local heads, s], fp32 or wider; both zero at padding."""
+        """Return beta and the log-decay (None if not gated), [b, local heads, s], fp32 or wider.
+
+        Both are zero at padding.
+        """
         shape, valid = self.shape, context.valid_now(rates.shape[0])
         logit, *step = rates.unflatten(-1, (self.local_heads, -1)).unbind(-1)
         beta = logit.to(torch.promote_types(rates.dtype, torch.float32)).sigmoid() * (

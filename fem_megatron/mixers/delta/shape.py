@@ -22,17 +22,18 @@ from fem_megatron.shape import (
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
-CHUNK = 64  # tokens that the delta rule solves at once
+CHUNK = 64  # tokens per chunk of the delta rule
 
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Sizes of the delta-rule mixers; read only where ``model.mixer`` is deltanet or gated_deltanet."""
+    """Sizes of the delta-rule mixers; read if ``model.mixer`` is deltanet or gated_deltanet."""
 
     heads: int | None = setting(None, "Heads; null: model.num_attention_heads.", least=1)
     key_size: int | None = setting(
         None,
-        "Width of queries and of keys over all heads; null: hidden_size (deltanet) or half of it (gated): 4 hidden_size^2 in all.",
+        "Width of queries and of keys over all heads; null: hidden_size (deltanet) or half of it "
+        "(gated), which gives 4 hidden_size^2 parameters.",
         least=1,
     )
     value_size: int | None = setting(
@@ -43,16 +44,17 @@ class DeltaConfig:
     conv_size: int = setting(4, "Taps of the short causal convolution.", least=1)
     negative_eigenvalues: bool = setting(
         False,
-        "beta in (0, 2) in place of (0, 1): transitions may flip a direction (arXiv 2411.12537).",
+        "beta in (0, 2) instead of (0, 1): transitions may flip a direction (arXiv 2411.12537).",
     )
 
 
 @dataclass(frozen=True)
 class DeltaShape(Shape):
-    """S_t = e^g (I - beta k k^T) S_(t-1) + beta k v^T, with g = 0 and no output gate where not ``gated``.
+    """S_t = e^g (I - beta k k^T) S_(t-1) + beta k v^T; without ``gated``, g = 0 and no output gate.
 
-    DeltaNet's widths are its paper's, q = k = v = o = D. Gated DeltaNet's paper has keys of 3/4 D and values of 3/2 D, 6 D^2; the default
-    keeps its ratio at 4 D^2 (keys D/2, values D), and key_size = 3/4 D gives the paper's.
+    DeltaNet's widths are its paper's, q = k = v = o = D. Gated DeltaNet's paper has keys of 3/4 D
+    and values of 3/2 D, 6 D^2. The default keeps this ratio at 4 D^2 (keys D/2, values D); key_size
+    = 3/4 D gives the paper's widths.
     """
 
     layer_class = "fem_megatron.mixers.delta.layer:DeltaNet"
@@ -70,19 +72,24 @@ class DeltaShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int, *, gated: bool) -> DeltaShape:
-        """The sizes that ``model`` asks for, alike in all layers. Raises ValueError where heads do not fit or the model is not causal."""
+        """Return the shape for ``model``, equal in all layers.
+
+        Raises ValueError if heads do not fit or the model is not causal.
+        """
         delta, hidden = model.delta, model.hidden_size
         heads = delta.heads or model.num_attention_heads
         if not model.causal:
             raise ValueError(
-                "model.causal: the delta rule reads from left to right only; take another mixer, or true"
+                "model.causal: the delta rule reads from left to right only; use another mixer, "
+                "or set true"
             )
         key = delta.key_size or (hidden // 2 if gated else hidden)
         value = delta.value_size or (2 * key if gated else key)
         for name, width in (("key_size", key), ("value_size", value)):
             if width % heads:
                 raise ValueError(
-                    f"model.delta.{name}={width} is not a multiple of the {heads} heads; set it, or model.delta.heads"
+                    f"model.delta.{name}={width} is not a multiple of the {heads} heads; change "
+                    "it, or model.delta.heads"
                 )
         return cls(
             hidden,
@@ -97,7 +104,7 @@ class DeltaShape(Shape):
 
     @property
     def slices(self) -> dict[str, int]:
-        """Rows that a head owns in the packed projection, in order."""
+        """Rows of a head in the packed projection, in order."""
         gate = {"gate": self.value_head} if self.gated else {}
         return {"q": self.key_head, "k": self.key_head, "v": self.value_head, **gate}
 
@@ -108,11 +115,14 @@ class DeltaShape(Shape):
 
     @property
     def head_width(self) -> int:
-        """Rows that a head owns in the packed projection: q, k, v and the output gate."""
+        """Rows of a head in the packed projection: q, k, v and the output gate."""
         return self.mixed_width + self.value_head * self.gated
 
     def weights(self) -> Weights:
-        """norm, in_proj and rates (beta; the decay's step), both head-major, conv, the decay's offsets, head_norm, out_proj."""
+        """Return norm, in_proj, rates, conv, the decay's offsets, head_norm, out_proj.
+
+        in_proj and rates (beta; the decay's step) are head-major.
+        """
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "in_proj.weight": Weight(
@@ -141,7 +151,11 @@ class DeltaShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections, and the chunked form: scores, the triangular solve, three products with the state, the read of the chunk."""
+        """Return the FLOPs of projections and of the chunked form.
+
+        The chunked form has scores, the triangular solve, three products with the state, and the
+        chunk's read.
+        """
         seen, (dk, dv) = (
             keys_seen(min(length, CHUNK), whole_square),
             (self.key_head, self.value_head),
@@ -153,7 +167,7 @@ class DeltaShape(Shape):
         }
 
     def state_bytes(self, length: int, element: int) -> int:
-        """The matrix of every head (fp32) and the convolution's last inputs."""
+        """Return the bytes of every head's matrix (fp32) and of the convolution's last inputs."""
         matrix = self.key_head * self.value_head * max(4, element)
         return self.heads * (matrix + (self.conv - 1) * self.mixed_width * element)
 
@@ -167,7 +181,11 @@ class DeltaShape(Shape):
         return {"the delta rule's heads, model.delta.heads": self.heads}
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """The convolution's input and output, or a chunk's last tokens; q, k, v, the rates in fp32, and what was read."""
+        """Return the traffic of the convolution and the delta rule.
+
+        The convolution exchanges its input and output, or passes a chunk's last tokens. The delta
+        rule exchanges q, k, v, the rates in fp32, and the output.
+        """
         e, mixed, heads = training.element, self.mixed_width, self.heads / training.tensor_parallel
         head = e * (mixed + self.value_head) + training.wide * (1 + self.gated)
         if kinds.states:
@@ -184,5 +202,8 @@ class DeltaShape(Shape):
 
 
 def conv_init(taps: int) -> Normal:
-    """A convolution's start: the spread of torch's own, uniform in +-1 / sqrt(taps)."""
+    """Return a convolution's initial distribution.
+
+    Its variance is that of torch's, uniform in +-1 / sqrt(taps).
+    """
     return Normal((3 * taps) ** -0.5)

@@ -1,4 +1,7 @@
-"""Differential attention (Differential Transformer, arXiv 2410.05258): the difference of two softmax maps reads the values."""
+"""Differential attention (Differential Transformer, arXiv 2410.05258).
+
+The difference of two softmax maps reads the values.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate_bot
 
 
 class DifferentialAttention(Update):
-    """x + (1 - lambda_init) RMSNorm_head[(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v] W_O, scores over sqrt(d).
+    """x + (1 - lambda_init) RMSNorm_head[(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v] W_O.
 
-    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, one number a layer; the norm's weight is common to
-    the heads. ``in_proj`` packs head after head. The decoding state is a KV-cache of both keys (after RoPE) and the value.
+    Scores are divided by sqrt(d). lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2)
+    + lambda_init, one number per layer. All heads share the norm's weight. ``in_proj`` packs the
+    heads one after another. The decoding state is a KV-cache of both keys (after RoPE) and the
+    value.
     """
 
     diagnostics = "fem_megatron.mixers.differential.diagnostics:observe"
@@ -44,7 +49,11 @@ class DifferentialAttention(Update):
         return x + self.parallel.leave(self.out_proj(o.to(x.dtype).permute(2, 0, 1, 3).flatten(2)))
 
     def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k [s, b, 2 local heads, d], both maps of a head side by side, and v [s, b, local heads, 2 d] of the slice h, normed."""
+        """Return q, k and v of the normalised slice h.
+
+        q and k: [s, b, 2 local heads, d], both maps of a head next to each other. v: [s, b, local
+        heads, 2 d].
+        """
         shape, d = self.shape, self.shape.head
         q, k, v = (
             self.parallel.project(h, self.in_proj)
@@ -59,7 +68,7 @@ class DifferentialAttention(Update):
         return q, k, v
 
     def lam_now(self) -> Tensor:
-        """lambda, a number, fp32 or wider."""
+        """Return lambda, a number, fp32 or wider."""
         lam = self.parallel.share(self.lam)
         q1, k1, q2, k2 = lam.to(torch.promote_types(lam.dtype, torch.float32))
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.shape.lambda_init

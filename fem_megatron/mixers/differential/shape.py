@@ -1,4 +1,7 @@
-"""Sizes of differential attention (Differential Transformer, arXiv 2410.05258). Torch-free."""
+"""Sizes of differential attention (Differential Transformer, arXiv 2410.05258).
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,10 @@ LAMBDA_STD = 0.1
 
 @dataclass(frozen=True)
 class DifferentialShape(Shape):
-    """H heads, each with two queries and two keys of D/2H channels and one value of D/H: 4 D^2, as standard attention.
+    """H heads, each with two queries and two keys of D/2H channels and one value of D/H.
 
-    The paper gives a model half the heads of the Transformer that it is compared with, so that queries and keys keep their width.
+    It has 4 D^2 parameters, like standard attention. In the paper a model has half the heads of the
+    Transformer with which it is compared, so that queries and keys keep their width.
     """
 
     layer_class = "fem_megatron.mixers.differential.layer:DifferentialAttention"
@@ -46,16 +50,20 @@ class DifferentialShape(Shape):
     lambda_init: float
     rope: Rope | None
     norm_eps: float
-    scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+    scale: float | None = None  # factor on the scores; None: 1 / sqrt(head)
     qk_norm: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int) -> DifferentialShape:
-        """The sizes of layer ``layer`` (from 0). Raises ValueError where the heads' two halves do not divide the width."""
+        """Return the sizes of layer ``layer`` (from 0).
+
+        Raises ValueError if twice the number of heads does not divide the width.
+        """
         heads, hidden = model.num_attention_heads, model.hidden_size
         if hidden % (2 * heads):
             raise ValueError(
-                f"model.num_attention_heads={heads}: differential heads have two queries, and {2 * heads} do not divide {hidden}"
+                f"model.num_attention_heads={heads}: differential heads have two queries, and "
+                f"{2 * heads} does not divide {hidden}"
             )
         head = hidden // (2 * heads)
         sizes = (hidden, heads, head, lambda_init(layer), Rope.of(model), model.norm_eps)
@@ -63,11 +71,14 @@ class DifferentialShape(Shape):
 
     @property
     def head_width(self) -> int:
-        """Rows that a head owns in the packed projection: q1, q2, k1, k2, v."""
+        """Rows of a head in the packed projection: q1, q2, k1, k2, v."""
         return 6 * self.head
 
     def weights(self) -> Weights:
-        """norm, in_proj (head-major), lam (rows lambda_q1, lambda_k1, lambda_q2, lambda_k2), q's and k's norms, head_norm, out_proj."""
+        """Return norm, in_proj (head-major), lam, q's and k's norms, head_norm, out_proj.
+
+        The rows of lam are lambda_q1, lambda_k1, lambda_q2, lambda_k2.
+        """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "in_proj.weight": Weight(
@@ -82,18 +93,21 @@ class DifferentialShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections; two maps' scores, and two reads of the value, which is twice as wide."""
+        """Return the FLOPs of projections, two maps' scores, and two reads.
+
+        The value that they read is twice as wide as a query.
+        """
         attention = (
             2.0 * keys_seen(length, whole_square) * self.heads * 2 * (self.head + 2 * self.head)
         )
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Both keys and the value."""
+        """Return the bytes of both keys and the value."""
         return length * self.heads * 4 * self.head * element
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """An estimate, and what norms of q and k add."""
+        """Return an estimate, plus the bytes that norms of q and k keep."""
         norms = qk_norms_keep(training, self.head, 4 * self.heads) if self.qk_norm else 0.0
         return training.estimate(self.hidden, self.kept, norms, sliced=self.sliced)
 
@@ -104,7 +118,10 @@ class DifferentialShape(Shape):
         return CutWidths(keyed=self.split_widths(), rings=True)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Both keys and the value, as wide as they; or these, both queries, and what both read."""
+        """Return the traffic of both keys and the value.
+
+        If heads are exchanged, it includes both queries and both outputs.
+        """
         e = training.element * self.heads * 2 * self.head / training.tensor_parallel
         if kinds.ring:  # keys as wide as the values
             return Crossing(ring=3 * self.heads * 2 * self.head / training.tensor_parallel)
@@ -120,7 +137,7 @@ class DifferentialShape(Shape):
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """Two of attention's heads make one."""
+        """Return the packing: two of attention's heads form one head."""
         return {
             "in_proj.weight": Packing(self.heads, dict.fromkeys("qkv", 2 * self.head), queries=2)
         }
@@ -130,5 +147,5 @@ class DifferentialShape(Shape):
 
 
 def lambda_init(layer: int) -> float:
-    """0.8 - 0.6 exp(-0.3 (l - 1)) for layer l = ``layer`` + 1."""
+    """Return 0.8 - 0.6 exp(-0.3 (l - 1)) for layer l = ``layer`` + 1."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer)

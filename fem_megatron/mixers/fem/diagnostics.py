@@ -1,4 +1,4 @@
-"""What the Free Energy Mixer does to a sample of tokens (mathematics 1.1)."""
+"""Diagnostics of the Free Energy Mixer on a sample of tokens (mathematics 1.1)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 from kernels.pairs import allowed_pairs
 
-ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 there, and so is softplus over its root mean square
+ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 at this value, and so is softplus over its RMS
 
 
 def observe(mixer: FemMixer, sample: Sample) -> Quantities:
-    """-F, F - mu, entropies of the prior p and the posterior q ~ p exp(beta v), quantiles of beta and lambda (mathematics 1.1).
+    """Return -F, F - mu, the entropies of prior p and posterior q, and quantiles.
 
-    Over the softmax prior also the largest of its logits.
+    The posterior is q ~ p exp(beta v). The quantiles are those of beta and lambda
+    (mathematics 1.1). For the softmax prior the largest of its logits is also returned.
 
-    Whatever the prior, mu and F of token t move with v_i by p_t(i) and q_t(i), channel by channel: the weights are a gradient. Each channel
-    is asked for one token's, spread over the sample, so that all entropies together cost one backward pass.
+    For every prior, the derivatives of mu and F of token t by v_i are p_t(i) and q_t(i), channel by
+    channel, so the weights are a gradient. Each channel computes the weights of one token. These
+    tokens are spread over the sample, so that all entropies together cost one backward pass.
     """
     parts, v, beta, lam, context = _given_to_prior(mixer, sample)
     gather, (heads, length, width) = mixer.parallel.gather, v.shape[1:]
@@ -33,7 +35,7 @@ def observe(mixer: FemMixer, sample: Sample) -> Quantities:
     slope = _slope_of_values(mixer.shape.prior, v)
 
     def read(temperature: Tensor | None) -> tuple[Tensor, Tensor]:
-        """mu or F [h, n, d], and the entropy of its weights, a number."""
+        """Return mu or F [h, n, d], and the mean entropy of its weights."""
         with torch.enable_grad():
             values = v.detach().requires_grad_()
             out = mixer.prior(parts, values, temperature, None, None, context)[0]
@@ -74,7 +76,10 @@ def _largest_logit(mixer: FemMixer, parts: dict[str, Tensor], sample: Sample) ->
 def _given_to_prior(
     mixer: FemMixer, sample: Sample
 ) -> tuple[dict[str, Tensor], Tensor, Tensor | None, Tensor | None, Context]:
-    """What the mixer gives its prior for the sample, in float32 or wider: its slices, v, beta, lambda, the context."""
+    """Return the inputs of the mixer's prior for the sample, in float32 or wider.
+
+    They are its slices, v, beta, lambda and the context.
+    """
     given: list[Any] = []
     handle = mixer.prior.register_forward_pre_hook(lambda _, arguments: given.extend(arguments))
     try:
@@ -83,7 +88,7 @@ def _given_to_prior(
         handle.remove()
     parts, v, beta, lam, _, context = given
     if isinstance(mixer.shape.prior, AftShape):
-        # AFT's query multiplies the read; this one by 1, whether it stands inside or after it.
+        # AFT's query multiplies the read. This value gives a factor of 1 for both query modes.
         parts["q"] = torch.full_like(parts["q"], ONE_AS_AFT_QUERY)
     return (
         {name: wide(t) for name, t in parts.items()},
@@ -94,7 +99,7 @@ def _given_to_prior(
 
 
 def _slope_of_values(prior: PriorShape, v: Tensor) -> Tensor:
-    """By what a value that is read moves with v: 1, but where the prior reads sigmoid(v)."""
+    """Return the derivative of a read value by v: 1, unless the prior reads sigmoid(v)."""
     if isinstance(prior, MambaShape) and prior.squash:
         return v.sigmoid() * (1 - v.sigmoid())
     return torch.ones_like(v)

@@ -1,4 +1,7 @@
-"""The Free Energy Mixer over any prior (mathematics 1). The read's numerics are in ``kernels``, the priors in ``priors``."""
+"""The Free Energy Mixer over any prior (mathematics 1).
+
+The read's numerics are in ``kernels``, the priors in ``priors``.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ BETA_OFFSET = 1.8
 class FemMixer(Update):
     """x + o W_O, o = g * ((1 - lambda) mu + lambda F), with mu and F read under the prior.
 
-    ``in_proj`` packs, head after head, that head's rows of the prior's slices, v, the lambda-logit and the g-logit: a rank's slice is whole
-    heads at any tensor-parallel size. The sequence is gathered once (sequence parallelism), for the projection and the conditioner, and
-    again in the backward pass.
+    ``in_proj`` packs the heads one after another: the rows of the prior's slices, v, the
+    lambda-logit and the g-logit. A rank's slice therefore consists of complete heads at any
+    tensor-parallel size. Under sequence parallelism the sequence is gathered once for projection
+    and conditioner, and again in the backward pass.
     """
 
     diagnostics = "fem_megatron.mixers.fem.diagnostics:observe"
@@ -46,16 +50,18 @@ class FemMixer(Update):
             )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        one = self.parallel.size == 1 and bool(
-            self.shape.conditioner
-        )  # else the conditioner's norm is of what the ranks gather
+        # With several ranks, the conditioner normalises the gathered sequence.
+        one = self.parallel.size == 1 and bool(self.shape.conditioner)
         x, h, u = residual_norm(
             x, self.norm(), self.shape.norm_eps, self.tdc.norm() if one else None
         )
         return x + self.step(h, context, u)
 
     def step(self, h: Tensor, context: Context, u: Tensor | None = None) -> Tensor:
-        """o W_O from the normalised residual stream, both in the stream's slicing; u: as the causal conditioner reads it, where known."""
+        """Return o W_O of the normalised residual stream, sliced like the stream.
+
+        u: the input of the causal conditioner, if already computed.
+        """
         named: dict[str, TimeDecayConditioner] = {
             name: getattr(self, name) for name in self.shape.conditioners()
         }
@@ -77,7 +83,9 @@ class FemMixer(Update):
         rope = self.shape.rope if size else None
         turn = None if rope is None or normed else rotations(z, size, context, rope)
         parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
-        if normed:  # between the conditioner's scaling and RoPE, which `fem_projection` does in one pass where nothing comes between
+        # The norms are between the conditioner's scaling and RoPE, which `fem_projection` otherwise
+        # fuses.
+        if normed:
             q, k = head_norms(
                 self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps
             )
@@ -90,7 +98,10 @@ class FemMixer(Update):
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def inverse_temperature(self, like: Tensor) -> Tensor | None:
-        """beta [local heads, d_v], fp32 or wider: softplus(b + 1.8), ones like ``like`` where T is off, None where L is off."""
+        """Return beta = softplus(b + 1.8), [local heads, d_v], fp32 or wider.
+
+        It is all ones on ``like``'s device if T is off, and None if L is off.
+        """
         if not self.shape.free_energy:
             return None
         size = (self.local_heads, self.shape.value_head)
@@ -104,13 +115,20 @@ class FemMixer(Update):
 
 
 class TimeDecayConditioner(Layer):
-    """phi = (r * LayerNorm(s)) W_out with s_t = exp(a_t) s_{t-1} + f_t, the factor every projection is multiplied by as 1 + phi.
+    """The factor 1 + phi on every projection, with phi = (r * LayerNorm(s)) W_out.
 
-    Weights (``FemShape.weights``, ``tdc.*``): norm [D], in_proj [3 H_c, D] (rows a, f, r of each channel), state_norm [H_c],
-    out_proj [packed, H_c]. Tensor parallel: the H_c channels and their scans are split over the ranks; the norm over H_c sees all of them
-    (a gather of 2 H_c numbers a token); W_out's rows are split as the mixer's packed projection is. ``backward``: the scan runs from the
-    end of the sequence. Padding keeps the state: its decay's logit is -inf, its input 0. On a GPU the scan and what follows up to W_out
-    are a kernel each; phi is made where it is used (`kernels.fem_projection`).
+    The state is s_t = exp(a_t) s_{t-1} + f_t. Weights (``FemShape.weights``, ``tdc.*``): norm [D],
+    in_proj [3 H_c, D] (rows a, f, r of each channel), state_norm [H_c], out_proj [packed, H_c].
+
+    Tensor parallel: the H_c channels and their scans are split over the ranks; the norm over H_c
+    reads all of them (a gather of 2 H_c numbers per token); W_out's rows are split like the mixer's
+    packed projection.
+
+    Padding does not change the state: its decay's logit is -inf, its input 0. On a GPU the scan and
+    the operations up to W_out are one kernel each; phi is computed where it is used
+    (`kernels.fem_projection`).
+
+    backward: True if the scan runs from the end of the sequence.
     """
 
     def __init__(self, eps: float, parallel: Parallel, *, backward: bool = False) -> None:
@@ -118,9 +136,9 @@ class TimeDecayConditioner(Layer):
         self.eps, self.parallel, self.backward = eps, parallel, backward
 
     def project(self, h: Tensor, u: Tensor | None = None) -> Tensor:
-        """h [s, b, D], the whole sequence on every rank -> a, f, r of the rank's channels [s, b, 3 H_c / tensor-parallel size].
+        """Project h to a, f, r of the rank's channels, [s, b, 3 H_c / tensor-parallel size].
 
-        u: the norm of h, where it is known.
+        h: [s, b, D], the full sequence on every rank. u: the norm of h, if already computed.
         """
         made: Tensor = self.in_proj(
             layer_norm(h, self.parallel.share(self.norm()), self.eps) if u is None else u
@@ -128,7 +146,10 @@ class TimeDecayConditioner(Layer):
         return made
 
     def forward(self, projected: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """What ``project`` gave -> r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c]."""
+        """Return r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c].
+
+        projected: the result of ``project``.
+        """
         a, f, r = projected.unflatten(-1, (-1, 3)).unbind(-1)
         first = context.recall("state")
 

@@ -1,4 +1,4 @@
-"""What the FEM asks of a prior's sizes, and every prior's. Torch-free."""
+"""The interface of a prior's shape, and the shapes of all priors. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 
 class PriorShape(ABC):
-    """Sizes of a prior p_t(i): which slices of the packed projection a head reads it from, and what a read costs.
+    """Sizes of a prior p_t(i).
 
-    layer_class: "module:class" of the ``Prior`` that computes it. kept, product_scores: as ``Shape`` has them, kept on a CPU. compares: its
-    q and k are attention's queries and keys.
+    They are the slices of the packed projection that a head reads, and the read's costs.
+
+    layer_class: "module:class" of the ``Prior`` that computes it.
+    kept, product_scores: as in ``Shape``; kept is for a CPU.
+    compares: True if its q and k are attention's queries and keys.
     """
 
     layer_class: ClassVar[str]
@@ -30,49 +33,70 @@ class PriorShape(ABC):
     @classmethod
     @abstractmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> PriorShape:
-        """The sizes for a head's widths of q, k and of v, which a prior need not take."""
+        """Return the shape for a head's widths of q, k and of v; a prior may ignore them."""
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """Of a prior whose q and k are no wider than the values: how many of their width the budget pays, T's and G's aside."""
+        """Return the projections in the budget if q and k are at most as wide as v.
+
+        T and G are not counted. Returns None for other priors.
+        """
         return None
 
     @abstractmethod
     def slices(self) -> dict[str, int]:
-        """Channels a head owns in the packed projection besides v, lambda and g, by name, in order."""
+        """Return name -> channels of a head in the packed projection, in order.
+
+        v, lambda and g are not included.
+        """
 
     @abstractmethod
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """FLOPs of one token and head for the matrix products of reading ``streams`` channels of values."""
+        """Return the FLOPs of the read's matrix products for one token and head.
+
+        streams: value channels that are read.
+        """
 
     @abstractmethod
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Bytes of one head's decoding state after ``length`` tokens; ``value`` channels of v, with or without the free-energy stream."""
+        """Return the bytes of one head's decoding state after ``length`` tokens.
+
+        value: channels of v. free_energy: True to include the free-energy stream.
+        """
 
     @abstractmethod
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
-        """Bytes of a token and head that its read takes besides values and gates (``gate``: whether the mixer has one)."""
+        """Return the bytes per token and head that its read needs in addition to values and gates.
+
+        gate: True if the mixer has a gate.
+        """
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Bytes of a token and head that autograd keeps of its read on a GPU, from the slices of the packed product on."""
+        """Return the bytes per token and head that autograd keeps of its read on a GPU.
+
+        The count starts at the slices of the packed product.
+        """
         raise NotImplementedError
 
     def weights(self, heads: int) -> Weights:
-        """Parameters besides the packed projection."""
+        """Return the parameters in addition to the packed projection."""
         return {}
 
     def reads(self) -> set[str]:
-        """The keys of the model that this prior alone reads."""
+        """Return the model keys that only this prior reads."""
         return set()
 
     def rotary_size(self) -> int:
-        """Channels of q and k that RoPE turns."""
+        """Return the channels of q and k that RoPE rotates."""
         return 0
 
 
 @dataclass(frozen=True)
 class SoftmaxShape(PriorShape):
-    """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE where ``rope``; ``scale``, where there is one, stands for 1 / sqrt(d_k)."""
+    """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE if ``rope``.
+
+    A given ``scale`` replaces 1 / sqrt(d_k).
+    """
 
     layer_class = "fem_megatron.mixers.fem.priors:SoftmaxPrior"
     product_scores = True
@@ -91,7 +115,7 @@ class SoftmaxShape(PriorShape):
         return {"qk_norm"}
 
     def weights(self, heads: int) -> Weights:
-        """The norms of q and k (qk_norm)."""
+        """Return the norms of q and k (qk_norm)."""
         return qk_norms(self.qk_head, self.qk_norm)
 
     def slices(self) -> dict[str, int]:
@@ -111,19 +135,25 @@ class SoftmaxShape(PriorShape):
 
 
 CHUNK, CHUNK_PER_CHANNEL = 64, 16
-"""Tokens whose pairs `kernels.linear_attention` makes at once, with one decay for a head (or none), or one for each channel."""
+"""Chunk lengths of `kernels.linear_attention`: for at most one decay per head, and per channel."""
 
 
 @dataclass(frozen=True)
 class ScanShape(PriorShape):
-    """p_t(i) ~ q_t . k_i, decayed: ``features`` channels of q and k, ``decays`` log-decays a head (0: none)."""
+    """p_t(i) ~ q_t . k_i with decay.
+
+    features: channels of q and k. decays: log-decays per head; 0: no decay.
+    """
 
     features: int
     decays: int
     causal: bool
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Pairs within chunks, sums at their ends and reads of these; of the streams and of the ones that normalise."""
+        """Return the FLOPs of pairs within chunks, and of sums at chunk ends and their reads.
+
+        They cover the value streams and the normaliser's ones.
+        """
         if not self.causal and not self.decays:
             return 4.0 * self.features * (streams + 1)
         if self.causal:
@@ -142,12 +172,19 @@ class ScanShape(PriorShape):
         return filled_up * (inside + 4.0 * self.features * (streams + ones))
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """The sums over v, U and ones, and the least and the greatest value seen: of any length."""
+        """Return the bytes of the sums over v, U and ones, and of the values' range.
+
+        They are constant in the length.
+        """
         streams = value * (2 if free_energy else 1)
         return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """The features of q and k, relu and sum; decays; v and its streams, and what was read, narrow and wide; gates, or a wide one."""
+        """Return the bytes kept by the read on a GPU.
+
+        They are the features of q and k (relu and sum), the decays, v and its streams, the output
+        in narrow and wide dtype, and the gates.
+        """
         e, wide, value = training.element, WIDE * (training.element < WIDE), fem.value_head
         features = 2 * e * sum(self.slices().get(name, 0) for name in "qk") + 3 * WIDE * self.decays
         if training.again:
@@ -159,17 +196,23 @@ class ScanShape(PriorShape):
         return features + WIDE + value * (wide + 2 * e + WIDE * fem.gate)
 
     def state_size(self, streams: int) -> int:
-        """Numbers of the state of ``streams`` channels of values, of the ones beside them and of how far a chunk fades it."""
+        """Return the numbers in the state of ``streams`` value channels.
+
+        The normaliser's ones and the decay are included.
+        """
         return self.features * (streams + 1 + bool(self.decays))
 
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
-        """q and k as they are multiplied, log-decays in fp32."""
+        """Return the bytes of q and k in the products' dtype, and of log-decays in fp32."""
         return 2 * training.product * self.features + training.wide * self.decays
 
 
 @dataclass(frozen=True)
 class LinearShape(ScanShape):
-    """p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps, after RoPE where ``rope``; with ``decays``, gated linear attention."""
+    """p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps, after RoPE if ``rope``.
+
+    With ``decays`` it is gated linear attention.
+    """
 
     layer_class = "fem_megatron.mixers.fem.priors:LinearPrior"
     compares = True
@@ -189,7 +232,7 @@ class LinearShape(ScanShape):
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """Log-decays a head: none."""
+        """Return the log-decays per head: 0."""
         return 0
 
     def slices(self) -> dict[str, int]:
@@ -206,32 +249,35 @@ class LinearShape(ScanShape):
 
 @dataclass(frozen=True)
 class GlaShape(LinearShape):
-    """Gated linear attention: a log-decay -(relu(a) + eps) for each head, or for each channel of q and k: D^2 parameters more."""
+    """Gated linear attention with log-decays -(relu(a) + eps).
+
+    It has one for each head, or one for each channel of q and k, which adds D^2 parameters.
+    """
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """One for the head, or for each of its channels."""
+        """Return 1 for a decay per head, or the number of channels for a decay per channel."""
         return 1 if fem.gla_decay == "head" else qk_head
 
 
 @dataclass(frozen=True)
 class DecayShape(ScanShape):
-    """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): a decay for each head, no queries and no keys."""
+    """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): one decay per head, no queries or keys."""
 
     layer_class = "fem_megatron.mixers.fem.priors:DecayPrior"
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> DecayShape:
-        """One feature, a constant, and one decay."""
+        """Return the shape with one constant feature and one decay."""
         return cls(1, 1, model.causal)
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """No q and no k: v and o."""
+        """Return 2: the budget has no q and no k, only v and o."""
         return 2
 
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
-        """The decay alone."""
+        """Return the bytes of the decay."""
         return training.wide
 
     def slices(self) -> dict[str, int]:
@@ -242,9 +288,12 @@ class DecayShape(ScanShape):
 class AftShape(PriorShape):
     """p_t(i) ~ exp(k_i), a distribution for each value channel.
 
-    width: channels of a head's q and of its k. query: "after" gates the read, o = sigmoid(q) * read (the paper, AFT); "inside" multiplies
-    both sums by a normalised softplus query before the log (the released code).
-    own_logits: q and k are twice as wide as the values and their second halves belong to F (the released code under budget (i)).
+    width: channels of a head's q and of its k.
+    query: "after" gates the read, o = sigmoid(q) * read (the paper, AFT); "inside"
+        multiplies both sums by a normalised softplus query before the log (the released
+        code).
+    own_logits: q and k are twice as wide as the values, and their second halves belong to F
+        (the released code under budget (i)).
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:AftPrior"
@@ -256,39 +305,53 @@ class AftShape(PriorShape):
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> AftShape:
-        """As wide as the values; with the query inside, twice that where the budget makes q and k so and there is an F to use it."""
+        """Return the shape with q and k as wide as the values.
+
+        They are twice as wide if the query is inside, the budget allows it, and F uses them.
+        """
         query = model.fem.aft_query
         own = query == "inside" and model.fem.free_energy and qk_head == 2 * value_head
         return cls(2 * value_head if own else value_head, query, own)
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """As wide as the values, but where the query stands inside."""
+        """Return 4 (q, k, v and o of equal width), or None if the query is inside."""
         return 4 if fem.aft_query == "after" else None
 
     def slices(self) -> dict[str, int]:
-        """q and k, ``width`` each."""
+        """Return q and k, ``width`` channels each."""
         return {"q": self.width, "k": self.width}
 
     def reads(self) -> set[str]:
         return {"fem.aft_query"}
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """None: a scan has no matrix products."""
+        """Return 0: a scan has no matrix products."""
         return 0.0
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """A maximum and sums for each channel, fp32: 3 numbers, 4 more with F, 3 more where F has logits of its own."""
+        """Return the bytes of a maximum and sums for each channel, fp32.
+
+        They are 3 numbers, 4 more with F, and 3 more if F has separate logits.
+        """
         return (3 + 4 * free_energy + 3 * self.own_logits) * value * max(4, element)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """All slices, the query's sigmoid and its product with the gate, or its softplus in fp32; what was read, and each block's sums."""
+        """Return the bytes kept by the read on a GPU.
+
+        They are all slices; the query's sigmoid and its product with the gate, or its softplus in
+        fp32; the output; and each block's sums.
+        """
         e, value = training.element, fem.value_head
         query = WIDE * 3 * self.width if self.query == "inside" else e * value * (1 + fem.gate)
         return e * fem.head_width + query + e * value + (0.0 if training.again else 0.75 * value)
 
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
-        """k, and the query in fp32; after the read it is a gate, if there is no other."""
+        """Return the bytes of k and of the query.
+
+        The query is fp32 if it is inside. Otherwise it acts as the gate and counts only without
+        another gate.
+        """
         return self.width * (
             training.element
             + (training.wide if self.query == "inside" else training.element * (not gate))
@@ -297,10 +360,14 @@ class AftShape(PriorShape):
 
 @dataclass(frozen=True)
 class MambaShape(PriorShape):
-    """p_t(i) ~ sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n], a distribution for each value channel.
+    """A distribution for each value channel, from a selective state space.
 
-    A head owns a step delta for each of its ``value`` channels and B, C of ``states`` numbers. normalise: divide by the sum over i (off:
-    the paper's ablation). squash: the values go through a sigmoid first. scans: 2 where the mixer is bidirectional.
+    p_t(i) ~ sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n]. A head has a
+    step delta for each of its ``value`` channels, and B and C of ``states`` numbers.
+
+    normalise: divide by the sum over i (off: the paper's ablation).
+    squash: apply a sigmoid to the values first.
+    scans: 2 if the mixer is bidirectional.
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:MambaPrior"
@@ -313,9 +380,10 @@ class MambaShape(PriorShape):
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> MambaShape:
-        """As many states as the budget of q and k has room for beside delta, unless mamba_states says how many: d_v + 2 N = 2 d_k.
+        """Return the shape.
 
-        Values are squashed where there is a free energy.
+        Without mamba_states, the states fill the budget of q and k: d_v + 2 N = 2 d_k. Values are
+        squashed if the mixer has a free energy.
         """
         fem = model.fem
         states = fem.mamba_states or max(1, (2 * qk_head - value_head) // 2)
@@ -328,18 +396,24 @@ class MambaShape(PriorShape):
         )
 
     def slices(self) -> dict[str, int]:
-        """The step of each value channel, B and C."""
+        """Return the slices: the step of each value channel, B and C."""
         return {"delta": self.value, "b": self.states, "c": self.states}
 
     def reads(self) -> set[str]:
         return {"fem.mamba_states", "fem.mamba_normalise"}
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """The products of C with the states of every stream: as many more where they are normalised."""
+        """Return the FLOPs of the products of C with every stream's states.
+
+        Normalisation doubles them.
+        """
         return 2.0 * self.scans * self.states * streams * (1 + self.normalise)
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """``states`` sums for each channel and stream, fp32; two streams and two numbers more, or one where not normalised, with F."""
+        """Return the bytes of ``states`` sums for each channel and stream, fp32.
+
+        F adds a stream and one number per channel; normalisation doubles the total.
+        """
         return (
             value
             * (1 + self.normalise)
@@ -351,13 +425,20 @@ class MambaShape(PriorShape):
         return training.wide * (self.value + 2 * self.states)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """delta, B and C in fp32, before and after softplus; the gates, or without F all slices; the squashed values, and what was read."""
+        """Return the bytes kept by the read on a GPU.
+
+        They are delta, B and C in fp32 before and after softplus; the squashed values and gates, or
+        without F all slices; and the output.
+        """
         e, value = training.element, fem.value_head
         slices = e * value * (1 + fem.temperature + fem.gate) if self.squash else e * fem.head_width
         return WIDE * 2 * (self.value + 2 * self.states) + slices + e * value
 
     def weights(self, heads: int) -> Weights:
-        """delta_bias, head-major [heads * value]; rate, [heads * value * states]: both start at 0, added to constants."""
+        """Return delta_bias, head-major [heads * value], and rate, [heads * value * states].
+
+        Both are offsets to constants and start at 0.
+        """
         channels = heads * self.value
         return {
             "delta_bias": Weight((channels,), split=0, init=0.0),

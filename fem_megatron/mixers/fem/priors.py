@@ -1,4 +1,7 @@
-"""What the FEM asks of a prior. A new prior is a class here and one in ``prior_shapes``, which names it."""
+"""The priors of the FEM.
+
+A new prior is a class in this module and one in ``prior_shapes``, which names it.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,17 @@ from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
 
 Parts = dict[str, Tensor]
-"""The projection's slices that the prior's shape names: each [s, b, local heads, width], scaled by the conditioner, q and k turned."""
+"""Slices of the projection, by the names in the prior's shape.
+
+Each is [s, b, local heads, width] and scaled by the conditioner; q and k are rotated.
+"""
 
 
 class Prior(Layer):
-    """p_t(i), and the free-energy read under it. Its parameters (``shape.prior.weights()``) are given to it by the mixer."""
+    """A prior p_t(i) and the free-energy read under it.
+
+    The mixer adds its parameters (``shape.prior.weights()``).
+    """
 
     def __init__(self, shape: FemShape) -> None:
         super().__init__()
@@ -36,9 +45,12 @@ class Prior(Layer):
         self.ranges: dict[tuple[int, bool], Ranges] = {}
 
     def decision(self, v: Tensor, context: Context, *, agreed: bool = False) -> Decision | None:
-        """Of the form in which this call reads v, to be asked by its reads; None: by each for itself.
+        """Return the decision for the form (fast or exact) of this call's reads.
 
-        By earlier calls of the same iteration. agreed: all ranks of a cut ask with the same range, so that all decide alike.
+        The result is None under compilation. None lets each read decide separately. The decision
+        is based on earlier calls of the same iteration.
+
+        agreed: all ranks that share a sequence use the same range, so that they decide alike.
         """
         if torch.compiler.is_compiling():
             return None
@@ -53,24 +65,27 @@ class Prior(Layer):
         gate: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """o = gate * ((1 - lam) mu + lam F): v, lam, gate [b, h, s, d_v], beta [h, d_v] -> [b, h, s, d_v] in v's type.
+        """Return o = gate * ((1 - lam) mu + lam F), [b, h, s, d_v] in v's type.
 
-        beta None: o = mu. lam None: o = F. gate None: no gate.
+        v, lam, gate [b, h, s, d_v]; beta [h, d_v]. beta None: o = mu. lam None: o = F. gate None:
+        no gate.
         """
         raise NotImplementedError
 
 
 class ScanPrior(Prior):
-    """p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i with q, k >= 0: one scan over [v, U, 1], the ones being the normaliser.
+    """p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i with q, k >= 0: one scan over [v, U, 1].
 
-    Its decoding state is that scan's, and a window of the values seen: fp32, the same at any length. Padding has a key of zeros and no
-    decay, so it adds nothing and moves nothing; a token that reads nothing reads itself.
+    The ones give the normaliser. The decoding state is the scan's, plus the range of the values:
+    fp32, of constant size. Padding has zero keys and no decay, so it does not change the state. A
+    token with no readable keys reads itself.
     """
 
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """q and k [s, b, h, d_k], not negative, in the products' type, the log-decay [s, b, h, 1 or d_k], at most 0, wide; or None.
+        """Return q, k and the log-decay; each may be None.
 
-        Without q and k a decay a head reads alone, every token as much.
+        q and k: [s, b, h, d_k], not negative, in the products' dtype. log-decay: [s, b, h, 1 or
+        d_k], at most 0, wide. Without q and k the weights are those of the decay alone.
         """
         raise NotImplementedError
 
@@ -124,17 +139,20 @@ class ScanPrior(Prior):
         return context.apart(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
 
     def _span(self, v: Tensor, beta: Tensor, cut: Cut, decision: Decision) -> Tensor | None:
-        """The least and the greatest value of each channel over the sequence, [b, h, 2, d_v]; None: the read needs the exact form.
+        """Return the range of each value channel over the sequence, [b, h, 2, d_v], or None.
 
-        All ranks decide alike. Raises ValueError where that form cannot be made, since it reads all tokens of a head.
+        None means that the read needs the exact form; all ranks decide alike. Raises ValueError if
+        the exact form is impossible, since it reads all tokens of a head.
         """
         span = cut.span(v, time=2)
         if not decision.exact(value_window(span, beta).largest):
             return span
         if v.shape[1] % cut.ranks.size:
             raise ValueError(
-                f"beta * (max v - min v) is over {decision.limit:g}: the exact form reads whole heads, and the {cut.ranks.size} ranks of "
-                f"parallel.context_parallel_size do not divide a rank's {v.shape[1]} heads (model.num_attention_heads); take fewer ranks"
+                f"beta * (max v - min v) is over {decision.limit:g}: the exact form reads "
+                f"complete heads, and the {cut.ranks.size} ranks of "
+                f"parallel.context_parallel_size do not divide a rank's {v.shape[1]} heads "
+                "(model.num_attention_heads); use fewer ranks"
             )
         return None
 
@@ -150,7 +168,7 @@ class ScanPrior(Prior):
         span: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """The read of two chunks of each sequence, of which all have the values' ``span``."""
+        """Read two chunks of each sequence; all chunks share the values' range ``span``."""
         q, k = (t.to(product_type(v)) for t in (q, k))
 
         def read(streams: Tensor) -> Tensor:
@@ -177,7 +195,7 @@ class ScanPrior(Prior):
         *,
         causal: bool,
     ) -> Tensor:
-        """The read of whole sequences."""
+        """Read full sequences."""
         q, k = (t.to(product_type(v)) for t in (q, k))
         exact = True if self.shape.backend == "reference" else None
         return linear_read(
@@ -195,7 +213,7 @@ class ScanPrior(Prior):
         gate: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """The read of some more tokens, with the state of those before them."""
+        """Read further tokens, with the state of those before them."""
         q, k, values = (t.to(torch.promote_types(v.dtype, torch.float32)) for t in (q, k, v))
         sums, width = context.recall("sums"), v.shape[-1]
         if beta is None:
@@ -219,7 +237,11 @@ class ScanPrior(Prior):
 
 
 class SoftmaxPrior(Prior):
-    """Its decoding state is a KV-cache, of k after RoPE and of v, which is half as wide as standard attention's under budget (i)."""
+    """Prior of softmax attention.
+
+    The decoding state is a KV-cache of k after RoPE and of v. Under budget (i) v is half as wide as
+    in standard attention.
+    """
 
     def forward(
         self,
@@ -257,21 +279,22 @@ class SoftmaxPrior(Prior):
 
 
 class LinearPrior(ScanPrior):
-    """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE; with a log-decay -(relu(a) + eps) where the shape has one (GLA)."""
+    """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE.
+
+    GLA adds a log-decay -(relu(a) + eps).
+    """
 
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         shape = self.shape.prior
         assert isinstance(shape, LinearShape)
-        wide, narrow = (
-            torch.promote_types(parts["q"].dtype, torch.float32),
-            product_type(parts["q"]),
-        )
+        wide = torch.promote_types(parts["q"].dtype, torch.float32)
+        narrow = product_type(parts["q"])
         q, k = (relu(parts[name].to(narrow)) + shape.eps for name in ("q", "k"))
         return q, k, -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
 
 
 class DecayPrior(ScanPrior):
-    """exp(-sum over (i, t] of softplus(a)): every token weighs one, and fades."""
+    """exp(-sum over (i, t] of softplus(a)): every token starts with weight one, which decays."""
 
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         logit = parts["decay"]
@@ -279,7 +302,10 @@ class DecayPrior(ScanPrior):
 
 
 class AftPrior(Prior):
-    """Its decoding state is a running maximum and sums relative to it for each channel, fp32."""
+    """Prior of AFT.
+
+    The decoding state is a running maximum and sums relative to it for each channel, fp32.
+    """
 
     def forward(
         self,
@@ -290,7 +316,10 @@ class AftPrior(Prior):
         gate: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """o as `Prior.forward` says, from the slices q and k; with ``after``, times sigmoid(q)."""
+        """Return o (`Prior.forward`) from the slices q and k.
+
+        With query "after", o is multiplied by sigmoid(q).
+        """
         shape = self.shape.prior
         assert isinstance(shape, AftShape)
         q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
@@ -319,7 +348,10 @@ class AftPrior(Prior):
         return context.apart(read, k, v, lam, gate, query, each=(beta,))
 
     def _positive(self, q: Tensor) -> Tensor:
-        """softplus(q), RMS-normalised over a head; never 0, whose logarithm the free energy would be."""
+        """Return softplus(q), RMS-normalised over a head.
+
+        It is never 0, because the free energy takes its log.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
         return rms_norm(softplus(q.to(wide)), None, self.shape.norm_eps).clamp_min(
             torch.finfo(wide).tiny
@@ -333,8 +365,9 @@ SLOWEST_STEP, FASTEST_STEP = 1e-3, 1e-1
 class MambaPrior(Prior):
     """delta = softplus(. + bias), B and C = softplus(.) + 1e-6, A = -rate.
 
-    At the start the rates of a channel are 1, 2, ... states and the steps of a head's channels spread evenly in the logarithm over
-    [0.001, 0.1], Mamba's own. Its decoding state is ``states`` sums for each channel and stream, fp32.
+    Initially the rates of a channel are 1, 2, ... states, and the steps of a head's channels are
+    spaced evenly in the logarithm over [0.001, 0.1], as in Mamba. The decoding state is ``states``
+    sums for each channel and stream, fp32.
     """
 
     def forward(
@@ -346,7 +379,7 @@ class MambaPrior(Prior):
         gate: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """o as `Prior.forward` says, from the slices delta, b and c, before their softplus."""
+        """Return o (`Prior.forward`) from the slices delta, b and c, before their softplus."""
         shape = self.shape.prior
         assert isinstance(shape, MambaShape)
         wide = torch.promote_types(v.dtype, torch.float32)
@@ -374,25 +407,26 @@ class MambaPrior(Prior):
                 context.keep("sums", sums)
             return o
 
-        delta, b_in, c_out = (
-            softplus(delta + self._step_logit(wide)),
-            softplus(b_in) + EPS,
-            softplus(c_out) + EPS,
-        )
+        delta = softplus(delta + self._step_logit(wide))
+        b_in = softplus(b_in) + EPS
+        c_out = softplus(c_out) + EPS
         values = v.sigmoid() if shape.squash else v
         return context.apart(
             read, delta, b_in, c_out, values, lam, gate, each=(self._rate(wide), beta)
         )
 
     def _step_logit(self, wide: torch.dtype) -> Tensor:
-        """[local heads, 1, d_v]: what softplus turns into the starting steps, and the learned bias."""
+        """Return the logits of the initial steps plus the learned bias, [local heads, 1, d_v]."""
         bias = self.delta_bias.to(wide).view(-1, 1, self.shape.value_head)
         ends = math.log(SLOWEST_STEP), math.log(FASTEST_STEP)
         steps = torch.linspace(*ends, self.shape.value_head, dtype=wide, device=bias.device).exp()
         return bias + steps.expm1().log()
 
     def _rate(self, wide: torch.dtype) -> Tensor:
-        """[local heads, d_v, states], positive: softplus of the learned logits, 1, 2, ... where these are 0."""
+        """Return the positive rates, [local heads, d_v, states]: softplus of the learned logits.
+
+        At zero logits they are 1, 2, ...
+        """
         logits = self.rate.to(wide).view(-1, self.shape.value_head, self.shape.prior.slices()["b"])
         start = torch.arange(1, logits.shape[-1] + 1, dtype=wide, device=logits.device)
         return softplus(logits + start + (-(-start).exp()).log1p())

@@ -1,4 +1,7 @@
-"""The Free Energy Mixer's configuration and sizes, over any prior (mathematics 1.5). Torch-free."""
+"""The Free Energy Mixer's configuration and sizes, over any prior (mathematics 1.5).
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FemConfig:
-    """Switches and sizes of the Free Energy Mixer; read only where ``model.mixer`` is a FEM."""
+    """Switches and sizes of the Free Energy Mixer; read only if ``model.mixer`` is a FEM."""
 
     conditioner: bool = setting(
         True,
-        "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + phi(history).",
+        "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + "
+        "phi(history).",
     )
-    free_energy: bool = setting(True, "L: the free-energy branch F beside the expectation mu.")
+    free_energy: bool = setting(
+        True, ("L: the free-energy branch F in addition to the expectation mu.")
+    )
     temperature: bool = setting(
         True,
-        "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the read is F alone.",
+        "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the "
+        "read is only F.",
     )
     gate: bool = setting(True, "G: the outer gate g, RMS-normalised over a head's channels.")
     budget: str = setting(
         "i",
-        "How 4*hidden_size^2 parameters are shared out: (i) full-width queries and keys, narrower values; (ii) all of one width. "
-        "fem_lrnn_decay, and fem_aft with its query after, have one width under both.",
+        "Distribution of 4*hidden_size^2 parameters: (i) full-width queries and keys, narrower "
+        "values; (ii) all of one width. fem_lrnn_decay, and fem_aft with aft_query=after, have "
+        "one width under both.",
         ("i", "ii"),
     )
     value_size: int | None = setting(
@@ -40,12 +48,13 @@ class FemConfig:
     )
     conditioner_size: int | None = setting(
         None,
-        "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head.",
+        "Width H_c of the conditioner's state; null: d / 16 (at least 4), rounded up to a "
+        "multiple of the heads.",
         least=1,
     )
     gla_decay: str = setting(
         "head",
-        "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).",
+        "fem_gla: one decay per head, or per channel of q and k (hidden_size^2 more parameters).",
         ("head", "channel"),
     )
     feature_eps: float = setting(
@@ -53,17 +62,19 @@ class FemConfig:
     )
     aft_query: str = setting(
         "after",
-        "fem_aft: where the query gates. after: the read; inside: both sums, before the logarithm (the released code).",
+        "fem_aft: what the query gates. after: the read; inside: both sums, before the logarithm "
+        "(the released code).",
         ("after", "inside"),
     )
     mamba_states: int | None = setting(
         None,
-        "fem_mamba: N, states of a channel; null: what the budget of q and k has room for.",
+        "fem_mamba: N, states of a channel; null: as many as fit into the budget of q and k.",
         least=1,
     )
     mamba_normalise: bool = setting(
         True,
-        "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the ablation.",
+        "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the "
+        "ablation.",
     )
 
 
@@ -71,10 +82,12 @@ class FemConfig:
 class FemShape(Shape):
     """Widths of a FEM mixer.
 
-    With n_T, n_G in {0, 1} for the projections that T and G add, budget (i) spends 2 D^2 on q, k and 2 D^2 on v, o, lambda, g of
-    width d = 2D / (2 + n_T + n_G); budget (ii) spends 4 D^2 on all of them at one width d = 4D / (4 + n_T + n_G), and so do under both
-    the priors whose q and k are as wide as the values (AFT) or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)).
-    All switches on gives the paper's D/2 and 2D/3; all off gives the plain prior at standard attention's budget.
+    n_T, n_G in {0, 1} count the projections that T and G add. Budget (i) spends 2 D^2 on q, k and 2
+    D^2 on v, o, lambda, g of width d = 2D / (2 + n_T + n_G). Budget (ii) spends 4 D^2 on all of
+    them at one width d = 4D / (4 + n_T + n_G). Priors whose q and k are as wide as the values (AFT)
+    or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)) use one width under both budgets. With all
+    switches on, the widths are the paper's D/2 and 2D/3; with all off, the mixer is the plain prior
+    at standard attention's budget.
     """
 
     layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
@@ -94,11 +107,14 @@ class FemShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, prior: type[PriorShape]) -> FemShape:
-        """The widths that ``model`` asks for, over a prior of this class. Raises ValueError where the heads do not divide one of them."""
+        """Return the widths for ``model`` over a prior of this class.
+
+        Raises ValueError if the number of heads does not divide one of them.
+        """
         fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
         temperature = fem.temperature and fem.free_energy
         extra = int(temperature) + int(fem.gate)
-        # Priors that need no more than the values' width of q and k, or none, give the budget to the values.
+        # Priors with q and k at most as wide as the values leave the budget to the values.
         narrow = prior.narrow(fem)
         full_width = fem.budget == "i" and narrow is None
         share, parts = (
@@ -114,7 +130,8 @@ class FemShape(Shape):
         for what, width in (("query/key", qk), ("value", value)):
             if width % heads:
                 raise ValueError(
-                    f"model.num_attention_heads={heads} does not divide the mixer's {what} width {width}"
+                    f"model.num_attention_heads={heads} does not divide the mixer's {what} width "
+                    f"{width}"
                 )
         return cls(
             prior=prior.of(model, qk // heads, value // heads),
@@ -140,7 +157,10 @@ class FemShape(Shape):
 
     @property
     def slices(self) -> dict[str, int]:
-        """Channels that one head owns in the packed projection, in order: the prior's, v, the lambda-logit and the g-logit if present."""
+        """Channels of one head in the packed projection, in order.
+
+        They are the prior's, v, and the lambda-logit and g-logit if present.
+        """
         gates = {
             name: self.value_head
             for name, present in (("lam", self.temperature), ("gate", self.gate))
@@ -150,11 +170,11 @@ class FemShape(Shape):
 
     @property
     def head_width(self) -> int:
-        """Rows a head owns in the packed projection."""
+        """Rows of a head in the packed projection."""
         return sum(self.slices.values())
 
     def weights(self) -> Weights:
-        """norm, in_proj (head-major), the prior's own, beta (T), tdc.* (C), out_proj."""
+        """Return norm, in_proj (head-major), the prior's weights, beta (T), tdc.* (C), out_proj."""
         packed = self.heads * self.head_width
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -170,9 +190,8 @@ class FemShape(Shape):
         for name, size in self.conditioners().items():
             weights |= {
                 f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
-                f"{name}.in_proj.weight": Weight(
-                    (3 * size, self.hidden), split=0, precise=True
-                ),  # decays' logits
+                # logits of decays
+                f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0, precise=True),
                 f"{name}.state_norm.weight": Weight((size,), init=1.0),
                 f"{name}.out_proj.weight": Weight(
                     (packed, size), split=0, init=0.0, bare=True, maps=tuple(self.slices.values())
@@ -181,7 +200,10 @@ class FemShape(Shape):
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 
     def conditioners(self) -> dict[str, int]:
-        """Width of the conditioner's state by name; a second one of half the width reads backwards where the mixer is bidirectional."""
+        """Return name -> width of the conditioner's state.
+
+        A bidirectional mixer has a second one of half the width, which reads backwards.
+        """
         if not self.conditioner:
             return {}
         return {"tdc": self.conditioner} | (
@@ -189,7 +211,10 @@ class FemShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections, the prior's reads of [v | U] (v alone without L), the conditioner's projections."""
+        """Return the FLOPs of projections, reads and the conditioner's projections.
+
+        The reads are of [v | U], or only v without L.
+        """
         streams = self.value_head * (2 if self.free_energy else 1)
         conditioner = sum(value for name, value in self.map_flops.items() if name.startswith("tdc"))
         flops = {
@@ -199,7 +224,7 @@ class FemShape(Shape):
         return flops | ({"conditioner": conditioner} if conditioner else {})
 
     def state_bytes(self, length: int, element: int) -> int:
-        """The prior's state of every head and the conditioner's (fp32)."""
+        """Return the bytes of every head's prior state and of the conditioner's state (fp32)."""
         prior = self.prior.state_bytes(
             length, element, value=self.value_head, free_energy=self.free_energy
         )
@@ -209,29 +234,28 @@ class FemShape(Shape):
         return self.prior.product_scores
 
     def packing(self) -> dict[str, Packing]:
-        """Values are attention's; queries and keys where the prior compares them."""
+        """Return the packing of values; also of queries and keys if the prior compares them."""
         roles = "qkv" if self.prior.compares else "v"
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Over the softmax prior the table's; over another its own on a GPU, on a CPU an estimate."""
+        """Return the exact terms for the softmax prior.
+
+        For other priors they are exact on a GPU and estimated on a CPU.
+        """
         if not isinstance(self.prior, SoftmaxShape):
             return (
                 self._kept_of_a_prior(training)
                 if training.cuda
                 else training.estimate(self.hidden, self.prior.kept, sliced=True)
             )
-        e, t, cuda, qk_head = (
-            training.element,
-            training.tensor_parallel,
-            training.cuda,
-            self.prior.qk_head,
-        )
-        value, packed, query = (
-            self.value_size / t,
-            self.heads * self.head_width / t,
-            self.heads * qk_head / t,
-        )
+        e = training.element
+        t = training.tensor_parallel
+        cuda = training.cuda
+        qk_head = self.prior.qk_head
+        value = self.value_size / t
+        packed = self.heads * self.head_width / t
+        query = self.heads * qk_head / t
         narrow = e < WIDE
         read = value * (2 if self.free_energy else 1)
         if not cuda:
@@ -256,9 +280,8 @@ class FemShape(Shape):
             if self.free_energy or self.gate or training.operand < WIDE
             else 0.0,
         }
-        if (
-            self.prior.qk_norm
-        ):  # a GPU's kernel keeps its arguments, so that what it gives is kept here
+        # A GPU's kernel keeps its arguments, so its results are counted in this term.
+        if self.prior.qk_norm:
             terms["qk_norm"] = (
                 qk_norms_keep(training, qk_head, 2 * self.heads) / t
                 + e * 2 * self.heads * qk_head / t * cuda
@@ -274,9 +297,8 @@ class FemShape(Shape):
                 e * 2 * self.heads * qk_head / t + (e * slices + 2 * narrow * self.gate) * value
             )
             return terms
-        if (
-            self.free_energy and cuda
-        ):  # a GPU's kernels keep the packed product, each slice that is read, and the attention's own output
+        # GPU kernels keep the packed product, each slice that is read, and the attention's output.
+        if self.free_energy and cuda:
             terms["prep"] = e * value
         elif self.free_energy:
             terms["prep"] = WIDE * 2 * value
@@ -297,16 +319,18 @@ class FemShape(Shape):
         }
 
     def _projection_keeps(self, training: Training) -> float:
-        """Of its input; beside 8-bit floats a conditioner keeps it whole."""
+        """Return the bytes kept of the projection's input.
+
+        With fp8, a conditioner additionally keeps the full input.
+        """
         return self.hidden * (
             training.entered + (training.element if self.conditioner and training.fp8 else 0)
         )
 
     def _conditioner_keeps(self, training: Training) -> float:
         own = WIDE * (5 / training.tensor_parallel + 4) * self.conditioner
-        again = (
-            training.sequence_split > 1 and not training.fp8
-        )  # its norm and product, in the backward pass (`Parallel.project_beside`)
+        # The backward pass recomputes its norm and product (see `Parallel`).
+        again = training.sequence_split > 1 and not training.fp8
         return training.element * ((0 if again else self.hidden) + self.conditioner) + own
 
     def summary(self) -> str:
@@ -318,15 +342,22 @@ class FemShape(Shape):
 
     @property
     def passes(self) -> bool:
-        """Whether its read can pass states: a scan's, of which the exact form reads all tokens."""
+        """True if its read can pass states: a causal scan that does not require the exact form."""
         return isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference"
 
     def uncapturable(self) -> str | None:
-        """The form of a free energy's read, fast or exact, is chosen by a number of the device (`kernels.free_energy.ranges`)."""
+        """Return why CUDA graphs cannot capture the read, or None.
+
+        A number on the device may determine the read's form, fast or exact
+        (`kernels.free_energy.ranges`).
+        """
         if not self.free_energy:
             return None
         if isinstance(self.prior, ScanShape):
-            return "the host chooses the form of its read in each call, by its values' range, unless model.fem.free_energy=false"
+            return (
+                "the host selects the form of its read in each call, from the range of its "
+                "values, unless model.fem.free_energy=false"
+            )
         if isinstance(self.prior, SoftmaxShape) and self.backend == "fused":
             return "its read waits for its values' range, unless model.attention_backend=auto"
         return None
@@ -340,12 +371,14 @@ class FemShape(Shape):
         return CutWidths(always=heads, scanned=scanned)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Keys and values, or all that a read takes and gives, or a scan's state and the range of the values; the same of conditioners."""
-        e, tensor, channels = (
-            training.element,
-            training.tensor_parallel,
-            sum(self.conditioners().values()),
-        )
+        """Return the traffic of the read and the conditioners.
+
+        The read exchanges keys and values, or all its inputs and outputs, or a scan's state and the
+        values' range.
+        """
+        e = training.element
+        tensor = training.tensor_parallel
+        channels = sum(self.conditioners().values())
         states = channels * 2 * training.wide if kinds.states else 0.0
         exchanged = 0.0 if kinds.states else channels * (2 * e + training.wide)
         keys = span = ring = 0.0

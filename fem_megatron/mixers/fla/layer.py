@@ -1,4 +1,7 @@
-"""Any layer of flash-linear-attention by its class name, as a baseline: x + layer(RMSNorm(x)). The package is loaded when one is built."""
+"""Layers of flash-linear-attention, selected by class, as baselines: x + layer(RMSNorm(x)).
+
+The package is imported when a layer is built.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,22 @@ from fem_megatron.update import Update, rms_norm
 
 
 class FlaLayer(Update):
-    """Its matrices are drawn as every layer's are, the rest stays as the package starts it, by a seed of the layer's number.
+    """A layer of flash-linear-attention.
 
-    Decoding keeps the normalised inputs and runs the layer over all of them at every step: right, but slow. Not for export.
-    Raises ValueError without the package, without a layer of that name, for options it does not take, and under tensor parallelism.
+    Its matrices are initialised like those of every layer. Other parameters keep the package's
+    initialisation, seeded by the layer's number. Decoding stores the normalised inputs and runs the
+    layer over all of them at every step, which is correct but slow. Export is not supported.
+
+    Raises ValueError without the package, for an unknown layer or option, and under tensor
+    parallelism.
     """
 
     def __init__(self, shape: FlaShape, parallel: Parallel) -> None:
         self.shape = shape
         if parallel.size != 1:
             raise ValueError(
-                f"model.mixer=fla.{shape.name} cannot be split: set parallel.tensor_model_parallel_size to 1"
+                f"model.mixer=fla.{shape.name} cannot be split: set "
+                "parallel.tensor_model_parallel_size to 1"
             )
         super().__init__(shape, parallel)
 
@@ -35,7 +43,9 @@ class FlaLayer(Update):
             torch.manual_seed(self.shape.layer)
             self.layer = _build(self.shape).to(self.parallel.dtype)
         for weight in self.layer.parameters():
-            weight.spec = Weight(tuple(weight.shape), init="normal" if weight.ndim == 2 else 0.0)  # type: ignore[attr-defined]
+            weight.spec = Weight(  # type: ignore[attr-defined]
+                tuple(weight.shape), init="normal" if weight.ndim == 2 else 0.0
+            )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         self.require_gpu(x)
@@ -48,10 +58,11 @@ class FlaLayer(Update):
         return x + context.apart(read, h, time=1)[:, -x.shape[0] :].transpose(0, 1)
 
     def require_gpu(self, x: Tensor) -> None:
-        """Raises ValueError where x is on the CPU, for which the package has no kernels."""
+        """Raise ValueError if x is on the CPU, for which the package has no kernels."""
         if x.device.type == "cpu":
             raise ValueError(
-                f"model.mixer=fla.{self.shape.name} needs a GPU; deltanet, gated_deltanet and mamba2 run without"
+                f"model.mixer=fla.{self.shape.name} needs a GPU; deltanet, gated_deltanet and "
+                "mamba2 run without"
             )
 
 
@@ -61,7 +72,8 @@ def _build(shape: FlaShape) -> nn.Module:
         layers = import_module("fla.layers")
     except ImportError as error:
         raise ValueError(
-            f"{where} needs a GPU and the package flash-linear-attention (pip install flash-linear-attention): {error}"
+            f"{where} needs a GPU and the package flash-linear-attention (pip install "
+            f"flash-linear-attention): {error}"
         ) from None
     made = getattr(layers, shape.name, None)
     if made is None:
@@ -74,6 +86,7 @@ def _build(shape: FlaShape) -> nn.Module:
     unknown = sorted(set(arguments) - set(takes))
     if unknown:
         raise ValueError(
-            f"model.fla.options: fla.{shape.name} does not take {', '.join(unknown)}; it takes {', '.join(takes)}"
+            f"model.fla.options: fla.{shape.name} does not take {', '.join(unknown)}; it takes "
+            f"{', '.join(takes)}"
         )
     return made(**arguments)

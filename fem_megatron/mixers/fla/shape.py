@@ -1,4 +1,7 @@
-"""Any layer of flash-linear-attention as a mixer: what is known of it without the package. Torch-free."""
+"""Shape of a flash-linear-attention layer: the properties available without the package.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlaConfig:
-    """What flash-linear-attention's layers are built with; read only where ``model.mixer`` is fla.<LayerName>."""
+    """Arguments of flash-linear-attention's layers.
+
+    They are read only if ``model.mixer`` is fla.<LayerName>.
+    """
 
     options: dict[str, Any] = setting(
         dict,
-        "Arguments of the layer's class besides hidden_size, num_heads and layer_idx, e.g. {expand_v: 1}.",
+        "Arguments of the layer's class in addition to hidden_size, num_heads and layer_idx, "
+        "e.g. {expand_v: 1}.",
     )
 
 
 @dataclass(frozen=True)
 class FlaShape(Shape):
-    """The layer ``fla.layers.<name>``: its parameters and FLOPs are the package's and unknown here (``external``)."""
+    """The layer ``fla.layers.<name>``.
+
+    Its parameters and FLOPs depend on the package and are not available (``external``).
+    """
 
     layer_class = "fem_megatron.mixers.fla.layer:FlaLayer"
     external = True
@@ -38,18 +48,24 @@ class FlaShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int, *, name: str) -> FlaShape:
-        """What ``model`` asks for. Raises ValueError where the name is none, the model is not causal or an option is given twice."""
+        """Return the shape for the configuration ``model``.
+
+        Raises ValueError if the name is invalid, the model is not causal, or an option is set by
+        the model.
+        """
         if not name.isidentifier():
             raise ValueError(
-                f"model.mixer=fla.{name}: write a class of fla.layers, e.g. fla.GatedLinearAttention"
+                f"model.mixer=fla.{name}: write a class of fla.layers, e.g. "
+                "fla.GatedLinearAttention"
             )
         if not model.causal:
             raise ValueError(
-                "model.causal: flash-linear-attention's layers read from left to right only; take another mixer, or true"
+                "model.causal: flash-linear-attention's layers read from left to right only; use "
+                "another mixer, or set true"
             )
         for key in ("hidden_size", "num_heads", "layer_idx"):
             if key in model.fla.options:
-                raise ValueError(f"model.fla.options.{key} is given by the model; leave it out")
+                raise ValueError(f"model.fla.options.{key} is set by the model; leave it out")
         return cls(
             name,
             model.hidden_size,
@@ -60,15 +76,18 @@ class FlaShape(Shape):
         )
 
     def weights(self) -> Weights:
-        """norm alone; the layer's own (``layer.*``) are known when it is built."""
+        """Return the norm; the layer's own weights (``layer.*``) are unknown until it is built."""
         return {"norm.weight": Weight((self.hidden,), init=1.0, per_token=True)}
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Unknown."""
+        """Return {}: the FLOPs are unknown."""
         return {}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """The normalised inputs of all tokens: decoding reads them anew at every step."""
+        """Return the bytes of all tokens' normalised inputs.
+
+        Decoding reads them again at every step.
+        """
         return length * self.hidden * element
 
     def reads(self) -> set[str]:

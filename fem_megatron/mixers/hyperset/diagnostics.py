@@ -1,4 +1,4 @@
-"""What an iteration of Hyper-SET does to a sample of tokens."""
+"""Diagnostics of a Hyper-SET iteration on a sample of tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from fem_megatron.mixers.hyperset.layer import HyperSet
 
 
 def observe(layer: HyperSet, sample: Sample) -> Quantities:
-    """Both energies before and after this iteration; effective rank and mean angle (radians) before it, means over the heads.
+    """Return both energies before and after this iteration, effective rank and mean angle.
 
-    Of the read with scores, which the linear one has not, also their largest before it.
+    Rank and angle are those before the iteration. Rank and angle (radians) are means over the
+    heads. If the read has scores (the linear one has none), their largest value before the
+    iteration is also returned.
     """
     if len(sample.tokens) < 2:
         return {}

@@ -1,8 +1,13 @@
-"""Hyper-SET (mathematics 4): an iteration of descent on two energies of tokens on spheres, attention's, then the feed-forward's.
+"""Hyper-SET (mathematics 4): descent on two energies of tokens on spheres.
 
-    Z_h = RMSNorm(W_h^T x);   x <- x - alpha_t * sum_h W_h A(Z_h) Z_h;   x <- x + gamma_t * D a(RMSNorm(D^T x))
+An iteration descends attention's energy, then the feed-forward's.
 
-The norms stand behind the projections; x itself is never normalised. The block calls one iteration after the other (``recurrence``).
+    Z_h = RMSNorm(W_h^T x)
+    x <- x - alpha_t * sum_h W_h A(Z_h) Z_h
+    x <- x + gamma_t * D a(RMSNorm(D^T x))
+
+The norms follow the projections; x itself is never normalised. The block runs the iterations one
+after another (``recurrence``).
 """
 
 from __future__ import annotations
@@ -34,14 +39,20 @@ SECOND_MOMENT_EPS = 1e-6
 
 
 class HyperSet(Update):
-    """One iteration. ``subspaces`` holds W^T and ``directions`` D^T; each is read forth and back (tied).
+    """One iteration of descent on both energies.
 
-    RoPE turns z before the energy is formed, and the energy's gradient back by the same angle: what moves x is still exactly minus a
-    gradient, of an energy in z_i . R_(j-i) z_j, and one cache of turned z serves as keys and values. Without ``model.rope`` tokens know no
-    order but the causal mask. yarn's factor m turns z by m R and the gradient back by R^T / m, its inverse: the energy is as before, its
-    scores m^2 times as sharp; linear attention has no scores, and no factor.
-    Tensor parallel: heads and directions are split over the ranks; the feed-forward's norm (and its softmax, its sum) sees all directions.
-    The running means of momentum, rmsprop and adam live in ``context.memory``, one forward pass long.
+    ``subspaces`` is W^T and ``directions`` D^T; each is applied in both directions (tied).
+
+    RoPE rotates z before the energy is computed, and rotates the energy's gradient back by the same
+    angle. The update of x is therefore exactly minus a gradient, of an energy in z_i . R_(j-i) z_j,
+    and one cache of rotated z serves as keys and values. Without ``model.rope`` only the causal
+    mask gives an order. yarn's factor m maps z by m R and the gradient by the inverse R^T / m: the
+    energy is unchanged and its scores are m^2 times as sharp. Linear attention has no scores and no
+    factor.
+
+    Tensor parallel: heads and directions are split over the ranks; the feed-forward's norm (and its
+    softmax and sum) covers all directions. The running means of momentum, rmsprop and adam are in
+    ``context.memory`` and last one forward pass.
     """
 
     diagnostics = "fem_megatron.mixers.hyperset.diagnostics:observe"
@@ -52,12 +63,15 @@ class HyperSet(Update):
         self.local_heads = shape.heads // parallel.size
 
     def build(self) -> None:
-        """The step sizes' network, where they are learned."""
+        """Create the step sizes' network, if they are learned."""
         if self.shape.switches.step_size == "learned":
             self.step = StepNet(self.shape)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Iteration ``context.iteration`` of ``context.origin``: x in the residual stream's slicing [s, b, D] -> the same."""
+        """Run iteration ``context.iteration`` of ``context.origin``.
+
+        x and the result are sliced like the residual stream, [s, b, D].
+        """
         alpha, gamma = self.step_sizes(x, context)
         repulsion = self.attention_gradient(self.project_heads(x, context), context)
         x = x - alpha * self._direction("attention", self.parallel.leave(repulsion), context)
@@ -65,7 +79,7 @@ class HyperSet(Update):
         return x + gamma * self._direction("feed_forward", self.parallel.leave(attraction), context)
 
     def step_sizes(self, x: Tensor, context: Context) -> tuple[Tensor | float, Tensor | float]:
-        """alpha_t, gamma_t: each [s, b, D] of the slice x, or a number."""
+        """Return alpha_t, gamma_t: each [s, b, D] for the slice x, or a number."""
         switches = self.shape.switches
         if switches.step_size == "fixed":
             return switches.alpha, switches.gamma
@@ -74,20 +88,24 @@ class HyperSet(Update):
         )
         if seen is None:
             raise ValueError(
-                "HyperSet: step_condition origin needs context.origin, the block's input, after the first iteration"
+                "HyperSet: step_condition origin needs context.origin, the block's input, after "
+                "the first iteration"
             )
         alpha, gamma = self.step(seen, context.iteration)
         return alpha, gamma
 
     def project_heads(self, x: Tensor, context: Context) -> Tensor:
-        """The slice x -> this rank's z [s, b, local heads, p], on its sphere."""
+        """Project the slice x to this rank's z [s, b, local heads, p], each on its sphere."""
         z = self._project(x, "subspaces", context).unflatten(
             -1, (self.local_heads, self.shape.head)
         )
         return rms_norm(z, self.parallel.share(self.subspaces_norm()), self.shape.norm_eps)
 
     def attention_gradient(self, z: Tensor, context: Context) -> Tensor:
-        """z [s, b, local heads, p] -> this rank's summand of sum_h W_h dE/dz_h, [s, b, D]; keeps turned z, or its sums, in the state."""
+        """Return this rank's summand of sum_h W_h dE/dz_h, [s, b, D], for z [s, b, local heads, p].
+
+        Rotated z, or its sums, are stored in the state.
+        """
         kind = self.shape.switches.attention
         z = self._turn(z, context, forth=True).permute(1, 2, 0, 3)
         if kind == "linear":
@@ -103,13 +121,10 @@ class HyperSet(Update):
 
             o = context.apart(read_linear, z, passes=context.causal)
         else:
-            read, keys = (
-                partial(symmetric_attention, kind=kind, causal=context.causal),
-                context.extend("z", z, dim=2),
-            )
-            one = keys is z and not (
-                context.cut and context.cut.gathers
-            )  # without a past they are one, which takes less
+            read = partial(symmetric_attention, kind=kind, causal=context.causal)
+            keys = context.extend("z", z, dim=2)
+            # Without a past, queries and keys are one tensor, which saves memory.
+            one = keys is z and not (context.cut and context.cut.gathers)
             given = (z,) if one else (z, keys)
             o = context.apart(
                 lambda valid, z, keys=None: read(z, keys, valid=valid),
@@ -120,7 +135,10 @@ class HyperSet(Update):
         return self._project_back(o.flatten(2), "subspaces", context)
 
     def project_directions(self, x: Tensor, context: Context) -> Tensor:
-        """The slice x -> this rank's part of u = RMSNorm(D^T x), [s, b, M / size], the mean square over all M."""
+        """Return this rank's part of u = RMSNorm(D^T x), [s, b, M / size].
+
+        The mean square covers all M.
+        """
         u = self._project(x, "directions", context)
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / self.shape.inner
@@ -129,7 +147,7 @@ class HyperSet(Update):
         ) * self.directions_norm().to(u.dtype)
 
     def feed_forward_descent(self, u: Tensor, context: Context) -> Tensor:
-        """u [s, b, M / size] -> this rank's summand of -D dE/du, [s, b, D] (table 19)."""
+        """Return this rank's summand of -D dE/du, [s, b, D], for u [s, b, M / size] (table 19)."""
         kind = self.shape.switches.feed_forward
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         if kind == "relu":
@@ -143,19 +161,23 @@ class HyperSet(Update):
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor) -> dict[str, Tensor]:
-        """Where the slice x stands on the energies, before this iteration, for a sample ``tokens`` [n >= 2] of positions in the sequence.
+        """Return diagnostics of the slice x before this iteration.
 
-        Returns attention_energy and feed_forward_energy [n, b], of each sampled token among all tokens (the sum over all tokens is
-        E_attn, E_ff; where causal a token's own energy among what it sees), and effective_rank and mean_angle (radians) of each of this
-        rank's heads' z of the sampled tokens, [b, local heads]; where the read has scores largest_score, [local heads], too. The context
-        must be one without a state.
+        tokens: [n >= 2], sampled positions.
+
+        attention_energy and feed_forward_energy, [n, b]: of each sampled token among all tokens.
+        Summed over
+            all tokens they are E_attn and E_ff; if causal, a token's energy is among the tokens
+            that it sees.
+        effective_rank and mean_angle (radians), [b, local heads]: of z of the sampled tokens.
+        largest_score, [local heads]: only if the read has scores.
+
+        The context must not contain a state.
         """
         z = self.project_heads(x, context)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
-        turned, seen = (
-            self._turn(z, context, forth=True).permute(1, 2, 0, 3),
-            allowed_pairs(tokens, len(z), context.causal, context.valid),
-        )
+        turned = self._turn(z, context, forth=True).permute(1, 2, 0, 3)
+        seen = allowed_pairs(tokens, len(z), context.causal, context.valid)
         kind, share = self.shape.switches.attention, 1.0 if context.causal else 0.5
         energy = pair_energy(turned[:, :, tokens], turned, seen, kind=kind, share=share)
         if self.shape.rope is not None:
@@ -176,18 +198,21 @@ class HyperSet(Update):
         }
 
     def _log_sum_exp(self, u: Tensor) -> Tensor:
-        """log sum_m exp(u_m) over all M directions, [s, b, 1]."""
+        """Return log sum_m exp(u_m) over all M directions, [s, b, 1]."""
         parts = self.parallel.gather(u.logsumexp(-1, keepdim=True))
         return self.parallel.share(parts.logsumexp(-1, keepdim=True))
 
     def _adapter(self, name: str, context: Context) -> tuple[Tensor, Tensor]:
-        """A_t [rows / size, r] and B_t [r, D]; iterations past the trained ones use the last."""
+        """Return A_t [rows / size, r] and B_t [r, D].
+
+        Iterations past the trained ones use the last.
+        """
         t = min(context.iteration, self.shape.iterations - 1)
         lora = self.get_submodule(f"{name}_lora")
         return lora("a")[t], self.parallel.share(lora("b")[t])
 
     def _project(self, x: Tensor, name: str, context: Context) -> Tensor:
-        """(W + 4 A_t B_t) x of the whole sequence: the slice x -> [s, b, rows / size]."""
+        """Return (W + 4 A_t B_t) x of the full sequence: the slice x -> [s, b, rows / size]."""
         weight = self.get_submodule(name)()
         if not self.shape.switches.lora_rank:
             return self.parallel.project(x, weight)
@@ -196,7 +221,10 @@ class HyperSet(Update):
         return linear(h, weight) + LORA_SCALE * linear(linear(h, b), a)
 
     def _project_back(self, part: Tensor, name: str, context: Context) -> Tensor:
-        """(W + 4 A_t B_t)^T part: [s, b, rows / size] -> this rank's summand of [s, b, D]."""
+        """Return (W + 4 A_t B_t)^T part, this rank's summand of [s, b, D].
+
+        part: [s, b, rows / size].
+        """
         out: Tensor = part @ self.get_submodule(name)()
         if not self.shape.switches.lora_rank:
             return out
@@ -204,7 +232,7 @@ class HyperSet(Update):
         return out + LORA_SCALE * ((part @ a) @ b)
 
     def _turn(self, z: Tensor, context: Context, *, forth: bool) -> Tensor:
-        """RoPE of z [s, b, heads, p] to its position, or back."""
+        """Apply RoPE to z [s, b, heads, p], or its inverse."""
         rope = self.shape.rope
         if rope is None:
             return z
@@ -216,10 +244,14 @@ class HyperSet(Update):
         return rotate(z, replace(context, positions=positions), rope)
 
     def _direction(self, name: str, gradient: Tensor, context: Context) -> Tensor:
-        """What the step size multiplies, of g, the gradient (or minus it) of the energy ``name``; means run over the iterations.
+        """Return the step direction for g, the gradient (or minus it) of the energy ``name``.
 
-        momentum: m <- beta1 m + g, m     rmsprop: v <- beta2 v + (1 - beta2) g^2, g / sqrt(v + eps^2)
-        adam: m <- beta1 m + (1 - beta1) g and v as there, both divided by 1 - beta^t, m / sqrt(v + eps^2)
+        Means run over the iterations.
+
+            momentum   m <- beta1 m + g; result m
+            rmsprop    v <- beta2 v + (1 - beta2) g^2; result g / sqrt(v + eps^2)
+            adam       m <- beta1 m + (1 - beta1) g, v as in rmsprop, both divided by 1 - beta^t;
+                       result m / sqrt(v + eps^2)
         """
         switches, memory = self.shape.switches, context.memory
         if switches.update == "gradient":
@@ -227,7 +259,8 @@ class HyperSet(Update):
         if memory is None:
             if context.iteration:
                 raise ValueError(
-                    f"HyperSet: update {switches.update} needs context.memory, one dict for all iterations of a forward pass"
+                    f"HyperSet: update {switches.update} needs context.memory, one dict for all "
+                    "iterations of a forward pass"
                 )
             memory = {}
         g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -245,11 +278,10 @@ class HyperSet(Update):
             )
             if switches.update == "adam":
                 time = context.iteration + 1
-                step, square = (
-                    step / (1.0 - switches.beta1**time),
-                    square / (1.0 - switches.beta2**time),
-                )
-            # eps^2 under the root, where the released code adds eps to it: that root has no gradient at g = 0.
+                step = step / (1.0 - switches.beta1**time)
+                square = square / (1.0 - switches.beta2**time)
+            # eps^2 is inside the root; the released code adds eps outside, without a gradient at g
+            # = 0.
             step = step / (square + SECOND_MOMENT_EPS**2).sqrt()
         return step.to(gradient.dtype)
 
@@ -257,8 +289,9 @@ class HyperSet(Update):
 class StepNet(Layer):
     """(alpha_t, gamma_t) = out(gelu(norm(time_out(gelu(time_in(sinusoidal(t)))) + x))).
 
-    ``out`` starts at zero, so the first model is the identity. The paper's code zeroes the two layers on t as well, and their weights then
-    never get a gradient; here they are drawn. All weights are held whole and act on a rank's slice of the tokens.
+    ``out`` starts at zero, so the initial model is the identity. The paper's code also zeroes the
+    two layers on t, whose weights then never receive a gradient; this class draws them. All weights
+    are replicated and act on a rank's slice of the tokens.
     """
 
     def __init__(self, shape: HyperSetShape) -> None:
@@ -266,7 +299,10 @@ class StepNet(Layer):
         self.shape = shape
 
     def forward(self, x: Tensor, iteration: int) -> tuple[Tensor, Tensor]:
-        """x [..., D], x(0) or x(t), and t - 1, from 0 without end -> alpha, gamma [..., D]."""
+        """Return alpha and gamma [..., D].
+
+        x: [..., D], x(0) or x(t). iteration: t - 1, from 0, without an upper limit.
+        """
         switches = self.shape.switches
         embedding = sinusoidal(iteration + 1, self.shape.time_size, x)
         if switches.time_mlp:
@@ -279,7 +315,10 @@ class StepNet(Layer):
 
 
 def sinusoidal(t: int, size: int, like: Tensor) -> Tensor:
-    """[sin(t w_i), cos(t w_i)] with w_i = 10000^(-i / (size/2 - 1)): [size], even, of ``like``'s type and device."""
+    """Return [sin(t w_i), cos(t w_i)] with w_i = 10000^(-i / (size/2 - 1)), [size].
+
+    size is even; the result has ``like``'s type and device.
+    """
     half = size // 2
     wide = torch.promote_types(like.dtype, torch.float32)
     frequencies = torch.exp(

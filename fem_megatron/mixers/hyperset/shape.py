@@ -25,52 +25,62 @@ if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 LORA_STD = 0.02
-LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
+LINEAR_CHUNK = 64  # tokens per chunk of linear attention; earlier tokens are summed
 
 
 @dataclass(frozen=True)
 class HyperSetConfig:
-    """Switches and sizes of Hyper-SET; read only where ``model.mixer`` is hyperset. Its depth is ``model.recurrence``."""
+    """Switches and sizes of Hyper-SET; read only if ``model.mixer`` is hyperset.
+
+    Its depth is ``model.recurrence``.
+    """
 
     attention: str = setting(
         "softmax",
-        "The attention energy's operator. softmax: each token descends its own conditional energy (the causal form); "
-        "bisoftmax: softmax over rows and columns, for encoders; sigmoid; linear: linear time.",
+        "The attention energy's operator. softmax: each token descends its conditional energy "
+        "(the causal form); bisoftmax: softmax over rows and columns, for encoders; sigmoid; "
+        "linear: linear time.",
         ("softmax", "bisoftmax", "sigmoid", "linear"),
     )
     feed_forward: str = setting(
         "relu", "The feed-forward energy's operator.", ("relu", "softmax", "gated")
     )
-    multiplier: int = setting(4, "Width M of the feed-forward, in hidden_size.", least=1)
+    multiplier: int = setting(4, "Width M of the feed-forward divided by hidden_size.", least=1)
     step_size: str = setting(
         "learned",
-        "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: alpha, gamma.",
+        "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: "
+        "alpha, gamma.",
         ("learned", "fixed"),
     )
-    alpha: float = setting(0.1, "Step size of attention where step_size is fixed.")
-    gamma: float = setting(0.1, "Step size of the feed-forward where step_size is fixed.")
+    alpha: float = setting(0.1, "Step size of attention if step_size is fixed.")
+    gamma: float = setting(0.1, "Step size of the feed-forward if step_size is fixed.")
     step_condition: str = setting(
         "origin",
-        "What the step sizes see besides the iteration: the block's input x(0), or x(t).",
+        "Input of the step sizes' network in addition to the iteration: the block's input x(0), "
+        "or x(t).",
         ("origin", "current"),
     )
     step_norm: bool = setting(
         True,
-        "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on x's scale.",
+        "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on "
+        "x's scale.",
     )
     time_size: int = setting(
         512,
         "Width of the sinusoidal embedding of the iteration.",
         least=2,
-        check=lambda size: "must be even: a sine and a cosine a frequency" if size % 2 else None,
+        check=lambda size: (
+            "must be even: one sine and one cosine per frequency" if size % 2 else None
+        ),
     )
     time_mlp: bool = setting(
         True,
-        "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size is used as it is.",
+        "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size "
+        "is used unchanged.",
     )
     update: str = setting(
         "gradient",
-        "How a step uses the gradient; the others keep running means over the iterations.",
+        "Use of the gradient in a step: directly, or with running means over the iterations.",
         ("gradient", "momentum", "rmsprop", "adam"),
     )
     beta1: float = setting(0.9, "Decay of the running gradient (momentum, adam).", least=0, below=1)
@@ -86,7 +96,10 @@ class HyperSetConfig:
 
 @dataclass(frozen=True)
 class HyperSetShape(Shape):
-    """One iteration: an attention step, then a feed-forward step. ``iterations``: how many adapters there are (lora_rank > 0)."""
+    """One iteration: an attention step, then a feed-forward step.
+
+    iterations: number of adapters (lora_rank > 0).
+    """
 
     layer_class = "fem_megatron.mixers.hyperset.layer:HyperSet"
     once = frozenset({"step sizes"})
@@ -103,21 +116,26 @@ class HyperSetShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> HyperSetShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit, or bisoftmax is asked of a causal model."""
+        """Return the shape for the configuration ``model``.
+
+        Raises ValueError if heads do not fit or if bisoftmax is requested for a causal model.
+        """
         switches, hidden = model.hyperset, model.hidden_size
         heads = hidden // head_width(model)
         if model.causal and switches.attention == "bisoftmax":
             raise ValueError(
-                "model.hyperset.attention: bisoftmax lets a token see what follows it; a causal model needs softmax"
+                "model.hyperset.attention: with bisoftmax a token sees later tokens; a causal "
+                "model needs softmax"
             )
         if model.parametrization == "mup" and switches.feed_forward != "relu":
             raise ValueError(
-                f"model.hyperset.feed_forward={switches.feed_forward}: its step grows or shrinks with the width however weights start; "
-                "muP needs relu"
+                f"model.hyperset.feed_forward={switches.feed_forward}: its step depends on the "
+                "width for any initialisation; muP needs relu"
             )
         if not switches.time_mlp and hidden % 2:
             raise ValueError(
-                f"model.hidden_size={hidden} must be even under model.hyperset.time_mlp=false: a sine and a cosine a frequency"
+                f"model.hidden_size={hidden} must be even under model.hyperset.time_mlp=false: "
+                "one sine and one cosine per frequency"
             )
         return cls(
             hidden=hidden,
@@ -141,7 +159,10 @@ class HyperSetShape(Shape):
         return self.switches.time_size if self.switches.time_mlp else self.hidden
 
     def weights(self) -> Weights:
-        """subspaces (W^T), directions (D^T), their norms, each iteration's adapters (lora_rank) and ``step.*`` (learned step sizes)."""
+        """Return subspaces (W^T), directions (D^T), their norms, adapters and step sizes.
+
+        Each iteration has adapters with lora_rank; ``step.*`` exist with learned step sizes.
+        """
         hidden, rank = self.hidden, self.switches.lora_rank
         weights = {}
         for name, rows, norm in (
@@ -186,7 +207,11 @@ class HyperSetShape(Shape):
         return weights | {f"step.{name}": weight for name, weight in step.items()}
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Of one iteration. "step sizes": alpha_t, gamma_t of a token, and its share of embedding t, once for a sequence of ``length``."""
+        """Return the FLOPs of one iteration.
+
+        "step sizes": alpha_t and gamma_t of a token, and its share of the embedding of t, which is
+        computed once for a sequence of ``length``.
+        """
         hidden, rank = self.hidden, self.switches.lora_rank
         flops = {
             "mixer projections": 4.0 * hidden * hidden,
@@ -211,13 +236,16 @@ class HyperSetShape(Shape):
         return 2.0 * products * self.hidden * keys_seen(length, whole_square)
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Of one iteration: every token's z, key and value at once; linear: a head's p x p sums."""
+        """Return the bytes for one iteration: every token's z, which is key and value.
+
+        With linear attention, they are those of a head's p x p sums.
+        """
         if self.switches.attention == "linear":
             return self.hidden * self.head * max(4, element)
         return length * self.hidden * element
 
     def summary(self) -> str:
-        """Heads and widths."""
+        """Return heads and widths."""
         return f"{self.heads} heads of {self.head}, feed-forward {self.inner}"
 
     def reads(self) -> set[str]:
@@ -235,7 +263,7 @@ class HyperSetShape(Shape):
         return {f"hyperset.{name}" for name in names}
 
     def split_widths(self) -> dict[str, int]:
-        """Heads, and the feed-forward's width."""
+        """Return the heads and the feed-forward's width."""
         return {
             "model.num_attention_heads": self.heads,
             "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner,
@@ -248,7 +276,10 @@ class HyperSetShape(Shape):
         return CutWidths(scanned=heads) if kind == "linear" else CutWidths(keyed=heads)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """z, and what was read, or the sums of linear attention; keys change with each iteration."""
+        """Return the traffic of z and the output, or of linear attention's sums.
+
+        Keys change in each iteration.
+        """
         e = training.element * self.hidden / training.tensor_parallel
         if kinds.states and self.switches.attention == "linear" and self.causal:
             return Crossing(
@@ -257,5 +288,5 @@ class HyperSetShape(Shape):
         return Crossing(keys=e) if kinds.gathers else Crossing(2 * e)
 
     def rotary_size(self) -> int:
-        """All of a head, with ``model.rope``."""
+        """Return the width of a head with ``model.rope``, else 0."""
         return self.head if self.rope else 0

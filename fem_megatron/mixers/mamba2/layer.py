@@ -1,4 +1,7 @@
-"""Mamba-2 (arXiv 2405.21060): linear attention whose decay and step sizes are the input's, one a head."""
+"""Mamba-2 (arXiv 2405.21060).
+
+It is linear attention with an input-dependent decay and step size per head.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,12 @@ RATES = (1.0, 16.0)
 
 
 class Mamba2(Update):
-    """x + RMSNorm((y + D u) * silu(z)) W_O, y_t = sum_(i<=t) C_t.B_i exp(sum_(i<s<=t) -A delta_s) delta_i u_i per head.
+    """x + RMSNorm((y + D u) * silu(z)) W_O, with y_t computed per head.
 
-    u, B and C pass a short convolution and SiLU; B and C are common to the heads. Tensor parallel: the heads are split over the ranks, B
-    and C computed on each; the norm sees all channels. The decoding state is the heads' matrices and the convolutions' last inputs.
+    y_t = sum_(i<=t) C_t.B_i exp(sum_(i<s<=t) -A delta_s) delta_i u_i. u, B and C pass a short
+    convolution and SiLU; all heads share B and C. Tensor parallel: the heads are split over the
+    ranks, and every rank computes B and C; the norm covers all channels. The decoding state is the
+    heads' matrices and the convolutions' last inputs.
     """
 
     def __init__(self, shape: Mamba2Shape, parallel: Parallel) -> None:
@@ -51,7 +56,12 @@ class Mamba2(Update):
         return x + self.parallel.leave(self.out_proj(y))
 
     def _scan(self, u: Tensor, bc: Tensor, raw: Tensor, context: Context) -> Tensor:
-        """y from u [s, b, local heads, d], B and C [s, b, 2 N], the raw time steps [s, b, local heads]; padding moves no state."""
+        """Return the scan's output y.
+
+        u [s, b, local heads, d]; bc [s, b, 2 N], B and C; raw [s, b, local heads], time steps.
+
+        Padding does not change the state.
+        """
         first, valid = self.parallel.rank * self.local_heads, context.valid_now(u.shape[0])
         delta, log_decay = time_steps(
             raw, self.log_rate, self.step_bias, RATES, self.shape.heads, first

@@ -25,16 +25,17 @@ from fem_megatron.shape import (
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
-CHUNK = 64  # tokens that the chunked read compares with each other
+CHUNK = 64  # tokens per chunk
 
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """Sizes of Mamba-2; read only where ``model.mixer`` is mamba2."""
+    """Sizes of Mamba-2; read only if ``model.mixer`` is mamba2."""
 
     inner_size: int | None = setting(
         None,
-        "Width of the values; null: 4 hidden_size^2 parameters in all, by 2 heads (from 12 by 4, from 32 by 8). The paper: 2 hidden_size.",
+        "Width of the values; null: about 4 hidden_size^2 parameters, with the number of heads a "
+        "multiple of 2 (from 12 heads of 4, from 32 of 8). The paper: 2 hidden_size.",
         least=1,
     )
     head_size: int = setting(
@@ -48,7 +49,10 @@ class Mamba2Config:
 
 @dataclass(frozen=True)
 class Mamba2Shape(Shape):
-    """S_t = exp(-A delta) S_(t-1) + delta B x^T,  y = S^T C + D x; about 3 inner D + 2 N D parameters (the paper's inner 2 D: 6 D^2)."""
+    """S_t = exp(-A delta) S_(t-1) + delta B x^T,  y = S^T C + D x.
+
+    It has about 3 inner D + 2 N D parameters (the paper's inner 2 D: 6 D^2).
+    """
 
     layer_class = "fem_megatron.mixers.mamba2.layer:Mamba2"
     kept = Kept(67.0, 44.0)
@@ -63,11 +67,15 @@ class Mamba2Shape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int) -> Mamba2Shape:
-        """The sizes that ``model`` asks for, alike in all layers. Raises ValueError where they do not fit or the model is not causal."""
+        """Return the shape for ``model``, equal in all layers.
+
+        Raises ValueError if sizes do not fit or the model is not causal.
+        """
         mamba, hidden = model.mamba2, model.hidden_size
         if not model.causal:
             raise ValueError(
-                "model.causal: Mamba-2 reads from left to right only; take another mixer, or true"
+                "model.causal: Mamba-2 reads from left to right only; use another mixer, or set "
+                "true"
             )
         if mamba.inner_size is None:
             budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
@@ -75,7 +83,8 @@ class Mamba2Shape(Shape):
             heads = step * max(1, round(budget / step))
         elif mamba.inner_size % mamba.head_size:
             raise ValueError(
-                f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of model.mamba2.head_size={mamba.head_size}"
+                f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of "
+                f"model.mamba2.head_size={mamba.head_size}"
             )
         else:
             heads = mamba.inner_size // mamba.head_size
@@ -89,7 +98,11 @@ class Mamba2Shape(Shape):
         return self.heads * self.head
 
     def weights(self) -> Weights:
-        """norm, in_proj (head-major: x, the gate), steps, bc_proj, the convolutions, the decay's offsets, skip (D), out_norm, out_proj."""
+        """Return the weights.
+
+        They are norm, in_proj (head-major: x, the gate), steps, bc_proj, the convolutions, the
+        decay's offsets, skip (D), out_norm, out_proj.
+        """
         per_head = {"log_rate": 0.0, "step_bias": 0.0, "skip": 1.0}
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -114,13 +127,19 @@ class Mamba2Shape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections, and the chunked form: scores and read of the chunk, the state's update and its read."""
+        """Return the FLOPs of projections and of the chunked form.
+
+        The chunked form has the chunk's scores and read, and the state's update and read.
+        """
         seen = keys_seen(min(length, CHUNK), whole_square)
         scan = 2.0 * seen * (self.state + self.head) + 4.0 * self.state * self.head
         return {"mixer projections": self.linear_flops(), "state space": self.heads * scan}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Every head's matrix [N, d] (fp32) and the convolutions' last inputs."""
+        """Return the bytes of every head's matrix and the convolutions' last inputs.
+
+        The matrix is [N, d], fp32.
+        """
         return (
             self.inner * self.state * max(4, element)
             + (self.conv - 1) * (self.inner + 2 * self.state) * element
@@ -142,7 +161,11 @@ class Mamba2Shape(Shape):
         )
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """The convolutions' inputs and outputs; v, the decays and what was read; B and C. Or states, and a chunk's last tokens."""
+        """Return the traffic of the convolutions and the scan.
+
+        They exchange the convolutions' inputs and outputs, v, the decays, the output, and B and C;
+        or they pass states and a chunk's last tokens.
+        """
         e, p, tensor = training.element, training.product, training.tensor_parallel
         if kinds.states:
             matrices = self.heads * training.wide * self.state * (self.head + 1)
@@ -156,7 +179,11 @@ class Mamba2Shape(Shape):
         )
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """An estimate; in bf16 on a GPU what the convolutions, the scan and the gated norm keep of the inner channels, and of B and C."""
+        """Return an estimate; in bf16 on a GPU, the exact bytes.
+
+        The exact bytes are per inner channel and per channel of B and C. These are kept by the
+        convolutions, the scan and the gated norm.
+        """
         if not training.cuda or training.element == WIDE:
             return super().kept_bytes(training)
         inner, state = (20, 8) if training.again else (24, 12)
@@ -166,7 +193,7 @@ class Mamba2Shape(Shape):
         }
 
     def packing(self) -> dict[str, Packing]:
-        """x is what attention reads, its values."""
+        """Return the packing: x is read by the scan, so it corresponds to attention's values."""
         return {
             "in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})
         }

@@ -1,4 +1,4 @@
-"""What a step down second-order attention's energies does to a sample of tokens."""
+"""Diagnostics of a step down second-order attention's energies on a sample of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kernels.second_order_attention.reference import log_weights, quadratic_ener
 
 
 def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
-    """The free energy, the mean over heads, before and after the update; the largest of the logits (q.k - |k|^2 / 2) / T."""
+    """Return the free energy (mean over heads) before and after the update, and the largest logit.
+
+    The logits are (q.k - |k|^2 / 2) / T.
+    """
     found, context = layer.diagnose(sample.x, sample.context, sample.tokens), sample.context
     q, k = layer.project(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps), context)
     scores = log_weights(
@@ -23,7 +26,10 @@ def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
 
 
 def observe_linear(layer: EnergyLinearAttention, sample: Sample) -> Quantities:
-    """-1/2 sum_i (q.k_i)^2, the mean over heads, of q before and after among the keys before."""
+    """Return -1/2 sum_i (q.k_i)^2 (mean over heads) for q before and after the update.
+
+    The keys are those before the update.
+    """
     eps, context = layer.shape.norm_eps, sample.context
     before, after = (rms_norm(t, layer.norm.weight, eps) for t in (sample.x, sample.after))
     _, k = layer.project(before, context)

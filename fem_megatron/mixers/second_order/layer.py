@@ -1,10 +1,13 @@
-"""Second-order attention (MHA2nd1st, MHA2nd) and linear attention in the same energy frame (mathematics 3).
+"""Second-order attention (MHA2nd1st, MHA2nd), and linear attention in the same energy frame.
 
-    z = RMSNorm(x);  q = W_Q z;  k_i = W_K z_i;   x <- x + sum_h W_O,h (r + b)        r + b: `second_order_attention`
-                                                  x <- x + sum_h W_O,h sum_i (q.k_i) k_i    linear
+See mathematics 3.
 
-W_O stands for the paper's (eta / H) W_Q^T and is learned freely, its sign too: the step that descends the free energy is
-W_O = -(eta / H) W_Q^T, linear attention's W_O = (eta T / H) W_Q^T.
+    z = RMSNorm(x);  q = W_Q z;  k_i = W_K z_i
+    x <- x + sum_h W_O,h (r + b)               second order; r + b: `second_order_attention`
+    x <- x + sum_h W_O,h sum_i (q.k_i) k_i     linear
+
+W_O replaces the paper's (eta / H) W_Q^T and is learned freely, including its sign: the step that
+descends the free energy has W_O = -(eta / H) W_Q^T, linear attention's W_O = (eta T / H) W_Q^T.
 """
 
 from __future__ import annotations
@@ -27,13 +30,18 @@ from kernels.second_order_attention.reference import energy_linear_attention, fr
 
 
 class _EnergyHeads(Update):
-    """q and k of this rank's heads. ``in_proj`` packs head after head (W_Q,h, then W_K,h), so that a rank's slice is whole heads.
+    """q and k of this rank's heads.
 
-    Positions, with ``model.rope``: the energy of q_t with k_i is |R_t q_t - R_i k_i|^2 / 2 = |q_t - R_(i-t) k_i|^2 / 2, and the step is
-    taken in q_t's own frame, where it depends on differences of positions alone: keys stand in for values here, and a step left in the
-    rotated frame would turn with t. So R must stay a rotation: yarn's factor m goes into the temperatures, T / m^2 and T' / m^2, which is
-    what it does to the scores of attention; linear attention has no temperature, and no factor. The paper adds absolute embeddings to its
-    tokens; without ``model.rope`` only the causal mask tells an order.
+    ``in_proj`` packs the heads one after another (W_Q,h, then W_K,h), so that a rank's slice
+    consists of complete heads.
+
+    Positions, with ``model.rope``: the energy of q_t with k_i is |R_t q_t - R_i k_i|^2 / 2 = |q_t -
+    R_(i-t) k_i|^2 / 2. The step is computed in q_t's own frame, where it depends only on
+    differences of positions. Keys act as values, and a step in the rotated frame would rotate with
+    t. R must therefore remain a rotation: yarn's factor m is applied to the temperatures, T / m^2
+    and T' / m^2, which has its effect on the scores of attention. Linear attention has no
+    temperature and no factor. The paper adds absolute embeddings to its tokens; without
+    ``model.rope`` only the causal mask gives an order.
     """
 
     def __init__(self, shape: SecondOrderShape | EnergyLinearShape, parallel: Parallel) -> None:
@@ -45,11 +53,14 @@ class _EnergyHeads(Update):
         return x + self.parallel.leave(self.step(h, context))
 
     def step(self, z: Tensor, context: Context) -> Tensor:
-        """The slice z, normed -> this rank's summand of the step, [s, b, D]."""
+        """Return this rank's summand of the step, [s, b, D], for the normalised slice z."""
         raise NotImplementedError
 
     def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """The slice z -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
+        """Return q and k of the slice z, [b, local heads, s, d_h] each.
+
+        k is rotated to its position (model.rope).
+        """
         q, k = (
             self.parallel.project(z, self.in_proj())
             .unflatten(-1, (-1, 2, self.shape.head))
@@ -60,23 +71,27 @@ class _EnergyHeads(Update):
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
 
     def turn(self, q: Tensor, context: Context) -> Tensor | None:
-        """(cos | sin) of the positions of q [b, h, s, d_h], [1 or b, 1, s, d_h], float32 at least; None without model.rope."""
+        """Return (cos | sin) of the positions of q [b, h, s, d_h].
+
+        The result is [1 or b, 1, s, d_h], float32 or wider. Returns None without model.rope.
+        """
         if self.shape.rope is None:
             return None
         found = rotations(q.permute(2, 0, 1, 3), self.shape.head, context, self.shape.rope)
         return torch.cat(found, dim=-1).permute(1, 2, 0, 3)
 
     def back(self, o: Tensor) -> Tensor:
-        """W_O: [b, local heads, s, d_h] -> this rank's summand of [s, b, D]."""
+        """Apply W_O: [b, local heads, s, d_h] -> this rank's summand of [s, b, D]."""
         out: Tensor = self.out_proj(o.permute(2, 0, 1, 3).flatten(2))
         return out
 
 
 class SecondOrderAttention(_EnergyHeads):
-    """MHA2nd1st, or MHA2nd where the shape says exact; with one head the paper's Att2nd1st and Att2nd in its multi-head form.
+    """MHA2nd1st, or MHA2nd if the shape is exact.
 
-    The decoding state is k alone (turned to its position): half of standard attention's KV-cache.
-    Tensor parallel: heads are whole on a rank, so G = W_Q W_Q^T and its factor are the rank's own.
+    With one head these are the paper's Att2nd1st and Att2nd. The decoding state is only k (rotated
+    to its position): half of standard attention's KV-cache. Tensor parallel: heads are complete on
+    a rank, so G = W_Q W_Q^T and its factor are the rank's own.
     """
 
     diagnostics = "fem_megatron.mixers.second_order.diagnostics:observe"
@@ -84,12 +99,16 @@ class SecondOrderAttention(_EnergyHeads):
     shape: SecondOrderShape
 
     def step(self, z: Tensor, context: Context) -> Tensor:
-        """As `_EnergyHeads.step`. Raises ValueError where MHA2nd is given more tokens than model.second_order.exact_max_length."""
+        """Return this rank's summand of the step (`_EnergyHeads.step`).
+
+        Raises ValueError if MHA2nd receives more tokens than model.second_order.exact_max_length.
+        """
         q, k = self.project(z, context)
         longest, length = self.shape.max_length(), context.past + q.shape[2]
         if longest is not None and length > longest:
             raise ValueError(
-                f"model.second_order.exact_max_length={longest}, but mha2nd was given {length} tokens; raise it, or use mixer mha2nd1st"
+                f"model.second_order.exact_max_length={longest}, but mha2nd was given {length} "
+                "tokens; raise it, or use mixer mha2nd1st"
             )
         k = context.extend("k", k, dim=2)
         temperature, newton = self.temperatures()
@@ -114,14 +133,18 @@ class SecondOrderAttention(_EnergyHeads):
         )
 
     def gram(self, q: Tensor) -> Tensor:
-        """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least; W_Q as rounded as what made q."""
+        """Return G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 or wider.
+
+        W_Q is rounded to the dtype in which q was computed.
+        """
         weight = self.in_proj().to(q.dtype).unflatten(0, (-1, 2, self.shape.head))[:, 0]
         return _squared(weight.to(torch.promote_types(weight.dtype, torch.float32)))
 
     def temperatures(self) -> tuple[Tensor, Tensor]:
-        """T and T' of this rank's heads over the shape's sharpness, float32 at least.
+        """Return T and T' of this rank's heads divided by the shape's sharpness, float32 or wider.
 
-        NaN where a raw one is not positive, so that training's own check stops it.
+        A raw temperature that is not positive gives NaN, so that training's check for finite values
+        stops it.
         """
         found = []
         for learned in (self.temperature, self.newton_temperature):
@@ -136,10 +159,15 @@ class SecondOrderAttention(_EnergyHeads):
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor) -> dict[str, Tensor]:
-        """The free energy of a sample ``tokens`` [n] of positions, before and after the update, and the update's size.
+        """Return the free energy before and after the update, and the step size.
 
-        Returns free_energy_before, free_energy_after (the mean over all heads, theorem 2; after: the moved token's q among the keys that it
-        saw) and step_norm (of the update of x, Euclidean), each [n, b]. The context must be one without a state; x is the layer's slice.
+        tokens: [n], sampled positions.
+
+        free_energy_before, free_energy_after: mean over all heads (theorem 2); after: the moved
+            token's q among the keys that it saw.
+        step_norm: Euclidean norm of the update of x.
+
+        Each is [n, b]. The context must not contain a state; x is the layer's slice.
         """
         temperature, _ = self.temperatures()
         moved = self(x, context)
@@ -166,8 +194,9 @@ def _squared(w: Tensor) -> Tensor:
 
 
 class EnergyLinearAttention(_EnergyHeads):
-    """Linear attention whose values are its keys; no normaliser in the paper's form (``linear_read: sum``), no temperature: W_O holds it.
+    """Linear attention whose values are its keys.
 
+    The paper's form (``linear_read: sum``) has no normaliser and no temperature, which W_O absorbs.
     The decoding state is a head's sum of k k^T, float32: O(1) in the length.
     """
 
@@ -176,7 +205,7 @@ class EnergyLinearAttention(_EnergyHeads):
     shape: EnergyLinearShape
 
     def step(self, z: Tensor, context: Context) -> Tensor:
-        """As `_EnergyHeads.step`."""
+        """Return this rank's summand of the step (`_EnergyHeads.step`)."""
         q, k = self.project(z, context)
         turn = self.turn(q, context)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -193,7 +222,10 @@ class EnergyLinearAttention(_EnergyHeads):
         return self.back(self.rotated(o, turn, back=True).to(k.dtype))
 
     def rotated(self, x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:
-        """x [b, h, s, d] rotated by (cos | sin) ``turn`` as `turn` returns it, or by the opposite angle; None: x itself."""
+        """Rotate x [b, h, s, d] by the angles of ``turn`` (cos | sin), or by the opposite.
+
+        With None, x is returned.
+        """
         if turn is None:
             return x
         cos, sin = turn.permute(2, 0, 1, 3).chunk(2, dim=-1)
@@ -202,7 +234,12 @@ class EnergyLinearAttention(_EnergyHeads):
         )
 
     def tokens_seen(self, valid: Tensor | None, k: Tensor, context: Context) -> Tensor:
-        """How many tokens each of k [b, h, s, d] reads, at least 1: [1 or b, s], k's type. valid [b, past + s]."""
+        """Return the number of tokens, at least 1, that each of k [b, h, s, d] reads.
+
+        The result is [1 or b, s], in k's type.
+
+        valid: [b, past + s].
+        """
         length = k.shape[2]
         if context.passing is not None and context.causal:
             assert context.positions is not None

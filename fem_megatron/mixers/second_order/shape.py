@@ -1,4 +1,7 @@
-"""Sizes of second-order attention (MHA2nd1st, MHA2nd) and of linear attention in the same energy frame (mathematics 3). Torch-free."""
+"""Sizes of second-order attention (MHA2nd1st, MHA2nd) and energy-based linear attention.
+
+See mathematics 3. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -24,41 +27,50 @@ from fem_megatron.shape import (
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
-LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
-BLOCK = (
-    2**26
-)  # numbers of the systems that the exact step solves at a time on a GPU (`kernels.second_order_attention`)
+LINEAR_CHUNK = 64  # tokens per chunk of linear attention; earlier tokens are summed
+# Elements of the systems that the exact step solves at a time on a GPU.
+BLOCK = 2**26
 
 
 @dataclass(frozen=True)
 class SecondOrderConfig:
-    """Switches of second-order attention; read only where ``model.mixer`` is mha2nd1st, mha2nd or energy_linear."""
+    """Switches of second-order attention.
+
+    They are read only if ``model.mixer`` is mha2nd1st, mha2nd or energy_linear.
+    """
 
     exact_max_length: int = setting(
         512,
-        "mha2nd: longest sequence; it holds a d x d system of every token and head, and solves it.",
+        "mha2nd: longest sequence; the mixer stores and solves a d x d system for every token "
+        "and head.",
         least=1,
     )
     jitter: float = setting(
         1e-6,
-        "Added to the diagonal of G = W_Q W_Q^T before its Cholesky factorisation, times the mean of that diagonal; 0: none.",
+        "Fraction of the mean diagonal of G = W_Q W_Q^T that is added to its diagonal before the "
+        "Cholesky factorisation; 0: none.",
         least=0,
     )
     temperature: str = setting(
         "raw",
-        "What is learned. raw: T and T' themselves, as in the paper (a head gives NaN if one falls to 0); log: their logarithms.",
+        "Learned quantity. raw: T and T', as in the paper (a head gives NaN if one of them falls "
+        "to 0); log: their logarithms.",
         ("raw", "log"),
     )
     linear_read: str = setting(
         "sum",
-        "energy_linear: sum over the tokens seen, as in the paper, or their mean, whose size does not grow with them.",
+        "energy_linear: sum over the tokens seen, as in the paper, or their mean, whose size "
+        "does not grow with the length.",
         ("sum", "mean"),
     )
 
 
 @dataclass(frozen=True)
 class _Heads(Shape):
-    """What both mixers share: D -> H heads of q and k, and back; no values, so three quarters of standard attention's matrices."""
+    """Common base of both shapes: D -> H heads of q and k -> D.
+
+    Without values it has three quarters of standard attention's matrices.
+    """
 
     sliced = True
 
@@ -75,7 +87,7 @@ class _Heads(Shape):
         return self.hidden // self.heads
 
     def weights(self) -> Weights:
-        """norm, in_proj (head-major: a head's W_Q, then its W_K), out_proj."""
+        """Return norm, in_proj (head-major: a head's W_Q, then its W_K), out_proj."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "in_proj.weight": Weight(
@@ -85,7 +97,10 @@ class _Heads(Shape):
         }
 
     def packing(self) -> dict[str, Packing]:
-        """Values are keys, so that out_proj reads something else than attention's."""
+        """Return the packing of q and k.
+
+        Values are keys, so out_proj does not correspond to attention's.
+        """
         return {
             "in_proj.weight": Packing(
                 self.heads, dict.fromkeys("qk", self.head), {"q": "q", "k": "k"}
@@ -113,9 +128,11 @@ def _sizes(model: ModelConfig) -> tuple[int, int, Rope | None, float, bool, Seco
 
 @dataclass(frozen=True)
 class SecondOrderShape(_Heads):
-    """A Newton step a head. ``exact``: MHA2nd, a solve for every token; else MHA2nd1st, the inverse's first-order term.
+    """A Newton step per head.
 
-    sharpness: what T and T' are divided by, the square of yarn's factor.
+    exact: True for MHA2nd, a solve per token; False for MHA2nd1st, the inverse's
+        first-order term.
+    sharpness: divisor of T and T', the square of yarn's factor.
     """
 
     layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
@@ -127,11 +144,15 @@ class SecondOrderShape(_Heads):
 
     @classmethod
     def of(cls, model: ModelConfig, *, exact: bool) -> SecondOrderShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit."""
+        """Return the shape for the configuration. Raise ValueError if heads do not fit."""
         return cls(*_sizes(model), exact=exact, sharpness=model.rope_scaling.attention() ** 2)
 
     def weights(self) -> Weights:
-        """As `_Heads`, and each head's T (of the weights) and T' (of the Newton step), or their logarithms; both start at d_h."""
+        """Return the weights of `_Heads`, and each head's T and T'.
+
+        T is the temperature of the weights, T' that of the Newton step. These are temperatures or
+        their logarithms; both temperatures start at d_h.
+        """
         start = math.log(self.head) if self.switches.temperature == "log" else float(self.head)
         names = ("temperature", "newton_temperature")
         return super().weights() | {
@@ -139,9 +160,10 @@ class SecondOrderShape(_Heads):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """By part. "gram": u = G r, and a sequence's G, shared out over its tokens. "solves": triangular, and d_h x d_h where exact.
+        """Return the FLOPs by part.
 
-        torch's counter does not see the solves.
+        "gram": u = G r, and G per sequence, divided by its tokens. "solves": triangular, and d_h x
+        d_h if exact; torch's counter does not count them.
         """
         seen, d = keys_seen(length, whole_square or not self.causal), self.head
         products = 2.0 * seen * self.hidden * (2 + d if self.exact else 4)
@@ -157,7 +179,10 @@ class SecondOrderShape(_Heads):
         }
 
     def uncapturable(self) -> str | None:
-        """cuSOLVER and MAGMA, which torch chooses between by size, may allocate and wait."""
+        """Return the reason: the solver libraries may allocate and wait.
+
+        torch selects cuSOLVER or MAGMA by size.
+        """
         return "its systems are solved by a library that may wait for the device"
 
     def reads(self) -> set[str]:
@@ -165,47 +190,63 @@ class SecondOrderShape(_Heads):
         return {f"second_order.{name}" for name in names}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Keys alone: half of standard attention's cache."""
+        """Return the bytes of the keys: half of standard attention's cache."""
         return length * self.hidden * element
 
     def cut_widths(self) -> CutWidths:
         return CutWidths(keyed=self.split_widths())
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """Keys; or q, k and what was read, and RoPE's angles, once for the sequences of a micro-batch."""
+        """Return the traffic of keys, or of q, k, the output and RoPE's angles.
+
+        The angles are sent once per micro-batch.
+        """
         e, tensor = training.element * self.hidden, training.tensor_parallel
         turn = training.wide * self.head / training.micro_batch if self.rope else 0.0
         return Crossing(keys=e / tensor) if kinds.gathers else Crossing(3 * e / tensor, angles=turn)
 
     def moment_bytes(self, training: Training) -> float:
-        """mha2nd: k k^T of every token, and six times a block of queries' systems; on a CPU blocks are small."""
+        """Return the temporary bytes of mha2nd, 0 for mha2nd1st.
+
+        They are k k^T of every token, and six times a block of queries' systems; on a CPU blocks
+        are small.
+        """
         tokens = training.micro_batch * training.length / training.ranks
         numbers = tokens * self.hidden * self.head / training.tensor_parallel
         return WIDE * (numbers + 6 * min(numbers, BLOCK) * training.cuda) * self.exact
 
     def max_length(self) -> int | None:
-        """What mha2nd is refused over; mha2nd1st takes any."""
+        """Return the longest sequence of mha2nd; None for mha2nd1st, which has no limit."""
         return self.switches.exact_max_length if self.exact else None
 
     def summary(self) -> str:
-        """Heads, and which Newton step."""
-        return f"{self.heads} heads of {self.head}, {'exact' if self.exact else 'first-order'} Newton step"
+        """Return the heads and the kind of Newton step."""
+        return (
+            f"{self.heads} heads of {self.head}, {'exact' if self.exact else 'first-order'} "
+            "Newton step"
+        )
 
 
 @dataclass(frozen=True)
 class EnergyLinearShape(_Heads):
-    """A gradient step a head on F = -1/2 sum_i (q.k_i)^2: linear attention whose values are its keys."""
+    """A gradient step per head on F = -1/2 sum_i (q.k_i)^2.
+
+    This is linear attention whose values are its keys.
+    """
 
     layer_class = "fem_megatron.mixers.second_order.layer:EnergyLinearAttention"
     kept = Kept(32.0, 28.0, 32.2, 12.3)
 
     @classmethod
     def of(cls, model: ModelConfig) -> EnergyLinearShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit."""
+        """Return the shape for the configuration. Raise ValueError if heads do not fit."""
         return cls(*_sizes(model))
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Projections, comparisons within a chunk, and the sums that stand for all before."""
+        """Return the FLOPs of projections, comparisons within a chunk, and sums.
+
+        The sums are over earlier tokens.
+        """
         inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
         return {
             "mixer projections": self.linear_flops(),
@@ -213,7 +254,7 @@ class EnergyLinearShape(_Heads):
         }
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """q, k and what was read, in fp32; or the sums of k k^T."""
+        """Return the traffic of q, k and the output, in fp32; or of the sums of k k^T."""
         own = training.wide * self.hidden / training.tensor_parallel
         return (
             Crossing(states=own * self.head) if kinds.states and self.causal else Crossing(3 * own)
@@ -230,9 +271,9 @@ class EnergyLinearShape(_Heads):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """A head's d_h x d_h sum of k k^T, whatever the length."""
+        """Return the bytes of each head's d_h x d_h sum of k k^T, for any length."""
         return self.hidden * self.head * max(4, element)
 
     def summary(self) -> str:
-        """Heads and the state's size."""
+        """Return the heads and the state's size."""
         return f"{self.heads} heads of {self.head}, state {self.head} x {self.head}"

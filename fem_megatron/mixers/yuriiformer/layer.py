@@ -1,14 +1,17 @@
-"""YuriiFormer (Zimin, Polyanskiy, Rigollet 2026, arXiv 2601.23236): Nesterov's method in place of attention's and the MLP's plain steps.
+"""YuriiFormer: Nesterov steps for attention and MLP.
 
-Attention is taken for the gradient of an energy of interaction, the MLP for that of a potential, and a layer for a step down each in turn
-(Lie-Trotter splitting). Each token has a velocity v besides x, which begins as an embedding of its own. A step f, normalised as ever:
+Source: Zimin, Polyanskiy, Rigollet 2026, arXiv 2601.23236. Attention is interpreted as
+the gradient of an interaction energy, the MLP as that of a potential, and a layer as a
+step down each in turn (Trotter splitting). Each token has a velocity v in addition to x,
+which starts as a separate embedding. A step f on normalised input becomes:
 
     ahead = x + mu v
     v'    = LN(beta v + gamma f(RMSNorm(ahead)))
     x'    = x + v'
 
-mu, beta in (0, 1) and gamma > 0 are a number each, a step of every layer; LN has a weight and no bias. Read from the code that is published
-with two later papers that compare with it (arXiv 2603.16535, 2605.24425), which agree; f is this project's attention and SwiGLU.
+mu, beta in (0, 1) and gamma > 0 are one number each per step of every layer; LN has a weight and no
+bias. The form is taken from the code published with two later papers that compare with it (arXiv
+2603.16535, 2605.24425), which agree. f is this project's attention and SwiGLU.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from fem_megatron.update import Update, layer_norm, rms_norm
 
 
 class Accelerated(Update):
-    """[x | v] -> [x' | v'], of an update whose ``step`` is f after its norm. The velocity is a token's own: decoding keeps none of it."""
+    """[x | v] -> [x' | v'] for an update whose ``step`` is f after its norm.
+
+    Decoding stores no velocity, because a token's velocity is not read by other tokens.
+    """
 
     def __init__(
         self, shape: AcceleratedAttentionShape | AcceleratedSwiGluShape, parallel: Parallel
@@ -42,14 +48,14 @@ class Accelerated(Update):
         return torch.cat((x + v, v), dim=-1)
 
     def start(self, x: Tensor) -> Tensor:
-        """Ahead of the tokens, where the step is read."""
+        """Return the point ahead of the tokens, x + mu v, at which the step is computed."""
         x, v = x.chunk(2, dim=-1)
         return torch.addcmul(x, self.mu.sigmoid(), v)
 
 
 class AcceleratedAttention(Accelerated, Attention):
-    """f: standard attention with RoPE."""
+    """f is standard attention with RoPE."""
 
 
 class AcceleratedSwiGlu(Accelerated, SwiGlu):
-    """f: the MLP."""
+    """f is the MLP."""

@@ -1,4 +1,7 @@
-"""YuriiFormer's sizes: attention and MLP as Nesterov steps on a stream of tokens and their velocities. Torch-free."""
+"""YuriiFormer's sizes: attention and MLP as Nesterov steps on tokens and their velocities.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,21 @@ from dataclasses import dataclass
 from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.shape import Shape, SwiGluShape, Training, Weight, Weights
 
-SHARE, GAIN = 0.9, 1.0  # that mu and beta, and gamma, start from
+SHARE, GAIN = 0.9, 1.0  # initial values of mu and beta, and of gamma
 
 
 class AcceleratedShape(Shape):
-    """A step of some kind, taken with momentum: [x | v] -> [x' | v'], each ``hidden`` channels."""
+    """A step with momentum: [x | v] -> [x' | v'], each with ``hidden`` channels."""
 
     @property
     def stream(self) -> int:
         return 2 * self.hidden
 
     def weights(self) -> Weights:
-        """The step's own; velocity_norm; mu and beta before the sigmoid, gamma before the softplus, a number each."""
+        """Return the step's weights; velocity_norm; mu, beta and gamma, one number each.
+
+        mu and beta are stored before the sigmoid, gamma before the softplus.
+        """
         share, gain = math.log(SHARE / (1 - SHARE)), math.log(math.expm1(GAIN))
         starts = {"mu": share, "beta": share, "gamma": gain}
         return {
@@ -29,7 +35,10 @@ class AcceleratedShape(Shape):
         }
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """The step's own, and on every rank's slice the stream, the step, and the sum that becomes the velocity."""
+        """Return the step's bytes, plus those of the velocity on every rank's slice.
+
+        These are the stream, the step, and the sum that becomes the velocity.
+        """
         return super().kept_bytes(training) | {
             "velocity": 4 * training.element * self.hidden / training.sequence_split
         }
