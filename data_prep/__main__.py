@@ -1,4 +1,4 @@
-"""data_prep: ``python -m data_prep VERB``."""
+"""Command line of the package: ``python -m data_prep VERB``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERBS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do a verb: its exit code, with one line where it is not 0."""
+    """Run a verb and return its exit code. A failure prints one line."""
     return verb_main(
         "data_prep",
         "Text in, Megatron .bin/.idx out.",

@@ -1,7 +1,9 @@
-"""data_prep: whether gigatoken gives what Hugging Face tokenizers gives with a tokenizer, found out in a process of its own.
+"""Self-check that compares gigatoken with Hugging Face tokenizers on one tokenizer, in a separate
+process.
 
-The process reads a tokenizer and sample documents from its standard input and answers on its standard output, so that gigatoken's crash
-on a tokenizer or a string is an answer too. Knows no file but the tokenizer's.
+The process reads a tokenizer and sample documents from standard input and writes the result to
+standard output. A crash of gigatoken on a tokenizer or a string is therefore also a result. The
+only file that is read is the tokenizer's.
 """
 
 from __future__ import annotations
@@ -184,7 +186,11 @@ RUNS = ("a", " ", "\n", "!", "1", "é", "漢", "▁", "ab", " a", "\U0010fffd", 
 
 @dataclass(frozen=True)
 class Found:
-    """gigatoken's ``name`` and version, how many ``strings`` were tried, and the first ``fault`` in one line, if any."""
+    """Result of the check: gigatoken's ``name`` and version, the number of ``strings`` compared,
+    and the first ``fault``.
+
+    ``fault`` is one line, or None if the encoders agree.
+    """
 
     name: str
     strings: int
@@ -192,7 +198,11 @@ class Found:
 
 
 def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Encode the battery and about SAMPLE_CHARACTERS of the samples with both, in a process of its own; takes about 2 CPU seconds."""
+    """Encode the battery and about SAMPLE_CHARACTERS of the samples with both encoders in a child
+    process.
+
+    The check takes about 2 CPU seconds.
+    """
     question = json.dumps(
         {"folder": asdict(folder) | {"path": str(folder.path)}, "samples": _clipped(samples)}
     )
@@ -224,7 +234,7 @@ def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def _clipped(samples: Sequence[str]) -> list[str]:
-    """The first samples, the last of them cut, with SAMPLE_CHARACTERS in all."""
+    """Return the first samples, SAMPLE_CHARACTERS characters in total. The last one is truncated."""
     taken, left = [], SAMPLE_CHARACTERS
     for text in samples:
         if left <= 0:
@@ -237,7 +247,11 @@ def _clipped(samples: Sequence[str]) -> list[str]:
 def battery(
     folder: TokenizerFolder, strings: int = STRINGS, step: int = STEP, seed: int = 0
 ) -> Iterator[str]:
-    """Strings, always the same: random ones of PARTS, the tokenizer's entries and any code points; runs; every ``step``-th code point."""
+    """Yield the test strings, which are the same for the same arguments.
+
+    They are random combinations of PARTS, vocabulary entries and code points; long runs; and every
+    ``step``-th code point.
+    """
     random_ = random.Random(seed)
     spec: dict[str, Any] = json.loads((folder.path / "tokenizer.json").read_bytes())
     own = [str(token["content"]) for token in spec.get("added_tokens") or ()]
@@ -288,7 +302,7 @@ def battery(
 
 
 def first_difference(expected: Encoded, found: Encoded) -> tuple[int, int] | None:
-    """(document, position in it) of the first id that differs, or None."""
+    """Return (document, position in the document) of the first id that differs, or None."""
     same = np.array_equal(expected.offsets, found.offsets)
     if same and np.array_equal(expected.ids, found.ids):
         return None
@@ -304,7 +318,10 @@ def first_difference(expected: Encoded, found: Encoded) -> tuple[int, int] | Non
 
 
 def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | None:
-    """The first difference between two encoders in one line, or None; the second one gets the strings in reverse order, too."""
+    """Return the first difference between two encoders as one line, or None.
+
+    Both encoders encode the strings in the given order and then in reverse order.
+    """
     for ordered in (strings, strings[::-1]):
         texts = pa.array(ordered, pa.large_string())
         difference = first_difference(expected.encode(texts), encoder.encode(texts))
@@ -316,7 +333,9 @@ def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | No
 
 
 def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Load gigatoken and compare it with Hugging Face tokenizers; to be called where it may crash."""
+    """Load gigatoken and compare it with Hugging Face tokenizers. Call this in a process that may
+    crash.
+    """
     try:
         encoder, name = Gigatoken(folder), gigatoken_name()
     except ModuleNotFoundError:
@@ -333,7 +352,7 @@ def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def main() -> int:
-    """Answer the question on standard input."""
+    """Read the request from standard input and print the result."""
     question = json.load(sys.stdin)
     folder = TokenizerFolder(**question["folder"] | {"path": Path(question["folder"]["path"])})
     print(json.dumps(asdict(answer(folder, question["samples"]))))

@@ -1,4 +1,6 @@
-"""data_prep: a Hugging Face tokenizer folder, checked. Encodes nothing."""
+"""Checked Hugging Face tokenizer folders. This module finds and validates them and does not encode
+text.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """A tokenizer on disk: its EOD (the folder's eos_token), ``vocab_size`` = largest id + 1, and the hash of tokenizer.json."""
+    """Tokenizer on disk.
+
+    ``eod_token`` is the folder's eos_token, ``vocab_size`` is the largest id + 1, and ``sha256`` is
+    the hash of tokenizer.json.
+    """
 
     path: Path
     eod_token: str
@@ -40,12 +46,16 @@ class TokenizerFolder:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that make up the tokenizer."""
+        """Names of the files that make up the tokenizer."""
         return tuple(name for name in TOKENIZER_FILES if (self.path / name).is_file())
 
 
 def load_folder(path: Path) -> TokenizerFolder:
-    """Read and check a tokenizer folder. Raises UserError where it is none, names no EOD, or encodes at random (dropout)."""
+    """Read and check a tokenizer folder.
+
+    Raises UserError if the folder is not a readable tokenizer, if it defines no EOD, or if its
+    model uses dropout and would therefore give random ids.
+    """
     existing_folder(
         path, "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer"
     )
@@ -96,10 +106,14 @@ WHAT = "a Hugging Face tokenizer; make one with: python -m data_prep train-token
 
 
 def find_tokenizer(name_or_path: str) -> Path:
-    """The folder of a tokenizer: a folder as it is, ``ORG/NAME[@REVISION]`` from the Hub into huggingface_hub's cache.
+    """Return the folder of a tokenizer that is given as a local path or as a name on the Hugging
+    Face Hub.
 
-    A name whose first part is a folder here is a path; with ``hf://`` before it, it is the Hub's in any case. What the cache holds is found
-    without network too. Raises UserError where there is no such folder or repository, no access, or no tokenizer.json in it.
+    A local folder is returned unchanged. ``ORG/NAME[@REVISION]`` is downloaded into the cache of
+    huggingface_hub; cached files are also found without a network. A name without a prefix is a
+    path if it exists or if its first part is an existing folder. A name with the prefix ``hf://``
+    is always on the Hub. Raises UserError if the folder or the repository does not exist, if access
+    is denied, or if the repository has no tokenizer.json.
     """
     path = Path(expand_home(name_or_path))
     name = next(

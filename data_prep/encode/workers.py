@@ -1,7 +1,9 @@
-"""data_prep: worker processes, one unit at a time each, and the parent that hands out units and notices when one dies.
+"""Worker processes that encode one unit at a time, and the parent that assigns units and detects
+dead workers.
 
-Every worker is a fresh interpreter with a connection to its parent and the end of a pipe, the lifeline, that the parent holds open: a
-worker leaves when the lifeline breaks, however its parent ended. Knows neither how a unit is done nor what is shown of it.
+Every worker is a new interpreter with a connection to its parent and the read end of a pipe, the
+lifeline. The parent keeps the write end open. A worker exits when the lifeline closes, however its
+parent ended. This module depends neither on the encoding of a unit nor on the display of progress.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ LEFT = "what is finished is kept: the same command goes on from there"
 
 
 class Step(NamedTuple):
-    """How far a worker is with its unit: bytes of text read, and what came of them."""
+    """Progress of a worker with its unit: bytes of text read, and the counts so far."""
 
     read: int
     tally: Tally
@@ -58,9 +60,11 @@ Message = (
 def run_units(
     out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, board: Board
 ) -> None:
-    """Do ``units`` in at most ``workers`` processes that encode with ``kind`` (see encoders.make); the board shows it.
+    """Encode ``units`` in at most ``workers`` processes with the encoder ``kind`` (see
+    encoders.make); the board shows progress.
 
-    Raises CommandError for the first unit that fails, Fault where its worker died, after the others have ended the unit they are at.
+    After a failure no new units start, and the workers finish their current units. Then the
+    function raises the CommandError of the first failed unit, or Fault if its worker died.
     """
     waiting = deque(units)
     problems: list[CommandError] = []
@@ -87,7 +91,7 @@ def run_units(
 
 
 class _Worker:
-    """The parent's side of a worker, and the unit it is at."""
+    """Parent's view of a worker process, and the worker's current unit."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], connection: Connection, unit: Unit
@@ -96,13 +100,15 @@ class _Worker:
         self.give(unit)
 
     def give(self, unit: Unit) -> None:
-        """Hand the next unit over; where the worker is gone, ``receive`` will tell."""
+        """Send the next unit to the worker. If the worker is dead, the next ``receive`` returns
+        None.
+        """
         self.unit = unit
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(unit.number)
 
     def receive(self) -> Message:
-        """The next message."""
+        """Return the next message of the worker, or None if it is dead."""
         try:
             message: Message = self.connection.recv()
         except (EOFError, OSError):
@@ -111,7 +117,7 @@ class _Worker:
 
 
 class _Crew:
-    """The workers of a run; none outlives it."""
+    """Workers of a run. None of them outlives this context manager."""
 
     def __init__(self, out: Path, plan: Plan, kind: str) -> None:
         self.out, self.plan, self.kind = out, plan, kind
@@ -122,7 +128,11 @@ class _Crew:
         return self
 
     def hire(self, unit: Unit) -> None:
-        """Start a worker on a unit. SIGINT, SIGTERM and SIGHUP are the parent's to handle: workers are born with them blocked."""
+        """Start a worker on a unit.
+
+        Workers start with SIGINT, SIGTERM and SIGHUP blocked, because the parent handles these
+        signals.
+        """
         ours, theirs = Pipe()
         command = [
             sys.executable,
@@ -152,19 +162,23 @@ class _Crew:
         self.workers.append(_Worker(process, ours, unit))
 
     def heard(self) -> list[_Worker]:
-        """The workers with a message, or with an end to notice; none after a tick's time."""
+        """Return the workers that have sent a message or have ended. The list is empty after a
+        timeout of TICK_SECONDS.
+        """
         ready = wait([worker.connection for worker in self.workers], TICK_SECONDS)
         return [worker for worker in self.workers if worker.connection in ready]
 
     def dismiss(self, worker: _Worker) -> None:
-        """Let an idle or dead worker go."""
+        """Close the connection to an idle or dead worker, wait for its end, and remove its
+        unfinished files.
+        """
         worker.connection.close()
         self.workers.remove(worker)
         _await_end(worker.process)
         remove_leftovers(self.out / SHARDS, worker.process.pid)
 
     def describe_death(self, worker: _Worker) -> str:
-        """One line on a worker that is dead: signal, unit and file."""
+        """Describe a dead worker in one line: signal or exit code, unit and file."""
         code = _await_end(worker.process)
         end, advice = f"ended with exit code {code}", ""
         if code < 0:
@@ -197,7 +211,7 @@ def _await_end(process: subprocess.Popen[bytes]) -> int:
 
 
 def describe_unit(plan: Plan, unit: Unit) -> str:
-    """A unit as an error names it: number, file, and which part of it."""
+    """Return the description of a unit for error messages: number, file, and part of the file."""
     file = plan.files[unit.file]
     what = {
         "parquet": f", row groups {unit.start} to {unit.stop - 1}",
@@ -209,7 +223,9 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
 
 
 def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) -> None:
-    """A worker's life: units as they come, until the parent closes the connection or is gone."""
+    """Main loop of a worker: encode the units it receives until the parent closes the connection or
+    ends.
+    """
     parent = Connection(int(connection))
     engine: Engine | None = None
     try:
@@ -260,7 +276,9 @@ def _reporter(parent: Connection) -> Callable[[int, Tally], None]:
 
 
 def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) -> CommandError:
-    """An error in a worker as one line; of a fault of ours the traceback is printed too."""
+    """Convert an error in a worker into a one-line CommandError. Unexpected errors also print their
+    traceback.
+    """
     if isinstance(error, CommandError):
         return error
     where = describe_unit(plan, plan.units[number]) if plan else f"unit {number}"

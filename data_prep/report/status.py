@@ -1,8 +1,9 @@
-"""data_prep: the verb ``status``: how far a data folder is, read off its plan and its units' entries. Opens no input and no shard.
+"""Verb ``status``: report the progress of a data folder from its plan and unit entries, without
+opening inputs or shards.
 
     python -m data_prep status OUT [--tasks M]
 
-The rate is that of the units finished in the last quarter of an hour, by any process on any machine.
+The rate is that of the units finished in the last 15 minutes by any process on any machine.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ RECENT_SECONDS = 900.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder that plan or run wrote")
     parser.add_argument("--tasks", type=int, metavar="M", help="also how far each of M tasks is")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print how far a folder is. Raises UserError where there is no plan."""
+    """Print the progress of a folder. Raises UserError if the folder has no plan."""
     folder = existing_folder(
         arguments.folder, "a folder that python -m data_prep plan or run wrote"
     )
@@ -50,9 +51,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], list[int]]:
-    """How far a folder is at the time ``now``, as --json shows it, and the numbers of the units that are not done.
+    """Return the progress of a folder at the time ``now``, as --json prints it, and the numbers of
+    the units not done.
 
-    ``text_bytes`` is about that of all units; ``rate``, in bytes of text a second, None where fewer than two units were done lately.
+    ``text_bytes`` is the approximate size of all units. ``rate`` is in bytes of text per second; it
+    is None if fewer than two units were finished recently.
     """
     plan = read_plan(folder)
     merged = is_merged(folder, plan)
@@ -90,7 +93,9 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
 
 
 def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
-    """Bytes of text a second in the last quarter of an hour; None where fewer than two units were finished in it."""
+    """Return the bytes of text per second in the last 15 minutes, or None if fewer than two units
+    were finished in them.
+    """
     ends = sorted((entry_path(folder, unit).stat().st_mtime, unit.text_bytes) for unit in done)
     recent = [(end, text_bytes) for end, text_bytes in ends if end > now - RECENT_SECONDS]
     if len(recent) < 2:
