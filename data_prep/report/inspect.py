@@ -83,9 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Sample:
-    """Sample of the inputs: all rows if ``whole``, else rows from ``places`` places.
+    """Sample of the inputs: all rows, or rows from ``places`` places spread over them.
 
-    The other fields count files, rows, the bytes of the rows' texts, drops, and the documents.
+    It contains the numbers of files and rows, the bytes of the rows' texts, the dropped rows, and
+    the documents.
     """
 
     whole: bool

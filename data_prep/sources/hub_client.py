@@ -1,7 +1,8 @@
-"""data_prep: patience with the Hugging Face Hub, and its failures as one line. Knows no dataset's files and no tokenizer.
+"""Retries of requests to the Hugging Face Hub, and one-line errors for its failures.
 
-huggingface_hub is the only client and is imported inside functions: whoever reads local files does not wait for it. HF_ENDPOINT, HF_TOKEN,
-HF_HOME and HF_HUB_OFFLINE act as in any program that uses it; the token is sent by it, and nothing here reads, prints or writes it.
+huggingface_hub is the only client. It is imported inside functions, so reading local files does not
+wait for the import. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual effects. The
+token is sent only by huggingface_hub; this module does not read, print or write it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Repository:
-    """A dataset or a model on the Hub, at a branch, tag or commit (None: its main branch)."""
+    """Dataset or model on the Hub at a branch, tag or commit. None is its main branch."""
 
     kind: str
     id: str
@@ -43,16 +44,17 @@ class Repository:
 
     @property
     def download(self) -> str:
-        """The command that brings it into a folder."""
+        """Command that downloads the repository into a folder."""
         return f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} --local-dir DIR"
 
 
 def patiently(
     call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...]
 ) -> Answer:
-    """What ``call`` returns; after a broken connection, 408, 429 or 5xx again, after each of ``waits`` [s] or as long as the server asks.
+    """Return the result of ``call``, and retry it after a broken connection, 408, 429 or 5xx.
 
-    Raises Fault where it goes on failing, UserError where it fails in a way that waiting does not mend.
+    Before each retry, wait for the next of ``waits`` [s], or longer if the server requests it.
+    Raises Fault if the last attempt fails, and UserError for a failure that retries cannot fix.
     """
     failures = hub_failures()
     for wait in (*waits, None):
@@ -76,7 +78,9 @@ def patiently(
 
 
 def hub_failures() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the Hub or the way to it fails: its own errors and those of the HTTP library under it."""
+    """Return the exception types of failures of the Hub or the connection: those of huggingface_hub
+    and its HTTP library.
+    """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import logging
 
@@ -93,7 +97,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether the same request may do better later."""
+    """Return True if the same request may succeed later."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):
@@ -104,7 +108,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _seconds_asked(error: Exception) -> float:
-    """The pause that a 429 or 503 asks for, 0 where it names none."""
+    """Return the pause in seconds that a 429 or 503 response requests, or 0."""
     response = getattr(error, "response", None)
     if response is None:
         return 0.0
@@ -116,7 +120,7 @@ def _seconds_asked(error: Exception) -> float:
 
 
 def explain(error: Exception, repository: Repository) -> UserError | Fault:
-    """The failure as one line that names the repository and the nearest fix."""
+    """Return an error with one line that contains the repository, the failure and the nearest fix."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,

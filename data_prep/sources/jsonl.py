@@ -1,4 +1,6 @@
-"""data_prep: rows of JSON lines, plain or packed, in bounded memory. Each line is read alone: a bad one costs no other."""
+"""Rows of JSON lines, plain or compressed, in bounded memory. Lines are independent: a bad line
+affects no other line.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,15 @@ Line = tuple[
 
 
 class Integer(str):
-    """A whole number as it is written: JSON knows no largest one, and Python is slow to read large ones."""
+    """Integer in its written form. JSON does not limit integers, and Python parses very large ones
+    slowly.
+    """
 
     __slots__ = ()
 
     @property
     def digits(self) -> str:
-        """The number as parquet's integers are given; -0 is 0."""
+        """The number in the form of parquet's integers; -0 is 0."""
         return "0" if self == "-0" else str(self)
 
 
@@ -62,11 +66,14 @@ WORDS = {
 
 
 class MalformedLine(ValueError):
-    """What is wrong with a line."""
+    """Error that describes the fault of a line."""
 
 
 def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, bool]:
-    """Bytes of text about, and whether there is the id, of a file whose first lines have the other columns. Raises UserError."""
+    """Return the approximate bytes of text of a file, and True if it has the id column.
+
+    The first lines of the file must have the other columns. Raises UserError.
+    """
     head = _head(file, kind)
     document = head.fault.startswith("line 1: ") and ".json" in [
         suffix.lower() for suffix in PurePath(path).suffixes
@@ -106,7 +113,11 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
 
 
 def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
-    """Equal ranges of bytes with about ``unit_bytes`` of text, ten times as many bytes at most; all of a packed file."""
+    """Return equal ranges of bytes with about ``unit_bytes`` of text and at most ten times as many
+    bytes.
+
+    A compressed file is a single span.
+    """
     if kind != "jsonl":
         return [Span(0, 1, None, text_bytes)]
     number = max(1, min(size, round(max(text_bytes, size / 10) / unit_bytes)))
@@ -120,9 +131,11 @@ def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
 def read(
     path: str, file: BinaryIO, kind: str, span: Span, columns: Columns
 ) -> Iterator[Rows | Unreadable]:
-    """Rows of the lines that start within a span; of a damaged stream those before the damage. Places are bytes of the unpacked file.
+    """Yield the rows of the lines that start within a span. Places are byte offsets in the
+    uncompressed file.
 
-    A blank line is no row. Raises UserError.
+    Blank lines are not rows. Of a damaged stream, the rows before the damage are read. Raises
+    UserError.
     """
     head = (
         _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
@@ -148,7 +161,10 @@ def read(
 
 
 def lines(stream: Iterable[bytes], start: int) -> Iterator[Line]:
-    """The lines of a stream whose first byte is byte ``start``. One above MAX_LINE_BYTES is not held in memory."""
+    """Yield the lines of a stream whose first byte has the offset ``start``.
+
+    A line longer than MAX_LINE_BYTES is not held in memory.
+    """
     place, size, pieces = start, 0, list[bytes]()
     for chunk in stream:
         first, *others = chunk.split(b"\n")
@@ -175,7 +191,10 @@ def _joined(pieces: list[bytes], size: int) -> bytes | None:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object of a line; bytes that are not UTF-8 become lone surrogates, as Python has them. Raises MalformedLine."""
+    """Return the object of a line. Raises MalformedLine.
+
+    Bytes that are not UTF-8 become lone surrogates, as with Python's surrogateescape.
+    """
     try:
         value = DECODER.decode(_text(line))
     except RecursionError:
@@ -195,7 +214,10 @@ def _text(line: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """UTF-8, where there are lone surrogates not quite: bytes that were not UTF-8 stay so, and escaped surrogates never become UTF-8."""
+    """Encode text as UTF-8. Lone surrogates give bytes that are not valid UTF-8.
+
+    Bytes of the line that were not UTF-8 are restored. Escaped surrogates never become valid UTF-8.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -228,14 +250,20 @@ def _names(item: dict[str, Any], above: str = "") -> Iterator[str]:
 
 @dataclass
 class Head:
-    """Objects of a file's first lines; ``stored``: about the bytes of the file they take; ``fault``: of the first line that has none."""
+    """Objects of a file's first lines.
+
+    ``stored``: the approximate bytes of the file that they take; ``fault``: the fault of the first
+    line without an object.
+    """
 
     objects: list[dict[str, Any]] = field(default_factory=list)
     stored: float = 0
     fault: str = ""
 
     def path(self, name: str) -> tuple[str, ...]:
-        """Keys to descend: ``a.b`` is b within a, unless a line has that very key."""
+        """Return the keys of a column: ``a.b`` is the key b of the object a, unless a line has the
+        key ``a.b`` itself.
+        """
         return (
             (name,)
             if "." not in name or any(name in item for item in self.objects)
@@ -243,7 +271,9 @@ class Head:
         )
 
     def kind(self, name: str) -> pa.DataType | None:
-        """A column's type by its first value; None where there is none: then batch by batch."""
+        """Return a column's type from its first value. Without a value, return None; the type is
+        then chosen for each batch.
+        """
         values = (_value(item, self.path(name)) for item in self.objects)
         first = next(
             (value for value in values if value is not None and value is not MISSING), None
@@ -252,7 +282,7 @@ class Head:
 
 
 def first_object(file: BinaryIO, kind: str) -> dict[str, Any]:
-    """The object of the first line that has one."""
+    """Return the object of the first line that contains one, or {}."""
     return next(iter(_head(file, kind).objects), {})
 
 
@@ -305,7 +335,7 @@ def _arrow_kind(value: Any) -> pa.DataType:
 
 
 class Gathered:
-    """Rows on their way into batches."""
+    """Accumulator of rows for batches."""
 
     def __init__(self, columns: Columns, head: Head) -> None:
         self.names, self.own = columns.all, 1 if columns.id == columns.text else 2
@@ -320,7 +350,7 @@ class Gathered:
         self._values: list[list[Any]] = [[] for _ in self.paths]
 
     def add(self, place: int, line: bytes | None) -> Iterator[Rows | Unreadable]:
-        """Take a line in; what is full comes out."""
+        """Add a line, and yield the batches and unreadable rows that are complete."""
         line = _stripped(place, line)
         if line == b"":
             return
@@ -341,7 +371,7 @@ class Gathered:
             column.append(value)
 
     def _of(self, item: dict[str, Any]) -> list[Any]:
-        """A row's values: text and id as bytes. Raises MalformedLine."""
+        """Return a row's values, with text and id as bytes. Raises MalformedLine."""
         names, own, values = self.names, self.own, [_value(item, path) for path in self.paths]
         if values[0] is MISSING:
             raise MalformedLine(f"it has no {names[0]!r}")
@@ -365,7 +395,7 @@ class Gathered:
         return row
 
     def flush(self) -> Iterator[Rows | Unreadable]:
-        """All that has been taken in."""
+        """Yield all rows that are not yielded yet."""
         if self._places:
             arrays = [pa.array(values, pa.large_binary()) for values in self._values[: self.own]]
             arrays += [
@@ -388,7 +418,11 @@ def _binary(value: Any, name: str, types: tuple[type, ...], wanted: str) -> byte
 
 
 def _extra(values: list[Any], kind: pa.DataType | None) -> pa.Array:
-    """A column of other values: as its type; without one null, float64 where all are numbers, else large_string."""
+    """Return an additional column as an array of the type ``kind``.
+
+    If ``kind`` is None, the type is inferred: null without values, the common type of all values,
+    else large_string.
+    """
     if kind is None:
         kinds = {_arrow_kind(value) for value in values if value is not None}
         if not kinds:
@@ -400,6 +434,6 @@ def _extra(values: list[Any], kind: pa.DataType | None) -> pa.Array:
 
 
 def _as_text(value: Any) -> str:
-    """Text as it is, without lone surrogates; a number as its digits; anything else as JSON."""
+    """Return text without lone surrogates, a number as its digits, and any other value as JSON."""
     text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,7 @@
-"""data_prep: rows of parquet files, a few at a time: no row group and no value is too large for a worker's memory, but a page must fit."""
+"""Rows of parquet files in small batches.
+
+Row groups and values may be larger than a worker's memory, but each page must fit.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ FAULTS = (pa.ArrowException, OSError, UnicodeError)
 
 
 def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
-    """Rows, bytes of text about, and whether there is the id, of a file whose other columns are as they should be. Raises UserError."""
+    """Return the rows and approximate bytes of text of a file, and True if it has the id column.
+
+    Raises UserError if another column is missing or has the wrong type.
+    """
     reader = _reader(path, file)
     schema = reader.schema_arrow
     has_id = columns.id != ID or ID in schema.names
@@ -57,7 +63,11 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
 
 
 def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[Span]:
-    """Runs of row groups, each closed by the group that brings it to ``unit_bytes`` of text or more. Raises UserError."""
+    """Return runs of row groups, each closed by the group that brings it to ``unit_bytes`` of text
+    or more.
+
+    Raises UserError.
+    """
     found: list[Span] = []
     metadata = _reader(path, file).metadata
     start, rows, text = 0, 0, 0
@@ -70,9 +80,11 @@ def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[
 
 
 def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Rows of row groups [start, stop); of a damaged group those before the damage. Places: row numbers of the file.
+    """Yield the rows of row groups [start, stop), up to the damage in a damaged group. Places are
+    row numbers of the file.
 
-    Raises UserError, and MemoryError where there is too little: that is no damage."""
+    Raises UserError, and MemoryError if memory is exhausted, which does not count as damage.
+    """
     reader = _reader(path, file)
     metadata = reader.metadata
     if span.stop > metadata.num_row_groups:
@@ -148,7 +160,7 @@ def _kind(kind: pa.DataType) -> pa.DataType:
 
 
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
-    """Numbers of the physical columns that make up the named ones."""
+    """Return the numbers of the physical columns that make up the named columns."""
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     return [
         i
@@ -158,7 +170,7 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
 
 
 def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
-    """Unpacked bytes of a column, for each row group."""
+    """Return the uncompressed bytes of a column for each row group."""
     wanted = _leaves(metadata, [column])
     groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
     return [sum(group.column(i).total_uncompressed_size for i in wanted) for group in groups]
@@ -168,7 +180,10 @@ def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
 
 
 def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, columns: Columns) -> int:
-    """Rows that are read at once so that no read holds more than HELD_BYTES. Raises pa.ArrowInvalid for a page too large to be read."""
+    """Return a number of rows for which one read uses at most HELD_BYTES.
+
+    Raises pa.ArrowInvalid if a page is too large to be read.
+    """
     chunks = [metadata.row_group(group).column(i) for i in _leaves(metadata, columns.all)]
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     rows = min(MAX_ROWS, max(1, READ_BYTES * metadata.row_group(group).num_rows // max(1, size)))
@@ -212,7 +227,7 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
-    """The pieces as one batch, text and id as large_binary."""
+    """Return the parts as one batch, with text and id as large_binary."""
     together = list(zip(*(piece.columns for piece in pieces), strict=True))
     arrays = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in together]
     for i in range(1 if columns.id == columns.text else 2):
@@ -222,7 +237,10 @@ def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
 
 
 def _gathered(pieces: Iterator[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of at most BATCH_BYTES of text, or one row; what was read before a fault comes before it is raised."""
+    """Yield the same rows in batches of at most BATCH_BYTES of text, or of one larger row.
+
+    Rows that were read before a fault are yielded before it is raised.
+    """
     held: list[pa.RecordBatch] = []
     size = 0
     fault: Exception | None = None

@@ -1,10 +1,10 @@
 r"""Megatron's indexed format, byte for byte that of megatron.core.datasets.indexed_dataset, written
 with numpy alone.
 
-``.bin``: the ids of all documents, concatenated. ``.idx``, little-endian: ``MMIDIDX\\0\\0``,
-version u64 = 1, dtype code u8, sequences u64, documents + 1 u64, lengths int32 [n] (ids), pointers
-int64 [n] (bytes into .bin), document indices int64 [n + 1]. In these files each document is one
-sequence. The module does not depend on splits, units or manifests.
+``.bin``: the ids of all documents, concatenated. ``.idx``, little-endian: ``MMIDIDX\0\0``, version
+u64 = 1, dtype code u8, sequences u64, documents + 1 u64, lengths int32 [n] (ids), pointers int64
+[n] (bytes into .bin), document indices int64 [n + 1]. In these files each document is one sequence.
+The module does not depend on splits, units or manifests.
 """
 
 from __future__ import annotations
@@ -235,10 +235,10 @@ BLOCKS = 64
 
 
 def sample_digest(path: Path) -> str:
-    """Return ``SIZE:SHA256``, the file size and a hash of the size's 64 blocks of 64 KiB spread
-    evenly over the file.
+    """Return ``SIZE:SHA256``: the file's size, and the hash of 64 blocks of 64 KiB spread evenly
+    over the file.
 
-    Files of up to 4 MiB are read completely. A copy of the file has the same digest.
+    Files of up to 4 MiB are hashed completely. A copy of the file has the same digest.
     """
     size = path.stat().st_size
     digest = hashlib.sha256()

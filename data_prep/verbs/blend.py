@@ -1,9 +1,10 @@
-"""data_prep: the verb ``blend``: several data folders and their weights as one data section that pretrain reads.
+"""Verb ``blend``: write several data folders with weights as one data section for pretrain.
 
     python -m data_prep blend blend.yaml data/fineweb_edu=0.7 data/slimpajama=0.3
     python -m pretrain CONFIG data=blend.yaml
 
-Without weights each folder has the share of its training tokens, so that all are read equally often. Reads manifests alone.
+Without weights, each folder is weighted by its training tokens, so that all are read equally often.
+The verb reads only manifests.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SEQ_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Source:
-    """One folder of the blend: its absolute path, its weight, what it holds."""
+    """Folder of the blend: its absolute path, its weight and its manifest."""
 
     folder: Path
     weight: float
@@ -44,7 +45,7 @@ class Source:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("out", metavar="OUT.yaml", type=Path, help="file to write")
     parser.add_argument(
         "folders",
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the data section and say what it means. Raises UserError."""
+    """Write the data section and print a description of it. Raises UserError."""
     out: Path = arguments.out
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"{out} does not end in .yaml; pretrain reads YAML")
@@ -89,7 +90,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def read_sources(given: Sequence[str]) -> list[Source]:
-    """The folders of a command line. Raises UserError: no manifest, other tokenizers, a folder twice, a weight that is none."""
+    """Return the folders of a command line.
+
+    Raises UserError for a missing manifest, different tokenizers, a duplicate folder, or an invalid
+    weight.
+    """
     folders: dict[Path, tuple[float | None, Manifest]] = {}
     for text in given:
         folder, weight = _parse(text)
@@ -153,7 +158,11 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
-    """The data section: each split from the folders in which it fills a sequence, with weights. Raises UserError for a short train."""
+    """Return the data section. Each split has the weighted folders in which it fills at least one
+    sequence.
+
+    Raises UserError if a train split is shorter than a sequence.
+    """
     if seq_length < 1:
         raise UserError(f"--seq-length is {seq_length}; it must be at least 1")
     section: dict[str, Any] = {}
@@ -175,7 +184,9 @@ def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
 
 
 def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str]:
-    """Tokens, weights, and how far they reach: how often each source is read while as many tokens are drawn as there are."""
+    """Yield lines with tokens and weights, and the number of times each folder is read while the
+    total tokens are drawn.
+    """
     total = sum(source.tokens for source in sources)
     for source in sources:
         often = f"read {source.weight * total / source.tokens:.3g} times in {count(total)}"

@@ -1,8 +1,9 @@
-"""data_prep: the verb ``plan``: what is to be read, how, and the units it is cut into; run and merge follow it.
+"""Verb ``plan``: write the inputs, the settings and the units of work that run and merge follow.
 
     python -m data_prep plan INPUT... --tokenizer DIR --out OUT
 
-The same inputs, tokenizer and settings give the same plan.json, and leave one that is there alone. Nothing is encoded here.
+The same inputs, tokenizer and settings give the same plan.json; an existing plan.json is then not
+changed. The verb does not encode text.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ AGAIN = "choose another --out or add --overwrite"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     add_plan_arguments(parser, required=True)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """What a plan is made from; ``run`` has the same options, none of them ``required``."""
+    """Add the options that define a plan. ``run`` has the same options without ``required``."""
     what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
     parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
     tokenizer = (
@@ -86,7 +87,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write OUT/plan.json and the tokenizer's copy, and print what is ahead. Raises UserError."""
+    """Write OUT/plan.json and the copy of the tokenizer, and print a summary of the work. Raises
+    UserError.
+    """
     plan, tokenizer = make_plan(arguments)
     with lock(arguments.out, shared=not arguments.overwrite):
         unchanged = settle(arguments.out, plan, tokenizer, overwrite=arguments.overwrite)
@@ -96,7 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
-    """The plan of a command line, and the tokenizer it uses; nothing is written. Raises UserError."""
+    """Return the plan of a command line and its tokenizer, without writing files. Raises UserError."""
     if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
         raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
     if not arguments.tokenizer:
@@ -130,7 +133,10 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
 
 
 def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
-    """The documents of a unit without asking the mask, which is the user's code: it may be slow or fail, and runs in the workers."""
+    """Yield the documents of a unit without applying the mask.
+
+    The mask is the user's code: it may be slow or fail, and runs only in the workers.
+    """
     settings, file = (
         replace(plan.settings, mask=None, mask_sha256=None, mask_columns=()),
         plan.files[unit.file],
@@ -144,9 +150,10 @@ def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
 
 
 def check_splits(plan: Plan) -> None:
-    """Read documents, without encoding them, until each split has one. Raises UserError where all are read and one has none.
+    """Read documents, without encoding them, until each split has one.
 
-    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly.
+    Raises UserError if all documents are read and a split is empty. For a large input, usually only
+    the beginning is read; the complete input is read only if a split is empty or nearly empty.
     """
     split = plan.settings.split
     wanted = {SPLITS.index(name) for name in split.names}
@@ -161,7 +168,7 @@ def check_splits(plan: Plan) -> None:
 
 
 def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: Plan) -> str:
-    """That splits would be empty, and shares with which they would not be."""
+    """Return the error text for empty splits, with percentages that would fill them."""
     names = " and ".join(SPLITS[number] for number in sorted(empty))
     wishes = (split, Split(split.valid_percent, 0.0), Split(0.0, 0.0))
     fits = next(filter(None, (fitting(wish, hashes) for wish in wishes)))
@@ -172,7 +179,7 @@ def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: 
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """What a person may not expect of the inputs, a line each."""
+    """Yield notes on unexpected properties of the inputs, one line each."""
     unnamed = [file for file in plan.files if file.id_prefix is not None]
     if unnamed and plan.settings.id_column != plan.settings.text_column:
         which = (
@@ -193,9 +200,10 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Found]:
-    """The inputs' files, without what data_prep itself has written into an OUT that lies in an input folder or glob.
+    """Return the inputs' files without the files that data_prep wrote to an OUT inside an input
+    folder or glob.
 
-    Raises UserError for a file in a place that data_prep writes in OUT.
+    Raises UserError for an input file at a path that data_prep writes in OUT.
     """
     out = arguments.out
     own, folders = (
@@ -226,7 +234,7 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
 
 
 def _lies_at(file: str, places: Iterable[Path]) -> bool:
-    """Whether a file, or what it links to, is at one of these places or below."""
+    """Return True if a file, or the target of a link, is at or below one of these places."""
     path = Path(file)
     return any(
         lies.is_relative_to(place)
@@ -236,16 +244,17 @@ def _lies_at(file: str, places: Iterable[Path]) -> bool:
 
 
 def identity(tokenizer: TokenizerFolder) -> Identity:
-    """What of a tokenizer decides the bytes, as the plan has it."""
+    """Return the properties of a tokenizer that decide the bytes, as stored in the plan."""
     return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 
 def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
-    """Make ``plan`` the plan of OUT, with a copy of the tokenizer; whether it was that before.
+    """Write ``plan`` and a copy of the tokenizer to OUT. Return True if OUT already has this plan.
 
-    Of the same plan only the files' paths are brought up to date, where they are still to be read. Raises UserError where OUT holds data of
-    another plan, or of none. With ``overwrite`` such data goes, and also complete data of the same plan; what a killed run of the same plan
-    has finished stays.
+    If OUT has the same plan, only the paths of the files are updated, as long as they are still to
+    be read. Raises UserError if OUT contains data of another plan or of none. ``overwrite`` removes
+    such data, and also complete data of the same plan. Finished units of an interrupted run of the
+    same plan are kept.
     """
     taken = (
         [] if overwrite else _taken(out, tokenizer)
@@ -277,7 +286,9 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
 
 
 def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
-    """Names in OUT that a plan would write to, other than a tokenizer of the same content."""
+    """Return the paths in OUT that a plan would overwrite, except a tokenizer with the same
+    content.
+    """
     copy = out / TOKENIZER
     foreign = [
         copy / name
@@ -296,7 +307,9 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
-    """Make OUT/tokenizer the tokenizer, file by file, each whole; other files there stay."""
+    """Copy the tokenizer to OUT/tokenizer, each file atomically. Other files in that folder are
+    kept.
+    """
     copy = out / TOKENIZER
     if copy.exists() and copy.samefile(tokenizer.path):
         return
@@ -309,7 +322,7 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
 
 
 def differences(old: Plan, new: Plan) -> Iterator[str]:
-    """What makes ``old`` another plan than ``new``, each as a person reads it."""
+    """Yield the differences between two plans in readable form."""
     contents = [[(file.kind, *file.content) for file in plan.files] for plan in (old, new)]
     if len(old.files) != len(new.files):
         yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
@@ -352,12 +365,12 @@ def _shown(value: Any) -> str:
 
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:
-    """About how much disk the ids of so much text take."""
+    """Return the approximate disk space of the ids of ``text_bytes`` bytes of text."""
     return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize
 
 
 def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
-    """What is ahead, for people: files, rows, text, units, shards and disk."""
+    """Yield the lines of the plan's summary: files, rows, text, units, shards and disk space."""
     text = sum(file.text_bytes for file in plan.files)
     rows = [file.rows for file in plan.files]
     known = f"{sum(filter(None, rows)):,} rows" + (

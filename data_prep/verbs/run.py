@@ -1,10 +1,14 @@
-"""data_prep: the verb ``run``: text into train/valid/test .bin/.idx, in as many processes as there are cores, through kills and bad rows.
+"""Verb ``run``: encode text into train/valid/test .bin/.idx in parallel processes, and resume after
+kills.
 
     python -m data_prep run INPUT... --tokenizer DIR --out OUT          plan, encode and merge
-    python -m data_prep run --out OUT                                   go on with the plan in OUT
-    python -m data_prep run --out OUT --task-id 3 --tasks 8             the units whose number leaves 3 when divided by 8; merge afterwards
+    python -m data_prep run --out OUT                                   continue with the plan in
+    OUT python -m data_prep run --out OUT --task-id 3 --tasks 8             units with number % 8 ==
+    3; merge afterwards
 
-In a Slurm job array (SLURM_ARRAY_TASK_ID) a task takes its share without being told. Units that are done are not done again.
+The default number of processes is the number of cores. Bad rows are dropped and reported. In a
+Slurm job array (SLURM_ARRAY_TASK_ID), each task takes its share automatically. Finished units are
+not encoded again.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ SAMPLE_BYTES = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     add_plan_arguments(parser, required=False)
     add_max_bad_argument(parser)
     parser.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core)")
@@ -79,19 +83,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """Of ``tasks`` that share the units, number ``index``, from 0; ``told_by``: where that was read."""
+    """Task number ``index``, from 0, of ``tasks`` that share the units. ``told_by``: the option or
+    variable that set it.
+    """
 
     index: int
     tasks: int
     told_by: str
 
     def has(self, unit: Unit) -> bool:
-        """Whether a unit is this task's."""
+        """Return True if a unit belongs to this task."""
         return unit.number % self.tasks == self.index
 
 
 def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]) -> Task | None:
-    """The task that the command line, or else Slurm's environment, names; None where neither does. Raises UserError."""
+    """Return the task from the command line, or else from Slurm's environment, or None. Raises
+    UserError.
+    """
     slurm = environment.get("SLURM_ARRAY_TASK_ID")
     if index is not None or (tasks is not None and not slurm):
         if index is None or tasks is None:
@@ -129,7 +137,10 @@ def _checked(index: int, tasks: int, told_by: str) -> Task:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Do what is left of the plan, and merge unless this is one task of several: 0, or 1 with too many bad rows. Raises UserError."""
+    """Encode the remaining units, and merge unless this is one task of several.
+
+    Return 0, or 1 if there are too many bad rows. Raises UserError.
+    """
     out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
@@ -161,7 +172,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _continued(arguments: argparse.Namespace) -> Plan:
-    """The plan in OUT. Raises UserError for options that belong to a plan and differ from it."""
+    """Return the plan in OUT. Raises UserError for plan options that differ from it."""
     plan = read_plan(arguments.out)
     given, planned = settings_of(arguments), plan.settings
     other = [
@@ -196,7 +207,10 @@ def _continued(arguments: argparse.Namespace) -> Plan:
 def encode(
     out: Path, plan: Plan, task: Task | None, workers: int, encoder: str, *, checked: bool
 ) -> None:
-    """Do the units that are not done, all or one task's; ``checked``: the inputs were looked at a moment ago. Raises UserError."""
+    """Encode the units that are not done, all or those of one task. Raises UserError.
+
+    ``checked``: the inputs were checked in the same command and are not checked again.
+    """
     mine = [unit for unit in plan.units if task is None or task.has(unit)]
     whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
     (out / SHARDS).mkdir(exist_ok=True)
@@ -240,7 +254,11 @@ def encode(
 
 
 def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
-    """The entry of a unit that is done. One that is damaged, of another plan or without its files goes: the unit is done again."""
+    """Return the entry of a unit that is done, or None.
+
+    An entry that is damaged, belongs to another plan or lacks its files is removed, so that the
+    unit is encoded again.
+    """
     path = entry_path(out, unit)
     try:
         entry = sound_entry(out, plan, unit)
@@ -258,7 +276,10 @@ def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
 
 
 def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
-    """Whether the local inputs of these units are what was planned; those on the Hub are named by their commit. Raises UserError."""
+    """Raise UserError if a local input of these units has changed since it was planned.
+
+    Inputs on the Hub are fixed by their commit.
+    """
     columns = plan.settings.columns
     for number in sorted({unit.file for unit in units}):
         file = plan.files[number]
@@ -269,7 +290,9 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
 
 
 def samples(plan: Plan, unit: Unit) -> list[str]:
-    """The first documents of a unit, up to 64 or 1 MB, unmasked: what the encoders are tried on."""
+    """Return the first documents of a unit, up to 64 or 1 MB, without the mask, for the self-check
+    of the encoders.
+    """
     texts = next(
         (
             documents.texts.slice(0, SAMPLE_DOCUMENTS)

@@ -1,8 +1,10 @@
-"""data_prep: the verb ``verify``: a data folder against all that is said of it.
+"""Verb ``verify``: check a data folder against its manifest, plan and entries.
 
-A merged folder: sizes and hashes of every file, manifest against units and plan, each .idx against its .bin, EOD at the end of every
-document and nowhere else, ids within the vocabulary, the tokenizer. One that is not merged: each shard against its unit's entry. And a
-sample of the documents, read again from the inputs and encoded by Hugging Face tokenizers. Leaves with 1 and a line a fault, or with 0.
+In a merged folder it checks sizes and hashes of every file, the manifest against units and plan,
+each .idx against its .bin, EOD at the end of every document and only at these positions, ids within
+the vocabulary, and the tokenizer. In a folder that is not merged it checks each shard against its
+unit's entry. In both cases a sample of the documents is read from the inputs and encoded by Hugging
+Face tokenizers. The exit code is 1 with a line for each fault, or 0.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ PUT_BACK = "put it back, or plan and run again with --overwrite"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder that run wrote")
     parser.add_argument(
         "--sample",
@@ -71,21 +73,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Report:
-    """Faults, what was not checked, and what was found whole."""
+    """Faults, checks that were not possible, and checks that succeeded."""
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     agree: list[str] = field(default_factory=list)
 
     def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
-        """Take faults in; whether there were none."""
+        """Add faults and return True if there were none."""
         found = [f"{fault}; {fix}" if fix else fault for fault in faults]
         self.faults += found
         return not found
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check a data folder: 0 and a summary when it is whole, 1 and a line a fault when it is not. Raises UserError where there is none."""
+    """Check a data folder. Return 0 and print a summary without faults; return 1 and print a line
+    for each fault.
+
+    Raises UserError if the folder contains no data.
+    """
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.sample < 0:
         raise UserError(f"--sample is {arguments.sample}; it must be at least 0")
@@ -114,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
-    """Check a folder that has a manifest. Raises UserError where ``caches`` is no folder."""
+    """Check a folder that has a manifest. Raises UserError if ``caches`` is not a folder."""
     report = Report(agree=["hashes", "indices", "EOD"])
     fix = (
         f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
@@ -191,14 +197,14 @@ def verify_units(folder: Path, sample: int) -> Report:
 
 
 def _sound_plan(folder: Path) -> Plan:
-    """The plan. Raises UserError."""
+    """Return the plan. Raises UserError."""
     if not (folder / PLAN).is_file():
         raise UserError(f"{folder / PLAN} is missing; {PUT_BACK}")
     return read_plan(folder)
 
 
 def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
-    """Faults of the tokenizer's copy."""
+    """Yield the faults of the copy of the tokenizer."""
     try:
         tokenizer = load_folder(folder)
     except UserError as error:
@@ -217,7 +223,7 @@ def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
 def manifest_faults(
     folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]
 ) -> Iterator[str]:
-    """What manifest.json says otherwise than plan.json and units.jsonl."""
+    """Yield the differences of manifest.json from plan.json and units.jsonl."""
     if manifest.source.fingerprint != plan.fingerprint:
         yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
         return
@@ -247,7 +253,11 @@ def manifest_faults(
 
 
 def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
-    """The paths of inputs and mask are no part of a plan's identity: they may move, and a later plan of the same contents says where to."""
+    """Remove the paths of inputs and mask from a manifest.
+
+    Paths are not part of a plan's identity: files may move, and a later plan of the same contents
+    contains the new paths.
+    """
     for file in manifest["source"]["files"]:
         file["path"] = None
     mask = manifest["source"]["settings"].get("mask")
@@ -255,7 +265,7 @@ def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
 
 
 def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
-    """A split's entry with what the units' entries add up to."""
+    """Return a split's entry with the sums of the units' entries."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents, tokens, text_bytes, bin_bytes = (
         sum(getattr(part, what) for part in parts)
@@ -277,7 +287,7 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
 
 
 def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
-    """Where two JSON values differ, by their keys."""
+    """Yield the differences of two JSON values, with their keys."""
     if isinstance(said, dict) and isinstance(found, dict):
         for name in dict.fromkeys([*said, *found]):
             yield from _differences(
@@ -322,7 +332,7 @@ ENTRY = re.compile(r"(\d+)\.json")
 def shard_faults(
     out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """Faults of the shards that the entries name, and files that none names."""
+    """Yield the faults of the shards that the entries list, and of files that no entry lists."""
     vocab_size, eod_id = plan.tokenizer.vocab_size, plan.tokenizer.eod_id
     ids = Ids(dtype_name(vocab_size), eod_id, vocab_size)
     for entry in entries:
