@@ -1,4 +1,4 @@
-"""File kinds by name, and the message about files in a folder that are not read."""
+"""File kinds derived from file names, and the message about files in a folder that are not read."""
 
 from __future__ import annotations
 

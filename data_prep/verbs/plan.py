@@ -251,10 +251,10 @@ def identity(tokenizer: TokenizerFolder) -> Identity:
 def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
     """Write ``plan`` and a copy of the tokenizer to OUT. Return True if OUT already has this plan.
 
-    If OUT has the same plan, only the paths of the files are updated, as long as they are still to
-    be read. Raises UserError if OUT contains data of another plan or of none. ``overwrite`` removes
-    such data, and also complete data of the same plan. Finished units of an interrupted run of the
-    same plan are kept.
+    If OUT has the same plan, the paths of its files are updated if inputs remain to be read. Raises
+    UserError if OUT contains data of another plan or of none. ``overwrite`` removes this data, and
+    also complete data of the same plan. Finished units of an interrupted run of the same plan are
+    kept.
     """
     taken = (
         [] if overwrite else _taken(out, tokenizer)

@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """Task number ``index``, from 0, of ``tasks`` that share the units. ``told_by``: the option or
-    variable that set it.
+    """Task number ``index``, from 0, of ``tasks`` that share the units. The third field is the
+    option or variable that set it.
     """
 
     index: int
@@ -139,7 +139,7 @@ def _checked(index: int, tasks: int, told_by: str) -> Task:
 def main(arguments: argparse.Namespace) -> int:
     """Encode the remaining units, and merge unless this is one task of several.
 
-    Return 0, or 1 if there are too many bad rows. Raises UserError.
+    Return 0, or 1 if too many rows are bad. Raises UserError.
     """
     out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers

@@ -80,7 +80,7 @@ class Report:
     agree: list[str] = field(default_factory=list)
 
     def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
-        """Add faults and return True if there were none."""
+        """Add faults, each with the fix, and return True if the list of faults is empty."""
         found = [f"{fault}; {fix}" if fix else fault for fault in faults]
         self.faults += found
         return not found

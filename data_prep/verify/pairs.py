@@ -45,7 +45,8 @@ def pair_faults(
 ) -> Iterator[str]:
     """Yield the faults of a pair and its .ids file, each with the file's name.
 
-    ``says``: the source of the entry, for the messages. ``advance`` is called with the bytes read.
+    The third argument is the source of the entry, for the messages. ``advance`` is called with the
+    bytes read.
     """
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
     missing = set()

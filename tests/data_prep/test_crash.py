@@ -1,4 +1,8 @@
-"""Deaths and full disks at any moment: nothing partial under a final name, little done twice, and a rerun gives the uninterrupted bytes."""
+"""Tests of kills and full disks at any moment.
+
+Files with final names are always complete, little work is repeated, and a second run gives the same
+bytes as an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,9 @@ CALLS = ("fsync", "replace", "unlink", "rmdir")
 
 
 def work(out: Path) -> None:
-    """What run does of a folder's plan, in this process: the units that are not done, then the merge."""
+    """Do the work of ``run`` for a planned folder in this process: encode the missing units, then
+    merge.
+    """
     for folder in (out, out / SHARDS):
         remove_leftovers(folder)
     plan = read_plan(out)
@@ -50,7 +56,9 @@ def work(out: Path) -> None:
 
 
 def dies_at(number: int, out: Path) -> bool:
-    """`work` in a copy of this process that is gone, without a word, before the call of that number; whether there was such a call."""
+    """Run `work` in a fork that exits before the call with this number. Return True if the call was
+    reached.
+    """
     child = os.fork()
     if not child:
         gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
@@ -77,7 +85,7 @@ def dies_at(number: int, out: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """A plan of two units, with bad rows."""
+    """Plan of two units with bad rows."""
     folder = tmp_path_factory.mktemp("planned")
     file = room.write_parquet(folder / "rows.parquet", room.rows_with_faults(40), row_group_size=25)
     return room.plan_folder(
@@ -98,7 +106,9 @@ def planned(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 def test_a_death_before_any_call_loses_nothing_that_was_done(
     tmp_path: Path, planned: Path, first: int
 ) -> None:
-    """Before every fourth call, of which all are had together; of every fifth, what is begun anew dies too, a few calls later."""
+    """The process dies before every fourth call. Before every fifth of these, the restarted process
+    dies a few calls later.
+    """
     work(room.copied(planned, tmp_path / "whole"))
     whole, number, most, died = room.snapshot(tmp_path / "whole"), first, 0, True
     shards = room.snapshot(room.encode_units(room.copied(planned, tmp_path / "shards")))
@@ -173,7 +183,9 @@ def test_what_gets_its_final_name_is_on_the_disk_before(
 def test_sigkill_at_random_moments(
     tmp_path: Path, masked: list[object], many_made: Path, moment: int
 ) -> None:
-    """Of the parent, of a worker, of both; while units are in work, and a little before and after."""
+    """The parent, a worker, or both are killed while units are in progress, and shortly before and
+    after.
+    """
     chance, out, log = random.Random(moment), tmp_path / "out", tmp_path / "log"
     process = room.start(*masked, LOG=str(log), DELAY="0.01")
     wanted = chance.choice([*range(0, room.UNITS, 3), room.UNITS])
@@ -223,7 +235,7 @@ def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
 
 
 def flock_of_nfs(descriptor: int, operation: int) -> None:
-    """flock as NFS has it: of files alone, and a lock of one's own for those alone who may write them."""
+    """Emulate flock on NFS: only files can be locked, and an exclusive lock requires write access."""
     writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE in (os.O_RDWR, os.O_WRONLY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (
         operation & fcntl.LOCK_EX and not writable
@@ -261,7 +273,7 @@ sys.exit(main(sys.argv[2:]))
 def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
     tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
 ) -> None:
-    """No unit fits, then no merged pair."""
+    """The file size limit is too small first for units, then for merged pairs."""
     out = room.plan_folder(tmp_path / "out", [rows], tokenizer, *room.SMALL_UNITS)
     command = ["run", "--out", out, *room.HF, "--workers", 1, "--max-bad", "100%"]
     for limit, done, folder in (

@@ -1,4 +1,8 @@
-"""Rows to documents: equal to plain Python on fuzzed rows, whatever the batches; splits; a user's own mask."""
+"""Tests of the conversion of rows to documents.
+
+The result equals plain Python on fuzzed rows for any batches. Further tests cover splits and
+user-defined masks.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ BROKEN = [
 
 @dataclass(frozen=True)
 class Row:
-    """A row before it is Arrow's."""
+    """Row before its conversion to Arrow."""
 
     place: int
     text: bytes | None
@@ -62,7 +66,10 @@ class Row:
 
 
 def fuzz(number: int, seed: int = 0, broken: float = 0.15) -> list[Row]:
-    """Rows of every kind: some empty, null, not UTF-8, without id, without score or language, some of them with several faults."""
+    """Return rows of every kind.
+
+    Some are empty, null, not UTF-8, or without id, score or language, and some have several faults.
+    """
     random_ = random.Random(seed)
 
     def text() -> bytes | None:
@@ -91,7 +98,7 @@ def fuzz(number: int, seed: int = 0, broken: float = 0.15) -> list[Row]:
 
 
 def arrow(rows: list[Row], form: str = "plain") -> Rows:
-    """Rows as sources give them; ``sliced``: as a view into a longer batch."""
+    """Convert rows to the form of sources. ``sliced``: as a slice of a longer batch."""
     sliced = form == "sliced"
     rows = [rows[0], *rows] if sliced else rows
     kinds = {
@@ -110,7 +117,7 @@ def arrow(rows: list[Row], form: str = "plain") -> Rows:
 
 
 def batch_of(**columns: Any) -> Rows:
-    """Rows of these columns, beside texts and ids where they are not among them."""
+    """Return rows with these columns, and with default texts and ids if they are not given."""
     number = len(next(iter(columns.values())))
     columns = {"text": ["a"] * number, "id": [str(i) for i in range(number)]} | columns
     columns |= {name: pa.array(columns[name]).cast(pa.large_binary()) for name in ("text", "id")}
@@ -122,7 +129,7 @@ def is_utf8(text: bytes) -> bool:
 
 
 def verdict(row: Row, settings: Settings) -> Drop | None:
-    """The definition: the first reason that holds."""
+    """Return the first reason that applies to a row, or None. This is the reference definition."""
     size, language = (
         len(row.text or b""),
         settings.languages and row.language not in settings.languages,
@@ -220,7 +227,9 @@ def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
 
 
 def test_every_invalid_sequence_is_found_and_no_valid_one() -> None:
-    """All sequences of two bytes, and around the borders of three and four: Python's decoder is the judge."""
+    """All sequences of two bytes, and sequences near the limits of three and four bytes, agree with
+    Python's decoder.
+    """
     texts = [bytes([a, b]) for a in range(0x70, 256) for b in range(256)]
     texts += [
         bytes([a, b, c])
@@ -387,7 +396,7 @@ def keep(batch, places, path):
 
 
 def masked(folder: Path, code: str, *options: str) -> Settings:
-    """What a command line with --mask gives."""
+    """Return the settings of a command line with --mask."""
     (folder / "mask.py").write_text(code)
     return parse("--mask", f"{folder / 'mask.py'}:keep", *options)
 

@@ -1,4 +1,6 @@
-"""Both encoders: equal to ``Tokenizer.encode`` document by document, whatever the batch; which is chosen; ``run`` against datatrove."""
+"""Tests of both encoders: equality with ``Tokenizer.encode`` for any batches, the choice of
+encoder, ``run`` against datatrove.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def arrow(strings: list[str]) -> pa.LargeStringArray:
 
 
 def lists(encoded: Encoded) -> list[list[int]]:
-    """The ids of each document."""
+    """Return the ids of each document."""
     assert (str(encoded.ids.dtype), str(encoded.offsets.dtype)) == ("uint32", "int64")
     assert (encoded.offsets[0], encoded.offsets[-1]) == (0, len(encoded.ids))
     return [
@@ -76,20 +78,24 @@ def lists(encoded: Encoded) -> list[list[int]]:
 
 
 def as_written(folder: TokenizerFolder, strings: list[str]) -> list[list[int]]:
-    """The tokenizer as it is, one document a call: the oracle for texts without special tokens."""
+    """Encode with the unchanged tokenizer, one document per call: the reference for texts without
+    special tokens.
+    """
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     return [tokenizer.encode(string, add_special_tokens=False).ids for string in strings]
 
 
 def alone(folder: TokenizerFolder, strings: list[str]) -> list[list[int]]:
-    """The tokenizer without special tokens: the oracle for texts that hold their names."""
+    """Encode with the tokenizer without special tokens: the reference for texts that contain their
+    names.
+    """
     tokenizer = Tokenizer.from_str(json.dumps(encoders.encoding_spec(folder)))
     return [tokenizer.encode(string, add_special_tokens=False).ids for string in strings]
 
 
 @pytest.fixture(scope="session")
 def made_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The folder of a kind of tokenizer, made when it is asked for first."""
+    """Function that returns the folder of a kind of tokenizer and creates it at the first use."""
     root = tmp_path_factory.mktemp("tokenizers")
 
     def folder(name: str) -> TokenizerFolder:
@@ -106,7 +112,7 @@ def special_contents(folder: TokenizerFolder) -> list[str]:
 
 
 def text_of_the_library(most: int) -> list[str]:
-    """Modules of the standard library."""
+    """Return the sources of modules of the standard library."""
     files = sorted(Path(os.__file__).parent.rglob("*.py"))
     return [
         file.read_bytes().decode("utf-8", "replace")
@@ -119,7 +125,7 @@ def text_of_the_library(most: int) -> list[str]:
 
 
 def some(*names: str) -> list[Any]:
-    """Every second name; the others are slow."""
+    """Return parameters in which every second name is marked as slow."""
     return [
         pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(names)
     ]
@@ -225,7 +231,9 @@ LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # special are the
 def test_special_tokens_in_text_are_text_of_a_vocabulary_that_is_looked_up(
     tmp_path: Path, model: Any, expected: list[list[int]]
 ) -> None:
-    """No document is dropped for the literal EOD in it; of the special ids that of an unknown word alone is in the data."""
+    """No document is dropped for a literal EOD. The only special id in the data is that of an
+    unknown word.
+    """
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(LOOKED_UP[:3]))
@@ -264,7 +272,9 @@ def without_type(spec: Spec) -> None:
 def test_what_of_a_tokenizers_settings_reaches_the_ids(
     tmp_path: Path, made_of: Made, kind: str
 ) -> None:
-    """Neither truncation, padding, BOS nor a model's type that is left out; the ids of added tokens that are text do."""
+    """Truncation, padding, BOS and an omitted model type do not change the ids. The ids of added
+    text tokens are used.
+    """
     text, plain = "import tensor as the free energy of the mixer", made_of("gpt")
     odd = gpt()
     odd.enable_truncation(4)
@@ -332,7 +342,7 @@ print(loaded)
 
 
 def test_gigatoken_forgets_words_when_they_take_too_much(made_of: Made) -> None:
-    """In a process of its own: what counts is how much the process grows."""
+    """A separate process is used because the test measures the growth of the process."""
     assert 2 < int(room.python(FORGETS, made_of("gpt").path).stdout) < 12
 
 
@@ -440,7 +450,7 @@ def test_a_crash_of_gigatoken_means_hugging_face(
 
 
 class PanicException(BaseException):
-    """As Rust's panics arrive."""
+    """Exception with the name of Rust's panics."""
 
 
 def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(
@@ -493,7 +503,7 @@ LocalPipelineExecutor(pipeline=[ParquetReader(source), step], tasks=1, logging_d
 
 
 def widen(entries: int) -> Callable[[Spec], object]:
-    """A change: entries that no text reaches, up to a number."""
+    """Return a change that adds entries that no text uses, up to a number of entries."""
     return lambda spec: spec["model"]["vocab"].update(
         {f"[{n}]": n for n in range(len(spec["model"]["vocab"]), entries)}
     )

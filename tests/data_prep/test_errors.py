@@ -1,4 +1,6 @@
-"""Each mistake as a user would make it: exit code 2, one line that names the thing (tests/wording.yaml), nothing written anywhere."""
+"""Tests of user mistakes: exit code 2, one line that names the fault (tests/wording.yaml), and no
+files written.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ blend: blend data; blend.yaml data; folder.yaml data
 
 @pytest.fixture
 def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
-    """A folder with all that the commands name."""
+    """Folder with all files that the commands name."""
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -247,7 +249,7 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None
 
 
 def test_want_of_memory_is_one_line(corpus: Path) -> None:
-    """150 MB of address space: pyarrow does not load."""
+    """With 150 MB of address space, pyarrow cannot be loaded."""
     words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *room.command("inspect", corpus)]
     known = {"PYTHONPATH": str(room.ROOT), "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(words, cwd=room.ROOT, capture_output=True, text=True, env=known)

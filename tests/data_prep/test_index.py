@@ -1,4 +1,6 @@
-"""From text to a run: two kinds of input, encoded, blended, indexed ahead, trained on; the verbs ``blend`` and ``index`` by themselves."""
+"""Tests from text to training: two kinds of input are encoded, blended, indexed and trained on;
+``blend`` and ``index``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from tests.pretrain.conftest import DEMO, SMALL
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """``a`` with all splits, of parquet; ``b`` without test, of JSONL; ``c`` with train alone: 300, 100 and 60 documents."""
+    """Three data folders of 300, 100 and 60 documents.
+
+    ``a`` has all splits and parquet input; ``b`` has no test split and JSONL input; ``c`` has only
+    train.
+    """
     root = tmp_path_factory.mktemp("blend")
     lines = [
         json.dumps({"text": text, "meta": {"id": name}})
@@ -109,7 +115,9 @@ def test_from_text_to_a_run_on_a_blend(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """blend -> index -> pretrain; then a byte flips, and then one source is made again from other text."""
+    """blend -> index -> pretrain; then a byte is flipped, and then one source is made again from
+    other text.
+    """
     web, books, cache = (
         room.copied(folders / "a", tmp_path / "web"),
         room.copied(folders / "b", tmp_path / "books"),
@@ -217,7 +225,9 @@ def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
 
 
 def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> None:
-    """data_prep may live where nothing is trained: here its folder, the ground floor and the libraries alone."""
+    """data_prep can be installed without the training code. The test provides only its folder,
+    fem_common and the libraries.
+    """
     for folder in ("data_prep", "fem_common"):
         (tmp_path / folder).symlink_to(room.ROOT / folder)
     command = [

@@ -1,4 +1,6 @@
-"""The indexed format against megatron-core's own builder and reader, and against datatrove's writer; and its use of memory."""
+"""Tests of the indexed format against megatron-core's builder and reader and datatrove's writer,
+and of its memory use.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ EOD = 0
 
 
 def some_documents(vocab_size: int, number: int) -> list[list[int]]:
-    """Documents as lists of ids, EOD at the end of each."""
+    """Return documents as lists of ids with EOD at the end of each."""
     random_ = np.random.default_rng(number)
     return [
         [*random_.integers(1, vocab_size, size=size).tolist(), EOD]
@@ -152,7 +154,9 @@ def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_index(tmp_path: Path) -> None:
-    """The index of 20 million documents, 400 MB, in less than 150 MB over what numpy takes."""
+    """The index of 20 million documents, 400 MB, is written with less than 150 MB in addition to
+    numpy's memory.
+    """
     code = """
 import resource, sys
 from pathlib import Path

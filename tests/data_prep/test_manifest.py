@@ -1,4 +1,6 @@
-"""Plans, manifests and entries: what is written comes back, what is of any other shape is named in one line; samples are pretrain's."""
+"""Tests of plans, manifests and entries: round trips, one-line errors for other content, samples
+equal to pretrain's.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shard
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The keys that lead to each value within a JSON value."""
+    """Yield the keys that lead to each value within a JSON value."""
     for key in (
         value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     ):
@@ -74,7 +76,7 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
-    """A copy with another value at a place, or none."""
+    """Return a copy with another value at a place, or without this value."""
     whole = within = copy.deepcopy(value)
     for key in place[:-1]:
         within = within[key]
@@ -103,7 +105,9 @@ READ: dict[str, Callable[[Path], object]] = {
 def test_any_wrong_shape_is_one_line_that_names_the_file(
     shards: Path, merged: Path, name: str
 ) -> None:
-    """Of another type, missing, unknown, cut: refused; of the same type a plan is, by its fingerprint."""
+    """A value of another type, missing, unknown or truncated is refused. A plan's fingerprint also
+    detects other values.
+    """
     shutil.copy(merged / "manifest.json", shards)
     read, path = READ[name], shards / name
     raw, value = path.read_bytes(), json.loads(path.read_bytes())

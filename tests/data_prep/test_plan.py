@@ -1,4 +1,6 @@
-"""``plan``: the same for the same things, refused where another is there, and what it says of the work ahead."""
+"""Tests of ``plan``: the same plan for the same inputs, refusal to replace another plan, and the
+summary of the work.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is said of inputs and data: ``inspect``, ``status``, ``stats``; and the corpus that every machine has, ``stdlib``."""
+"""Tests of the reports ``inspect``, ``status`` and ``stats``, and of ``stdlib``, the corpus that
+every machine has.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.data_prep import conftest as room
 
 
 def report(*arguments: object) -> dict[str, Any]:
-    """What a verb says with --json: strict JSON."""
+    """Return the output of a verb with --json, which must be strict JSON."""
     found: dict[str, Any] = json.loads(
         room.done(*arguments, "--json"),
         parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
@@ -218,7 +220,7 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
-    """A folder where the first of four tasks is done."""
+    """Folder in which the first of four tasks is done."""
     out = room.plan_folder(
         tmp_path_factory.mktemp("planned") / "out", [many], tokenizer, *room.SMALL_UNITS
     )

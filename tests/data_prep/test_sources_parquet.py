@@ -1,4 +1,8 @@
-"""Parquet: the rows of pyarrow's read_table, whatever the types and encodings; damage costs the rest of its row group; bounded memory."""
+"""Tests of parquet: the rows equal pyarrow's read_table for all types and encodings; damage;
+bounded memory.
+
+Damage costs only the rest of its row group.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ MIB = 1 << 20
 
 
 def as_bytes(value: Any) -> bytes | None:
-    """A value as text and id are read."""
+    """Return a value in the form in which text and id are read."""
     return value if value is None or isinstance(value, bytes) else str(value).encode()
 
 
@@ -59,7 +63,7 @@ def opened(path: Path, table: pa.Table, columns: Columns = COLUMNS, **options: A
 def test_text_and_id_of_every_type_are_read_as_bytes(
     tmp_path: Path, kind: pa.DataType, stored: bool
 ) -> None:
-    """Integers, which ids alone may be, as their digits."""
+    """Integers, which only ids may be, are read as their digits."""
     plain, texts = (
         kind.value_type if pa.types.is_dictionary(kind) else kind,
         ["a", None, "", "東京 🙂", "a", "b" * 1000],
@@ -89,7 +93,7 @@ def test_text_and_id_of_every_type_are_read_as_bytes(
 
 
 def any_way(random_: random.Random) -> dict[str, Any]:
-    """Options of a writer."""
+    """Return random options of a parquet writer."""
     return {
         "compression": random_.choice(["none", "snappy", "zstd", "gzip", "lz4"]),
         "use_dictionary": random_.random() < 0.5,
@@ -221,7 +225,7 @@ def test_a_damaged_row_group_is_read_up_to_the_damage_and_the_others_whole(
 
 
 def check_places(found: list[Rows | Unreadable], rows: int) -> None:
-    """Every row is read or reported, once and in order."""
+    """Check that every row is read or reported, once and in order."""
     places = [
         (int(part.places[0]), len(part.places))
         if isinstance(part, Rows)
@@ -236,7 +240,7 @@ def check_places(found: list[Rows | Unreadable], rows: int) -> None:
 def test_whatever_bytes_are_wrong_every_row_is_read_or_reported(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Page headers too, which are walked over where a row group is large."""
+    """Page headers are damaged too. They are read if a row group is large."""
     random_, path = random.Random(seed), tmp_path / "x.parquet"
     monkeypatch.setattr(parquet, "HELD_BYTES", [1 << 30, 1000][seed % 2])
     rows = [row(i, words=random_.randrange(60)) for i in range(300)]
@@ -258,7 +262,7 @@ def test_whatever_bytes_are_wrong_every_row_is_read_or_reported(
 
 
 class Failing(streams.LocalFile):
-    """A file on a disk that fails after some reads."""
+    """File on a disk that fails after some reads."""
 
     left = 3
 
@@ -391,7 +395,9 @@ print(rows, lost, text >> 20, int(peak.split()[1]) >> 10)
 
 
 def read_in_child(path: Path) -> tuple[int, int, int, int]:
-    """(rows read, rows lost, MiB of text, peak MiB of the process) of a process that reads a file."""
+    """Read a file in a child process and return (rows read, rows lost, MiB of text, peak MiB of the
+    process).
+    """
     done = room.python(READ, path)
     assert done.returncode == 0, done.stderr
     rows, lost, text, peak = map(int, done.stdout.split())
@@ -399,14 +405,18 @@ def read_in_child(path: Path) -> tuple[int, int, int, int]:
 
 
 def document(number: int, size: int) -> str:
-    """A text of ``size`` bytes that packs well."""
+    """Return a text of ``size`` bytes that compresses well."""
     return (f"{number:08} the quick brown fox jumps over the lazy dog " * (size // 50 + 1))[:size]
 
 
 def write(
     path: Path, size: int, times: int, batch: int, small: int = 0, small_size: int = 100
 ) -> Path:
-    """One row group: ``small`` texts of ``small_size`` bytes, then two texts of ``size`` bytes ``times`` times, ``batch`` in a page."""
+    """Write one row group: ``small`` texts of ``small_size`` bytes, then ``times`` times two texts
+    of ``size`` bytes.
+
+    A page contains ``batch`` rows.
+    """
     chunks = [pa.array([document(i, small_size) for i in range(small)], pa.large_string())]
     chunks += [pa.array([document(i, size) for i in range(2)], pa.large_string())] * times
     rows = sum(map(len, chunks))
@@ -425,7 +435,7 @@ def write(
 
 
 def write_one_text(path: Path, size: int, rows: int, stored: bool = False) -> Path:
-    """The same text in every row, once in the file, as its dictionary."""
+    """Write a file with the same text in every row, stored once as its dictionary."""
     text = pa.DictionaryArray.from_arrays(
         pa.array([0] * rows, pa.int32()), pa.array([document(0, size)])
     )
@@ -439,7 +449,7 @@ def write_one_text(path: Path, size: int, rows: int, stored: bool = False) -> Pa
 
 
 def write_lines(path: Path, before: bytes, part: bytes, times: int) -> Path:
-    """A short line, one with ``part`` many times over, one that is short."""
+    """Write a short line, a line with ``part`` many times, and another short line."""
     with path.open("wb") as stream:
         stream.write(b'{"id": "1", "text": "first"}\n{"id": "2", "text": "' + before)
         stream.writelines(part for _ in range(times))
@@ -483,7 +493,7 @@ def test_large_input_is_not_held(tmp_path: Path, name: str) -> None:
 
 
 def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
-    """With so many MiB of addresses left: the rows, or MemoryError."""
+    """With a limited address space, the result is the rows or MemoryError."""
     line, window = (
         b'{"text": "a", "id": "1"}\n',
         17 << 3,

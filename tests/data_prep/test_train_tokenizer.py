@@ -1,4 +1,6 @@
-"""train-tokenizer: both styles bring every text back, whatever files and threads; loaded by stock transformers; and their sample."""
+"""Tests of train-tokenizer: both styles decode every text exactly, independent of files and
+threads; stock transformers load them; samples.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ VOCABULARY = {"gpt": 320, "llama": 460}
 
 
 def fuzz(number: int) -> list[str]:
-    """Strings of fragments and of random code points but surrogates, which are no text, and U+2581, which stands for a space in LLaMA-2."""
+    """Return strings of fragments and random code points.
+
+    Surrogates are excluded because they are not text, and U+2581 because it represents a space in
+    LLaMA-2.
+    """
     random_, strings = random.Random(0), []
     for _ in range(number):
         parts = []
@@ -59,7 +65,7 @@ def train(source: Path, out: Path, style: str = "gpt", *options: object, entries
 
 
 def plain(folder: Path) -> Tokenizer:
-    """The tokenizer as data_prep encodes with it: a special token's text is text."""
+    """Return the tokenizer that data_prep encodes with, in which special tokens are ordinary text."""
     return Tokenizer.from_str(
         json.dumps(json.loads((folder / "tokenizer.json").read_text()) | {"added_tokens": []})
     )
@@ -80,7 +86,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory,
     mixed: list[tuple[str, str]],
 ) -> tuple[str, Path]:
-    """A style and the tokenizer of that style."""
+    """Style and the tokenizer of that style."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, train(
         room.write_parquet(folder / "mixed.parquet", mixed), folder / "t", request.param
@@ -135,7 +141,7 @@ def test_every_text_comes_back_and_transformers_agrees(trained: tuple[str, Path]
 
 
 def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
-    """As LLaMA-2's own tokenizer.json has it."""
+    """The layout equals LLaMA-2's tokenizer.json."""
     folder = train(room.write_parquet(tmp_path / "mixed.parquet", mixed), tmp_path / "t", "llama")
     spec = json.loads((folder / "tokenizer.json").read_text())
     assert [token["content"] for token in spec["added_tokens"]] == ["<unk>", "<s>", "</s>"]
@@ -315,7 +321,9 @@ def test_filters_and_drops_are_those_of_run(tmp_path: Path) -> None:
 
 
 def assert_sample(documents: list[tuple[str, str]], wanted: float) -> None:
-    """Of ``documents`` the sample is the fewest first ones by hash that hold ``wanted`` bytes, in whatever order they come."""
+    """Check that the sample is the shortest prefix of ``documents``, sorted by hash, with
+    ``wanted`` bytes, for any order.
+    """
     ordered = sorted(
         documents,
         key=lambda d: (2**64 - hash64(d[0].encode(), b"tokenizer"), d[1].encode()),
@@ -339,7 +347,7 @@ def assert_sample(documents: list[tuple[str, str]], wanted: float) -> None:
 
 @pytest.mark.parametrize("share", [1e-9, 0.01, 0.3, 0.999, 1.0, 5.0])
 def test_the_sample_is_the_smallest_hashes_in_whatever_order(share: float) -> None:
-    """To the byte, and among documents of one id."""
+    """The sample is exact to the byte, also for documents with the same id."""
     documents = room.make_documents(300, 30, seed=4)
     total = sum(len(text.encode()) for _, text in documents)
     assert_sample(documents, share * total)

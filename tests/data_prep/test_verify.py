@@ -1,4 +1,6 @@
-"""verify: silent on whole data, and each fault named with its file and the fix: in merged folders, in shards, in index caches."""
+"""Tests of verify: no faults in complete data, and each fault reported with its file and fix in
+pairs, shards, index caches.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ UNITS: tuple[
 
 
 def verify(folder: Path, *options: object) -> tuple[int, str]:
-    """Exit code and output of ``verify``."""
+    """Return the exit code and output of ``verify``."""
     result = room.cli("verify", folder, *options)
     return result.returncode, result.stdout
 
@@ -79,7 +81,9 @@ def verify(folder: Path, *options: object) -> tuple[int, str]:
 def check_faults(
     folder: Path, table: str, change: Callable[[str], object], wording: Wording, *options: object
 ) -> None:
-    """Each change is found, the fault named (tests/wording.yaml) with its remedy."""
+    """Check that each change is found and that its fault is reported (tests/wording.yaml) with its
+    fix.
+    """
     whole, name = room.snapshot(folder), version("tokenizers")
     fingerprint = json.loads(whole["plan.json"])["fingerprint"]
     for line in table.strip().splitlines():
@@ -191,7 +195,9 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
 
 
 def test_a_sample_of_everything_is_everything_in_place(tmp_path: Path) -> None:
-    """With a tokenizer that makes EOD or nothing of some texts: these are dropped, and what follows them is still found."""
+    """The tokenizer encodes some texts as EOD or as no tokens. These are dropped, and the texts
+    after them are still found.
+    """
     tokenizer = Tokenizer(
         models.WordLevel({"<eod>": 0, **{f"w{i}": i + 1 for i in range(50)}}, unk_token="<eod>")
     )
@@ -276,7 +282,7 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
 
 
 def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:
-    """An index cache as pretrain leaves it."""
+    """Write an index cache in the form of pretrain."""
     cache = folder / key
     cache.mkdir(parents=True)
     (cache / "train-indices.npy").write_bytes(bytes(range(200)))
@@ -302,7 +308,7 @@ def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:
 def test_a_stale_or_damaged_index_cache_is_found(
     data: Path, merged: Path, wording: Wording
 ) -> None:
-    """Those of other data and those that are not finished are no fault."""
+    """Caches of other data and unfinished caches are not faults."""
     cache, options = make_cache(data / "caches", data), ("--index-cache", data / "caches")
     room.spoil(
         make_cache(data / "caches", merged, "o" * 32), 'complete.json set sources.0.idx_sha256 "0"'
@@ -322,7 +328,7 @@ def test_a_stale_or_damaged_index_cache_is_found(
 
 
 def test_the_cache_that_pretrain_leaves_is_read(tmp_path: Path, merged: Path) -> None:
-    """pretrain's own record of the same data, through its own code."""
+    """The record of the same data is written by pretrain's own code."""
     from pretrain.data.facts import Contents, SourceContents
     from pretrain.data.index_cache import IndexCache
 

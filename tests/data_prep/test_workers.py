@@ -1,4 +1,8 @@
-"""Worker processes: one that dies is named, the others finish their unit, none outlives its parent, and nothing that is done is lost."""
+"""Tests of worker processes.
+
+A dead worker is reported, the other workers finish their units, none outlives its parent, and
+finished units are kept.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +93,7 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
     code: int,
     said: str,
 ) -> None:
-    """While both workers are at units that take longer than the test."""
+    """The interrupt arrives while both workers encode units that take longer than the test."""
     out, words, slow = (
         tmp_path / "out",
         room.command(*masked),
@@ -164,7 +168,7 @@ SHARES = """
 
 @pytest.mark.parametrize("case", SHARES.strip().splitlines())
 def test_a_share_of_the_work(case: str) -> None:
-    """--task-id, --tasks | Slurm's array | the task, or what is wrong."""
+    """The columns are --task-id, --tasks | Slurm's array | the task, or the error."""
     given, slurm, said = case.split("|")
     index, tasks = (None if word == "-" else int(word) for word in given.split())
     environment = {
@@ -191,7 +195,9 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.parametrize("encoder", ["gigatoken", "hf"])
 def test_memory_of_a_worker_is_bounded(tmp_path: Path, tokenizer: Path, encoder: str) -> None:
-    """The longest documents there may be, of the worst letters, and small ones, in one row group."""
+    """One row group contains the longest accepted documents, of the most expensive characters, and
+    small documents.
+    """
     nasty = [
         "\U0001f642" * 1_300_000,
         "a" * 5_200_000,
