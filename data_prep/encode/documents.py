@@ -120,7 +120,7 @@ class Settings:
 def add_column_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that name columns and filter rows, for every verb that reads text."""
     default = Settings()
-    id_help = "which decides the split (default: id, or where there is none a document's file and place); the text column splits by the text"
+    id_help = "which decides the split (default: id, or without one the document's file and place); name the text column to split by the text"
 
     def column(name: str, what: str, said: str = "") -> None:
         of = getattr(default, f"{name}_column")
@@ -149,7 +149,7 @@ def add_column_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none"
     )
     column("score", "score")
-    languages = "keep this language alone; repeat for more"
+    languages = "keep only this language; repeat for more"
     parser.add_argument(
         "--language", action="append", default=[], dest="languages", metavar="CODE", help=languages
     )

@@ -29,19 +29,24 @@ from fem_common.text import one_line
 
 Kind = Literal["gigatoken", "hf"]
 
-# One limit for both encoders, because what is written must not depend on which of them runs. With it the worst text found (bytes that are
-# tokens of their own, a run of one letter) costs a process less than 1.5 GB and ten seconds; Common Crawl keeps no more of a page.
+# One limit for both encoders, because the output must not depend on the encoder. With this limit
+# the most expensive text found (bytes that are separate tokens, a run of one letter) costs a
+# process less than 1.5 GB and ten seconds. Common Crawl truncates pages to the same size.
 MAX_DOCUMENT_BYTES = 5 * 2**20
 
-CACHE_BYTES = 300 * 10**6  # of a process's growth since gigatoken was loaded, looked at
-CACHE_EVERY = 32 * 10**6  # bytes of text
-BATCH_BYTES = (
-    2**19
-)  # of text in one call of tokenizers: its Encodings take up to 400 bytes for each
-NO_TEXT = "\uffff" * 4  # what no text has: U+FFFF is no character
-WINDOW = 2**18  # characters of a long document that tokenizers sees at once, where its pieces allow
-MARGIN = 16  # characters, past the last that is not white space, that no piece of PIECES needs to see to end where it does
-PIECES = (  # GPT-2's, GPT-4's and Qwen's: each match depends on what follows its start alone, and looks no further than MARGIN
+# Growth of the process that causes a reload of gigatoken, checked after CACHE_EVERY bytes of text.
+CACHE_BYTES = 300 * 10**6
+CACHE_EVERY = 32 * 10**6
+# Text in one call of tokenizers, whose Encodings use up to 400 bytes per byte of text.
+BATCH_BYTES = 2**19
+NO_TEXT = "\uffff" * 4  # occurs in no text: U+FFFF is not a character
+# Characters of a long document that tokenizers encodes in one call, if PIECES contains its pattern.
+WINDOW = 2**18
+# A boundary this many characters before the last non-space character of a window is final.
+MARGIN = 16
+# Patterns of GPT-2, GPT-4 and Qwen. A match depends only on the text after its start, and on at
+# most MARGIN characters after its end.
+PIECES = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -87,7 +92,7 @@ def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choi
 
     plain = f"tokenizers {tokenizers.__version__}"
     if wanted == "hf":
-        return Choice("hf", plain, "asked for")
+        return Choice("hf", plain, "requested")
     found = check(folder, samples)
     if found.fault is None:
         return Choice("gigatoken", found.name, f"equal to {plain} on {found.strings:,} strings")
@@ -109,9 +114,10 @@ def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
     Special tokens, truncation, padding and the post-processor are removed. Other added tokens are
     kept.
     """
+    # The tokenizer's own serialization includes the defaults that a file may omit.
     spec: dict[str, Any] = json.loads(
         Tokenizer.from_file(str(folder.path / "tokenizer.json")).to_str()
-    )  # with all that a file may leave out
+    )
     special = {
         token["content"]
         for token in spec["added_tokens"]
@@ -215,7 +221,7 @@ class Gigatoken:
         try:
             layout = self.tokenizer.encode_batch(ak.Array(strings), parallel=False).layout
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # a panic in Rust, which is no Exception
+            if type(error).__name__ != "PanicException":  # a Rust panic is not an Exception
                 raise
             raise UserError(
                 f"gigatoken broke down ({one_line(error)}); give --encoder hf"
@@ -312,9 +318,8 @@ class HuggingFace:
         start, size = 0, WINDOW
         while start + size < len(text):
             window = text[start : start + size]
-            encoding = self.tokenizer.encode_batch([window], add_special_tokens=False)[
-                0
-            ]  # not the fast one, which knows no characters
+            # encode_batch_fast does not return character offsets.
+            encoding = self.tokenizer.encode_batch([window], add_special_tokens=False)[0]
             tokens, characters = _certain(encoding, len(window.rstrip()) - MARGIN)
             parts.append(_ids(encoding)[:tokens])
             start += characters
@@ -340,9 +345,8 @@ def _certain(encoding: tokenizers.Encoding, last: int) -> tuple[int, int]:
 
 
 def _ids(encoding: tokenizers.Encoding) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(
-        array.array("I", encoding.ids), np.uint32
-    )  # four times as fast as numpy's own conversion of a list
+    # Four times as fast as numpy's conversion of a list.
+    return np.frombuffer(array.array("I", encoding.ids), np.uint32)
 
 
 def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:

@@ -60,7 +60,7 @@ class Mask:
         """
         try:
             answer = self.function(batch, places, path)
-        except Exception as error:  # whatever a person's code raises
+        except Exception as error:  # user code may raise anything
             raise UserError(
                 f"{_where(error, self.file)}: {_what(error)} (in {self.name}, {_rows(places, path)})"
             ) from None
@@ -112,7 +112,7 @@ def load_mask(spec: str) -> Mask:
     module.__file__ = str(file.absolute())
     try:
         exec(compile(source, str(file), "exec", dont_inherit=True), vars(module))
-    except Exception as error:  # whatever a person's code raises
+    except Exception as error:  # user code may raise anything
         raise UserError(f"{_where(error, file)}: {_what(error)} (--mask {spec})") from None
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -125,7 +125,7 @@ def load_mask(spec: str) -> Mask:
             or "none"
         )
         raise UserError(
-            f"{file} has no function {function_name!r} (it has: {defined}), asked for by --mask {spec}"
+            f"{file} has no function {function_name!r} (it has: {defined}), required by --mask {spec}"
         )
     return Mask(
         file,

@@ -36,12 +36,13 @@ from fem_common.errors import UserError
 from fem_common.signals import signal_name
 from fem_common.text import one_line
 
-STRINGS = 2500  # of random parts
-STEP = 23  # every how manyth code point is tried
+STRINGS = 2500  # number of random strings
+STEP = 23  # one in STEP code points is tried
 SAMPLE_CHARACTERS = 500_000
 SECONDS = 300.0
 
-# What tokenizers have been seen to differ in: space and line ends, controls, quotes, numbers, marks, joiners, scripts, unassigned points.
+# Known differences between tokenizers: spaces and line ends, controls, quotes, numbers, marks,
+# joiners, scripts, unassigned code points.
 PARTS = (
     *(
         " ",
@@ -342,7 +343,7 @@ def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
         return Found("gigatoken", 0, "it is not installed")
     except UserError as error:
         return Found("gigatoken", 0, str(error))
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         return Found("gigatoken", 0, f"it does not load this tokenizer ({one_line(error)})")
     strings = [*battery(folder), *samples]
     try:

@@ -66,7 +66,7 @@ def load_folder(path: Path) -> TokenizerFolder:
         )
     try:
         vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises nothing narrower than Exception
+    except Exception as error:  # tokenizers raises no narrower type than Exception
         raise UserError(
             f"{file} is not a tokenizer that this version of tokenizers ({tokenizers.__version__}) can read ({one_line(error)})"
         ) from None
@@ -96,7 +96,7 @@ def _eod_token(path: Path) -> str:
         if isinstance(token, str):
             return token
     raise UserError(
-        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (documents could not be told apart without it)"
+        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (it separates documents)"
     )
 
 

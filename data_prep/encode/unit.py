@@ -92,9 +92,8 @@ class _Work:
         self.bad: list[BadRow] = []
         self.writers: dict[str, IndexedWriter] = {}
         self.ids: dict[str, IdsWriter] = {}
-        self.have_ids = (
-            engine.settings.id_column != engine.settings.text_column
-        )  # else they would be the texts once more
+        # If the text column is the id column, the ids would repeat the texts.
+        self.have_ids = engine.settings.id_column != engine.settings.text_column
         self.text_bytes: Counter[str] = Counter()
 
     def drop(self, dropped: Counter[Drop], bad: list[BadRow], rows: int = 0) -> None:
@@ -174,9 +173,7 @@ class _Work:
             self.engine.encoder.name,
         )
         if read_plan(out).fingerprint != plan.fingerprint:
-            raise UserError(
-                f"{out} was planned anew while this run worked on it; give the command again"
-            )
+            raise UserError(f"{out} was planned again during this run; run the command again")
         for name, split in splits.items():
             for kind in split.sizes:
                 final = shard_prefix(out, unit, name)

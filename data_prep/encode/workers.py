@@ -42,7 +42,7 @@ TICK_SECONDS = 0.5
 LEAVE_SECONDS = 10.0
 START = "import sys; from data_prep.encode.workers import work; work(*sys.argv[1:])"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-LEFT = "what is finished is kept: the same command goes on from there"
+LEFT = "finished units are kept: run the same command again to continue"
 
 
 class Step(NamedTuple):
@@ -52,9 +52,8 @@ class Step(NamedTuple):
     tally: Tally
 
 
-Message = (
-    Step | UnitEntry | CommandError | None
-)  # a worker's: so far, done, given up, or it is dead
+# Message of a worker: progress, unit done, unit failed, or None if the worker is dead.
+Message = Step | UnitEntry | CommandError | None
 
 
 def run_units(
@@ -185,9 +184,9 @@ class _Crew:
             name = signal_name(-code)
             end = f"was killed by {name}"
             if name == "SIGKILL":
-                advice = " (for want of memory? give fewer --workers)"
+                advice = " (out of memory? use fewer --workers)"
             elif self.kind != "hf" and name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL"):
-                advice = " (--encoder hf does without gigatoken)"
+                advice = " (--encoder hf avoids gigatoken)"
         return f"a worker {end} at {describe_unit(self.plan, worker.unit)}{advice}; {LEFT}"
 
     def __exit__(
@@ -238,7 +237,7 @@ def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) 
                     ).start()
                     engine = _engine(Path(out), fingerprint, kind)
                 message: Message = engine.encode_unit(engine.plan.units[number], _reporter(parent))
-            except BaseException as error:  # a panic in a Rust library is no Exception
+            except BaseException as error:  # a Rust panic is not an Exception
                 message = _explain(error, Path(out), engine.plan if engine else None, number)
             parent.send(message)
     except (EOFError, OSError):
@@ -252,9 +251,7 @@ def _engine(out: Path, fingerprint: str, kind: str) -> Engine:
 
     plan, folder = read_plan(out), load_folder(out / TOKENIZER)
     if plan.fingerprint != fingerprint:
-        raise UserError(
-            f"{out} was planned anew while this run worked on it; give the command again"
-        )
+        raise UserError(f"{out} was planned again during this run; run the command again")
     if folder.sha256 != plan.tokenizer.sha256:
         raise UserError(
             f"{folder.path} is not the tokenizer of the plan; plan again with --overwrite"
@@ -284,7 +281,7 @@ def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) ->
     where = describe_unit(plan, plan.units[number]) if plan else f"unit {number}"
     if is_want_of_memory(error):
         return Fault(
-            f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}"
+            f"not enough memory for {where}: use fewer --workers, or a lower --max-bytes; {LEFT}"
         )
     if isinstance(error, OSError):
         if error.errno in FULL:

@@ -40,7 +40,7 @@ PLACES = 8
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 160
 TIMED_BYTES = 8 << 20
 CHECKED_DOCUMENTS, CHECKED_BYTES = 64, 1_000_000
-IDX_BYTES = 20  # of a document in the .idx: length, pointer, document number
+IDX_BYTES = 20  # per document in the .idx: length, pointer, document number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="W",
-        help="processes that the hours are for (default: one a core)",
+        help="processes assumed for the hours (default: one per core)",
     )
     add("--json", action="store_true", help="print one JSON object instead")
 
@@ -169,9 +169,8 @@ def _draw_span(
             continue
         texts = part.batch.column(selection.settings.text_column)
         sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).cumsum()
-        number = min(
-            int(np.searchsorted(sizes, most - taken)) + 1, len(sizes)
-        )  # rows that hold what is missing, at least one
+        # The rows that reach ``most``, at least one.
+        number = min(int(np.searchsorted(sizes, most - taken)) + 1, len(sizes))
         documents, dropped, _ = selection.of(
             Rows(part.places[:number], part.batch.slice(0, number)), file.path
         )
@@ -478,14 +477,14 @@ def _estimate(
     yield f"all ({basis}): {about}{rows}{count(whole['documents'])} documents, {size(whole['text_bytes'])} of text{tokens}"
     if "tokens" in whole:
         disk = size(whole["bin_bytes"] + whole["idx_bytes"])
-        yield f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; until it is merged twice that ({disk} more)"
+        yield f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; twice that until the merge ({disk} more)"
         wall = duration(3600 * whole["hours"])
         workers = counted(whole["workers"], "worker")
         yield f"  time: {_hours(whole['core_hours'])} on this machine's cores: {wall} with {workers}, downloads and writing not counted"
     elif sample["documents"]:
         yield "  tokens, disk and time: name a --tokenizer"
     else:
-        yield "  no row of the sample is a document: see what is left out"
+        yield "  no row of the sample is a document: see the rows left out"
 
 
 def _hours(hours: float) -> str:

@@ -83,8 +83,8 @@ def count_lengths(lengths: npt.NDArray[np.int32], advance: Callable[[int], None]
     return joined(found)
 
 
-MANY = 5000  # documents, from which on narrow bins show the shape rather than chance
-MARKS = {0.05: ":", 0.5: "--", 0.95: "-."}  # quantiles of the documents that are drawn, and how
+MANY = 5000  # with fewer documents, narrow bins are too noisy
+MARKS = {0.05: ":", 0.5: "--", 0.95: "-."}  # quantile of the documents -> line style
 
 
 def draw_lengths(lengths: Lengths, title: str) -> bytes:
@@ -137,10 +137,11 @@ def draw_lengths(lengths: Lengths, title: str) -> bytes:
     )
     above.legend(loc="upper left", frameon=False, fontsize=10)
     above.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
+    # All documents except the outermost.
     low, high = (
         max(lengths.quantile(0.0005) / 1.5, 0.7),
         lengths.quantile(0.9998) * 1.5,
-    )  # all but the outermost documents
+    )
     below.set_xscale("log", base=2)
     below.set_xlim(low, max(high, low * 16))
     below.xaxis.set_major_formatter(

@@ -30,8 +30,10 @@ RECENT_SECONDS = 900.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder that plan or run wrote")
-    parser.add_argument("--tasks", type=int, metavar="M", help="also how far each of M tasks is")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--tasks", type=int, metavar="M", help="also report the progress of each of M tasks"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -120,9 +122,9 @@ def _lines(folder: Path, status: dict[str, Any], missing: Sequence[int]) -> Iter
         yield f"not merged yet; merge with: python -m data_prep merge {folder}"
     else:
         left = (
-            f"{rate / 1e6:.1f} MB/s in the last quarter of an hour: {duration(status['seconds_left'])} left at that rate"
+            f"{rate / 1e6:.1f} MB/s in the last 15 minutes: {duration(status['seconds_left'])} left at that rate"
             if rate
             else ""
         )
-        yield f"  {left or 'fewer than two units were finished in the last quarter of an hour'}"
-        yield f"not done: {shortened(ranges(missing))}; go on with: python -m data_prep run --out {folder}"
+        yield f"  {left or 'fewer than two units were finished in the last 15 minutes'}"
+        yield f"not done: {shortened(ranges(missing))}; continue with: python -m data_prep run --out {folder}"

@@ -34,7 +34,7 @@ __all__ = [
     "unchanged",
 ]
 
-OPEN_AT_ONCE = 8  # waits of the network, mostly
+OPEN_AT_ONCE = 8  # opening mostly waits for the network
 
 
 def open_files(

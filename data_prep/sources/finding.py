@@ -117,9 +117,8 @@ def _local(name: str) -> list[tuple[Path, Path]]:
         raise UserError(f"no file matches {name}")
     report_left_out(name, [f"{folder}/" for folder, below in found.items() if not below])
     plain = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-    return [
-        (file, plain) for file in dict.fromkeys(files)
-    ]  # dir/** matches a folder and what is in it
+    # dir/** matches a folder and its content, so files may occur twice.
+    return [(file, plain) for file in dict.fromkeys(files)]
 
 
 def _below(folder: Path) -> list[Path]:
@@ -131,7 +130,7 @@ def _below(folder: Path) -> list[Path]:
     """
     names, hidden = _walk(folder)
     gone = next((folder / name for name in sorted(names) if not (folder / name).exists()), None)
-    if gone is not None and gone.is_symlink():  # what it led to may be a folder of data
+    if gone is not None and gone.is_symlink():  # its target may be a folder of data
         raise UserError(
             f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, or remove the link"
         )
@@ -185,7 +184,7 @@ def kind_of(path: str, file: BinaryIO) -> str:
     named, kind = kind_by_name(path.rsplit("/", 1)[-1]), _kind_by_content(begin)
     if kind is None:
         raise UserError(
-            f"{path} is {f'not a {named}' if named else 'no parquet or JSONL'} file: it {_looks(begin)}"
+            f"{path} is {f'not a {named}' if named else 'not a parquet or JSONL'} file: it {_looks(begin)}"
         )
     if named is not None and named != kind:
         raise UserError(f"{path} is not a {named} file: its content is {kind}; rename it")
@@ -216,7 +215,7 @@ def _looks(begin: bytes) -> str:
     """Return the probable format of an unsupported file, and the advice for it."""
     known = NO_TEXT | {
         b"<": "looks like an HTML or XML page; download the file again",
-        b"[": "looks like a JSON array; write one object a line",
+        b"[": "looks like a JSON array; write one object per line",
     }
     text = begin.removeprefix(BOM).lstrip(b" \t\r\n")
     found = next((what for start, what in known.items() if text.startswith(start)), None)

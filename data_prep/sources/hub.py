@@ -97,7 +97,7 @@ class HubFile(io.RawIOBase):
             try:
                 return ask(self._file)
             except BaseException:
-                self._file = None  # its cache may hold the failure
+                self._file = None  # its cache may contain the failure
                 raise
 
         return patiently(attempt, self._repository, LONG_WAITS)
@@ -113,12 +113,12 @@ class HubFile(io.RawIOBase):
             where, block_size=block, cache_type=kind, cache_options={"maxblocks": blocks}
         )
         address, fetch = file.url(), file.cache.fetcher
-        file.url = lambda: address  # which asks the Hub what the file is, each time
+        file.url = lambda: address  # file.url() requests the file's metadata at each call
 
         def whole(start: int, end: int) -> bytes:
             data: bytes = fetch(start, end := min(end, file.size))
             if len(data) != end - start:
-                came = f"{len(data)} bytes of {self._path} came where {end - start} were asked for"
+                came = f"{len(data)} bytes of {self._path} received, {end - start} requested"
                 raise UserError(f"{self._repository}: {came}; first {self._repository.download}")
             return data
 
@@ -193,18 +193,18 @@ def _commit(repository: Repository) -> str:
         commit = patiently(ask, repository, SHORT_WAITS)
     except HFValidationError as error:
         raise UserError(
-            f"{repository.id} is no name of a dataset ({one_line(error).rstrip('.')})"
+            f"{repository.id} is not a valid dataset name ({one_line(error).rstrip('.')})"
         ) from None
-    except (ValueError, KeyError, TypeError):  # the answer is a page, or another JSON
+    except (ValueError, KeyError, TypeError):  # the response is a web page or other JSON
         commit = ""
     if re.fullmatch(r"[0-9a-f]{40,64}", commit) is None:
         raise UserError(
-            f"{repository}: {constants.ENDPOINT} does not answer as a Hugging Face Hub does; is HF_ENDPOINT right?"
+            f"{repository}: {constants.ENDPOINT} does not answer like a Hugging Face Hub; check HF_ENDPOINT"
         )
     return commit
 
 
-# --- files --------------------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 Files = dict[str, tuple[int, str]]  # path -> bytes, etag
 
@@ -326,9 +326,8 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
         return not pattern and not path
     hidden = path[0].startswith(".") and not pattern[0].startswith(".")
     if pattern[0] == "**":
-        inside = len(path) == 1 and set(pattern) == {
-            "**"
-        }  # what is left is a file, and anything goes
+        # The rest of the path is a file name, and the rest of the pattern matches any name.
+        inside = len(path) == 1 and set(pattern) == {"**"}
         return _matches(path, pattern[1:]) or (
             not hidden and (inside or _matches(path[1:], pattern))
         )
@@ -337,7 +336,7 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
     )
 
 
-# --- subsets ------------------------------------------------------------------------------------------------------------------------
+# --- subsets --------------------------------------------------------------------------------------
 
 
 def _of_subset(repository: Repository, subset: str | None) -> Files:
@@ -362,9 +361,8 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
         ]
         if patterns:
             matching = _matching(repository, patterns)
-            found = (
-                _readable(repository, matching) or matching
-            )  # of other names: the content tells what they are
+            # Files without a known suffix are kept: their kind is detected from the content.
+            found = _readable(repository, matching) or matching
         else:
             found = _training(repository, _readable(repository, _listed(repository, folder)))
     if not found:
@@ -454,6 +452,6 @@ def _training(repository: Repository, files: Files) -> Files:
         report_left_out(
             str(repository),
             [path for path in files if path not in training],
-            ", as other paths have the word train",
+            ", because other paths contain the word train",
         )
     return training or files

@@ -18,15 +18,11 @@ from typing import TypeVar
 from fem_common.errors import Fault, UserError
 from fem_common.text import one_line
 
-SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a person waits for an answer
-LONG_WAITS = (
-    15.0,
-    30.0,
-    60.0,
-    60.0,
-)  # in the middle of hours of work, after half a minute of huggingface_hub's own attempts
-SAID_FROM = 10.0  # a wait as long as this is no stutter: one line says why nothing happens
-LONGEST_ASKED = 600.0  # a server that asks for a longer pause than this is given up
+SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a user waits
+# Seconds between attempts within long work, after half a minute of huggingface_hub's own retries.
+LONG_WAITS = (15.0, 30.0, 60.0, 60.0)
+SAID_FROM = 10.0  # seconds; a wait of at least this length prints a line
+LONGEST_ASKED = 600.0  # seconds; no retry if the server requests a longer pause
 
 Answer = TypeVar("Answer")
 
@@ -64,9 +60,8 @@ def patiently(
             asked = _seconds_asked(error)
             if wait is None or not _passes(error) or asked > LONGEST_ASKED:
                 raise explain(error, repository) from None
-            seconds = max(
-                asked, wait * random.uniform(0.7, 1.3)
-            )  # not all workers at the same moment
+            # Random, so that workers do not retry simultaneously.
+            seconds = max(asked, wait * random.uniform(0.7, 1.3))
             if seconds >= SAID_FROM:
                 print(
                     f"data_prep: {explain(error, repository)} (trying again in {seconds:.0f} s)",
@@ -84,10 +79,9 @@ def hub_failures() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # its attempts are no news, and its last failure becomes one line
-    http_error = HfHubHTTPError.__mro__[
-        1
-    ]  # httpx.HTTPError or httpx2.HTTPError, whichever this version of huggingface_hub brings
+    logging.set_verbosity_error()  # the last failure is reported in one line
+    # httpx.HTTPError or httpx2.HTTPError, depending on the version of huggingface_hub.
+    http_error = HfHubHTTPError.__mro__[1]
     assert issubclass(http_error, Exception)
     return (http_error, OfflineModeIsEnabled, FileNotFoundError)
 
@@ -133,13 +127,13 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
     name, server, status = f"{repository.kind} {repository.id}", constants.ENDPOINT, _status(error)
     first, nor = (
         f"first {repository.download}",
-        " and no such folder here" if repository.kind == "model" else "",
+        " and no local folder with this name" if repository.kind == "model" else "",
     )
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, hub_failures()):
         return explain(error.__cause__, repository)
     if isinstance(error, OfflineModeIsEnabled):
         return UserError(
-            f"{name}: HF_HUB_OFFLINE is set; unset it, or where there is network: {repository.download}, and give the folder"
+            f"{name}: HF_HUB_OFFLINE is set; unset it, or on a machine with a network run {repository.download}, and give the folder"
         )
     if isinstance(error, GatedRepoError):
         return UserError(
@@ -147,13 +141,13 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
         )
     if isinstance(error, RevisionNotFoundError):
         return UserError(
-            f"{name} has no revision {repository.revision!r}; name a branch, a tag or a whole commit hash"
+            f"{name} has no revision {repository.revision!r}; name a branch, a tag or a full commit hash"
         )
     if isinstance(error, EntryNotFoundError | FileNotFoundError):
         return UserError(f"{repository} has no such file on {server} ({one_line(error)})")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return UserError(
-            f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN where it is private (a wrong one looks the same)"
+            f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN if it is private (a wrong token gives the same error)"
         )
     if status == 403:
         return UserError(

@@ -27,17 +27,15 @@ from data_prep.sources.rows import (
 from data_prep.sources.streams import DamagedStream, chunks, size_of
 from fem_common.errors import UserError
 
-MAX_LINE_BYTES = (
-    96 << 20
-)  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
-HEAD_BYTES = 1 << 20  # of lines, looked at before any work
-MAX_UNREADABLE = 1000  # held back while a batch fills
+# Python uses 12 times this memory for a line with escapes and a character above U+FFFF.
+MAX_LINE_BYTES = 96 << 20
+HEAD_BYTES = 1 << 20  # bytes of lines that are checked before any work
+MAX_UNREADABLE = 1000  # unreadable lines that are buffered while a batch fills
 BLANK, BOM = b" \t\r", b"\xef\xbb\xbf"
 MISSING = object()
 
-Line = tuple[
-    int, int, bytes | None
-]  # the byte it starts at, its size, its bytes without "\n" (None: above MAX_LINE_BYTES)
+# Byte offset, size, and bytes of a line without "\n" (None if larger than MAX_LINE_BYTES).
+Line = tuple[int, int, bytes | None]
 
 
 class Integer(str):
@@ -80,12 +78,14 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
     ]
     if not head.objects or document:
         advice = (
-            "; a .json file must have one object a line: convert it (jq -c), or select the other files with a glob"
+            "; a .json file must have one object per line: convert it (jq -c), or select the other files with a glob"
             if document
             else ""
         )
         raise UserError(
-            f"{path} is no JSONL: {head.fault}{advice}" if head.fault else f"{path} holds no line"
+            f"{path} is not JSONL: {head.fault}{advice}"
+            if head.fault
+            else f"{path} contains no line"
         )
     names = list(dict.fromkeys(name for item in head.objects for name in _names(item)))
     has_id = columns.id != ID or any(ID in item for item in head.objects)
@@ -142,9 +142,8 @@ def read(
     )
     gathered = Gathered(columns, head)
     plain = kind == "jsonl"
-    begin = (
-        max(0, span.start - 1) if plain else 0
-    )  # the byte before tells whether a line starts at the span's first
+    # The byte before the span shows if a line starts at the span's first byte.
+    begin = max(0, span.start - 1) if plain else 0
     place = begin
     file.seek(begin)
     try:
@@ -155,7 +154,7 @@ def read(
                 yield from gathered.add(place, line)
             place += size + 1
     except DamagedStream as damage:
-        message = f"{path} is damaged at byte {place} of its unpacked content ({damage}): what follows is lost; fetch or pack it again"
+        message = f"{path} is damaged at byte {place} of its uncompressed content ({damage}): the rest is lost; fetch or compress it again"
         gathered.unreadable.append(Unreadable(place, 1, Drop.CUT_OFF, message))
     yield from gathered.flush()
 
@@ -187,7 +186,7 @@ def _joined(pieces: list[bytes], size: int) -> bytes | None:
     return line
 
 
-# --- a line -------------------------------------------------------------------------------------------------------------------------
+# --- a line ---------------------------------------------------------------------------------------
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -224,7 +223,7 @@ def _bytes(text: str) -> bytes:
         pass
     try:
         raw = text.encode("utf-8", "surrogateescape")
-        raw.decode()  # bytes of the line would have been read as the UTF-8 they are
+        raw.decode()  # bytes of the line that are UTF-8 would have been decoded
     except UnicodeDecodeError:
         return raw
     except UnicodeEncodeError:
@@ -245,7 +244,7 @@ def _names(item: dict[str, Any], above: str = "") -> Iterator[str]:
             yield from _names(value, f"{above}{name}.")
 
 
-# --- the first lines ----------------------------------------------------------------------------------------------------------------
+# --- the first lines ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -325,7 +324,7 @@ def _parsed(line: bytes | None) -> dict[str, Any]:
     return parse(line)
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def _arrow_kind(value: Any) -> pa.DataType:

@@ -10,7 +10,7 @@ from fem_common.text import counted
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 PACKINGS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
-# Descriptions of a dataset that lie beside its data; the library `datasets` ignores them, too.
+# Descriptions of a dataset in the folder of its data. The library `datasets` ignores them too.
 DESCRIPTIONS = frozenset(
     {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
 )

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow.parquet as pq
 
-HEADER_BYTES = 1 << 12  # read at first; statistics may make one longer
+HEADER_BYTES = 1 << 12  # size of the first read; statistics may make a header longer
 DICTIONARY_PAGE = 2
 STOP, TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 0, 1, 2, 3, 7, 8, 12
 
@@ -48,9 +48,10 @@ class Pages:
             return 0
         ends, total = np.cumsum(self.rows), np.cumsum(self.bytes)
         first = np.arange(len(ends))
+        # The worst window starts at the last row of a page.
         last = np.minimum(
             np.searchsorted(ends, ends[first] + rows - 2, side="right"), len(ends) - 1
-        )  # a window from a page's last row on
+        )
         return max(
             int((total[last] - total[first] + np.array(self.bytes)).max()), rows * self.dictionary
         )
@@ -155,6 +156,6 @@ class _Compact:
         if kind == STRUCT:
             return self.struct(depth + 1)
         if kind not in (BYTE, DOUBLE, BINARY):
-            raise BadHeader  # lists, sets and maps: page headers have none
+            raise BadHeader  # page headers contain no lists, sets or maps
         self._skip(self._unsigned() if kind == BINARY else 1 if kind == BYTE else 8)
         return None

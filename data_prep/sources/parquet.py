@@ -31,13 +31,12 @@ from data_prep.sources.rows import (
 from fem_common.errors import UserError
 from fem_common.text import one_line
 
-BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
-READ_BYTES = (
-    1 << 15
-)  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean
+BUFFER_BYTES = 1 << 20  # read buffer of a column chunk
+# Target size of one read, by the mean size of a row. Small, because rows may far exceed the mean.
+READ_BYTES = 1 << 15
 MAX_ROWS = 1 << 14
-HELD_BYTES = 256 << 20  # that one read may hold, or one row's where that is more
-MAX_PAGE_BYTES = 640 << 20  # Arrow holds a page whole, packed and unpacked
+HELD_BYTES = 256 << 20  # limit of the memory of one read, unless a single row is larger
+MAX_PAGE_BYTES = 640 << 20  # Arrow holds a complete page, compressed and uncompressed
 FAULTS = (pa.ArrowException, OSError, UnicodeError)
 
 
@@ -125,7 +124,7 @@ def _reader(path: str, file: BinaryIO) -> pq.ParquetFile:
         ) from None
 
 
-# --- columns ------------------------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 def _field(path: str, schema: pa.Schema, name: str, columns: Columns) -> pa.Field:
@@ -176,7 +175,7 @@ def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
     return [sum(group.column(i).total_uncompressed_size for i in wanted) for group in groups]
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, columns: Columns) -> int:
@@ -187,9 +186,8 @@ def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, column
     chunks = [metadata.row_group(group).column(i) for i in _leaves(metadata, columns.all)]
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     rows = min(MAX_ROWS, max(1, READ_BYTES * metadata.row_group(group).num_rows // max(1, size)))
-    encoded = any(
-        "DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings
-    )  # rows may all be its largest value
+    # With a dictionary, every row may be the largest value.
+    encoded = any("DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings)
     if size * (rows if encoded else 1) <= HELD_BYTES:
         return rows
     try:

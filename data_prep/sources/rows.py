@@ -17,9 +17,9 @@ from fem_common.cli import is_want_of_memory
 from fem_common.errors import UserError
 from fem_common.text import nearest, one_line
 
-ID = "id"  # the id column that a file may lack; one of another name must be there
-BATCH_BYTES = 4 << 20  # in a batch, where no single row is larger
-ROW_BYTES = 100  # that a row counts for beside its text: rows of empty texts fill a batch too
+ID = "id"  # only an id column with this name may be missing
+BATCH_BYTES = 4 << 20  # maximum size of a batch, unless a single row is larger
+ROW_BYTES = 100  # added to the size of each row, so that empty texts fill a batch too
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def missing_column(
             f"name it with --id-column, or --id-column {columns.text} to split by the text itself"
         ]
     else:
-        hints = hints or ["a filter or the mask asks for it"]
+        hints = hints or ["a filter or the mask requires it"]
     return UserError(f"{path} has no column {name!r}{where} (it has: {listed}); {' '.join(hints)}")
 
 
@@ -181,10 +181,11 @@ class Drop(StrEnum):
     INVALID_UTF8 = "invalid_utf8"  # lone surrogates too
     NULL_ID = "null_id"
     NO_TOKENS = "no_tokens"
-    CONTAINS_EOD = "contains_eod"  # a tokenizer that makes EOD from plain text
+    CONTAINS_EOD = "contains_eod"  # the tokenizer encodes plain text as EOD
     UNREADABLE = "unreadable"  # the rest of a damaged row group
-    CUT_OFF = "cut_off"  # the rest of a truncated or damaged stream: one for all its rows, whose number nothing tells
-    MALFORMED = "malformed"  # a line that is no JSON object with these columns
+    # The rest of a truncated or damaged stream: one drop for an unknown number of rows.
+    CUT_OFF = "cut_off"
+    MALFORMED = "malformed"  # a line that is not a JSON object with these columns
     ABOVE_MAX_BYTES = "above_max_bytes"
     BELOW_MIN_BYTES = "below_min_bytes"
     BELOW_MIN_SCORE = "below_min_score"

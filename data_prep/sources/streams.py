@@ -125,14 +125,12 @@ def parquet_footer(file: BinaryIO) -> str:
     return f"footer:{size}:{hashlib.sha256(footer).hexdigest()}"
 
 
-CHUNK_BYTES = 1 << 20  # unpacked by zlib at once, at most
-PACKED_BYTES = 1 << 16  # fed to zlib at once: what is lost where it finds damage
-READ_BYTES = (
-    1 << 12
-)  # asked of Arrow at once: what is lost where it finds damage, beside the damaged block
-_WIDE = (
-    "requires too much memory"  # zstd's words for a frame whose window is above its limit, 128 MiB
-)
+CHUNK_BYTES = 1 << 20  # maximum output of one call of zlib
+PACKED_BYTES = 1 << 16  # input of one call of zlib; lost if it is damaged
+# Output of one read from Arrow; lost, in addition to the damaged block, if the stream is damaged.
+READ_BYTES = 1 << 12
+# Message of zstd for a frame whose window exceeds its limit of 128 MiB.
+_WIDE = "requires too much memory"
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -155,7 +153,7 @@ def gunzip(file: BinaryIO) -> Iterator[bytes]:
         packed = packed or file.read(PACKED_BYTES)
         ended = not packed
         if member is None:
-            packed = packed.lstrip(b"\0") if members else packed  # some tools pad
+            packed = packed.lstrip(b"\0") if members else packed  # some tools add padding
             if not packed:
                 if ended:
                     return

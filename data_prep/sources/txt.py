@@ -33,7 +33,7 @@ from data_prep.sources.rows import (
 from data_prep.sources.streams import chunks, open_input, sampled, size_of
 from fem_common.errors import UserError
 
-FILE, PARAGRAPH = "txt", "paragraphs"  # the kinds: what is a document
+FILE, PARAGRAPH = "txt", "paragraphs"  # kinds of sources: one document per file or per paragraph
 
 
 def open_files(
@@ -49,7 +49,7 @@ def open_files(
             name,
             columns,
             [columns.text, ID],
-            ", as no .txt file has",
+            ", like every .txt file",
         )
     parts = tuple((name, _check(str(PurePath(folder, name)))) for name in names)
     size = sum(size for _, size in parts)
@@ -69,7 +69,7 @@ def _check(path: str) -> int:
                 pass
             else:
                 raise UserError(
-                    f"{path} is named .txt and begins with a JSON object; name it .jsonl if it has one a line"
+                    f"{path} is named .txt and begins with a JSON object; name it .jsonl if it has one per line"
                 )
         return size_of(file)
 
@@ -134,7 +134,7 @@ def _next_paragraph(path: str, offset: int) -> int | None:
     """
     with open_input(path) as stream:
         stream.seek(offset)
-        blank = None  # the first line may be the rest of one
+        blank = None  # the first line may be incomplete
         for place, _, line in lines(chunks(stream, FILE), offset):
             if blank and not _is_blank(line):
                 return place

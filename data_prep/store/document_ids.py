@@ -96,12 +96,13 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
 
 def numbers_of(path: Path, line: bytes) -> list[int]:
     """Return the numbers of the documents that have this line, ascending."""
+    # ``rest`` begins with the newline before document ``first``.
     found, first, rest, sought = (
         list[int](),
         0,
         b"\n",
         b"\n" + line + b"\n",
-    )  # ``rest`` begins with the newline before document ``first``
+    )
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             block, at = rest + block, -1

@@ -220,8 +220,8 @@ def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
         "--max-bad",
         default=DEFAULT,
         metavar="N|N%",
-        help="end with exit code 1 and their places where more rows than this are bad: null, not UTF-8, unreadable ... (default: 0.1%%); "
-        "a truncated stream, of which nothing tells how many rows it lost, passes at 100%% alone",
+        help="accepted bad rows (null, not UTF-8, unreadable ...); with more, exit with code 1 and list their places (default: 0.1%%); "
+        "a truncated stream, which loses an unknown number of rows, is accepted only at 100%%",
     )
 
 
@@ -259,9 +259,9 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     reasons = ", ".join(f"{dropped[reason]:,} {reason}" for reason in Drop if dropped[reason])
     verdict = f"{dropped.total():,} of {rows:,} rows are bad ({reasons})"
     if dropped[Drop.CUT_OFF]:
-        verdict += ", and how many more were cut off with a damaged stream nothing tells: fetch it again, or accept all with --max-bad 100%"
+        verdict += ", and a damaged stream lost an unknown number of further rows: fetch it again, or accept all with --max-bad 100%"
     else:
-        verdict += f", more than --max-bad {max_bad} allows: mend the inputs, or give the command again with a higher --max-bad"
+        verdict += f", more than --max-bad {max_bad} allows: fix the inputs, or run the command again with a higher --max-bad"
     print(f"data_prep: error: {verdict}; their places are in {path}", file=sys.stderr)
     places.sort(key=lambda place: place["reason"] != Drop.CUT_OFF)
     for place in places[:PRINTED]:

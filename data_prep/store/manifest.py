@@ -219,7 +219,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         if (folder / PLAN).is_file() or (folder / SHARDS).is_dir():
             raise UserError(
-                f"no {MANIFEST} in {folder}: it is not complete; go on with: python -m data_prep run --out {folder}"
+                f"no {MANIFEST} in {folder}: it is not complete; continue with: python -m data_prep run --out {folder}"
             )
         raise UserError(f"no {MANIFEST} in {folder}; write it with: python -m data_prep run")
     try:
@@ -231,7 +231,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.from_json(raw)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} is damaged ({error}); remove it and go on with: python -m data_prep run --out {folder}"
+            f"{path} is damaged ({error}); remove it and continue with: python -m data_prep run --out {folder}"
         ) from None
 
 

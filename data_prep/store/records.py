@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
-LARGEST = 2**63 - 1  # of a number: what numpy and the file system can hold
+LARGEST = 2**63 - 1  # largest number: the limit of numpy and the file system
 
 
 def read(kind: Any, value: Any) -> Any:

@@ -31,7 +31,8 @@ def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     with locked(folder / LOCK, busy, shared=shared) as held:
         if not (held or shared):
             print(
-                f"data_prep: {folder} cannot be locked; start no second run on it", file=sys.stderr
+                f"data_prep: {folder} cannot be locked; do not start a second run on it",
+                file=sys.stderr,
             )
         yield held
 
@@ -70,7 +71,7 @@ class Staging:
     def _remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
-            self.path.parent.rmdir()  # another's is in it where locks do not work
+            self.path.parent.rmdir()  # without locks, it may contain another process's folder
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -86,7 +87,7 @@ class Staging:
         for name in (*names, seal):
             if not (self.path / name).is_file():
                 raise InUse(
-                    f"{self.path / name} is gone: another process works on {self.out}; give the command again after it"
+                    f"{self.path / name} is gone: another process works on {self.out}; run the command again after it ends"
                 )
         old = self.out / seal
         if old.is_file() and old.read_bytes() != (self.path / seal).read_bytes():

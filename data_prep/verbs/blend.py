@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folders",
         nargs="+",
         metavar="DIR[=WEIGHT]",
-        help="merged data folder; weights are relative; all have one, or none",
+        help="merged data folder; weights are relative; give one to all folders or to none",
     )
     parser.add_argument(
         "--seq-length",
@@ -142,9 +142,7 @@ def _parse(text: str) -> tuple[Path, float | None]:
     except ValueError:
         raise UserError(f"{text}: the weight {number!r} is not a number; write DIR=0.3") from None
     if not (math.isfinite(weight) and weight > 0):
-        raise UserError(
-            f"{text}: the weight must be above 0; leave out a folder that is not wanted"
-        )
+        raise UserError(f"{text}: the weight must be above 0; omit a folder that is not wanted")
     return Path(name), weight
 
 
@@ -198,8 +196,8 @@ def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str
             if not any(s["prefix"] == str(source.folder / split) for s in section[split])
         ]
         if without:
-            yield f"  {split} is without {', '.join(without)}: no such split there, or shorter than a sequence"
+            yield f"  {split} is without {', '.join(without)}: the split is missing or shorter than a sequence"
     first = min(sources, key=lambda source: source.tokens / source.weight)
     last = max(sources, key=lambda source: source.tokens / source.weight)
     yield f"  {count(first.tokens / first.weight)} tokens can be drawn before any repeats ({first.folder} is the first)"
-    yield f"  {count(last.tokens / last.weight)} until every one of the {count(total)} is read once ({last.folder} is the last)"
+    yield f"  {count(last.tokens / last.weight)} until all {count(total)} are read once ({last.folder} is the last)"

@@ -52,11 +52,11 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            process.terminate()  # it removes what it has half built
+            process.terminate()  # pretrain removes its incomplete files
             raise
     if code < 0:
         reason = (
-            "; the memory it needs: about 37 bytes a document" if -code == signal.SIGKILL else ""
+            "; it needs about 37 bytes of memory per document" if -code == signal.SIGKILL else ""
         )
         raise UserError(
             f"the index was not built: pretrain was ended by {signal_name(-code)}{reason}"

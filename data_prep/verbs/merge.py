@@ -67,16 +67,17 @@ from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, size
 
 COPY_BYTES = 1 << 22
+# Names of data_prep's files in OUT/shards.
 OURS = re.compile(
     rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+"
-)  # in OUT/shards
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder whose units are all done")
     parser.add_argument(
-        "--tasks", type=int, metavar="M", help="name the tasks, of M, whose units are missing"
+        "--tasks", type=int, metavar="M", help="report which of M tasks have missing units"
     )
     add_max_bad_argument(parser)
 
@@ -282,9 +283,9 @@ def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
     )
     free = shutil.disk_usage(out).free
     if wanted > free:
-        sizes = f"merging takes {size(wanted)} beside the shards and {size(free)} are free"
+        sizes = f"merging needs {size(wanted)} in addition to the shards, and {size(free)} are free"
         raise StorageError(
-            f"{out}: {sizes}; make room and merge again with: python -m data_prep merge {out}"
+            f"{out}: {sizes}; free disk space and merge again with: python -m data_prep merge {out}"
         )
 
 
@@ -334,5 +335,5 @@ def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
         )
         whose = f"units {shortened(ranges(without))} were encoded before ids were recorded"
         print(
-            f"{out}: no ids of documents beside {', '.join(splits)}: {whose}; to have them, run again with --overwrite"
+            f"{out}: no document ids for {', '.join(splits)}: {whose}; to get them, run again with --overwrite"
         )

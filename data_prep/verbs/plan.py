@@ -51,7 +51,7 @@ from fem_common.files import write_whole
 from fem_common.text import count, counted, size
 
 UNIT_MB = 256.0
-BYTES_PER_TOKEN = 4  # of text, about; what the disk's estimate rests on
+BYTES_PER_TOKEN = 4  # approximate; used for estimates of disk space
 PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in KINDS)
 OWN = (PLAN, MANIFEST, *PAIRS, UNITS, BAD_ROWS)
 OPTIONS = {"languages": "language"}
@@ -81,7 +81,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
         type=float,
         default=UNIT_MB,
         metavar="MB",
-        help="text in a unit of work, about (default: 256)",
+        help="approximate text in a unit of work (default: 256)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the data in --out")
 
@@ -163,7 +163,7 @@ def check_splits(plan: Plan) -> None:
         wanted -= set(documents.splits.tolist())
         if not wanted:
             return
-    if any(map(len, hashes)):  # where all rows are bad, run says where they are
+    if any(map(len, hashes)):  # if all rows are bad, run reports their places
         raise UserError(_empty(split, wanted, np.concatenate(hashes), plan))
 
 
@@ -174,8 +174,8 @@ def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: 
     fits = next(filter(None, (fitting(wish, hashes) for wish in wishes)))
     advice = f"give --valid-percent {fits.valid_percent:g} --test-percent {fits.test_percent:g}"
     if any(file.kind == "txt" for file in plan.files):
-        advice += ", or --paragraphs for a document of each paragraph"
-    return f"{names} would be empty: {counted(len(hashes), 'document')} in all; {advice}"
+        advice += ", or --paragraphs to make each paragraph a document"
+    return f"{names} would be empty: {counted(len(hashes), 'document')} in total; {advice}"
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -187,7 +187,7 @@ def notes(plan: Plan) -> Iterator[str]:
             if len(unnamed) == 1
             else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
         )
-        yield f"{which} no column {ID!r}: a document's id, which decides its split, is its file and place there (see --id-column)"
+        yield f"{which} no column {ID!r}: a document's id, which decides its split, is its file and its place in the file (see --id-column)"
     large = [
         name
         for file in plan.files
@@ -196,7 +196,7 @@ def notes(plan: Plan) -> Iterator[str]:
         if size > plan.settings.max_bytes
     ]
     if large:
-        yield f"{counted(len(large), '.txt file')} above --max-bytes left out, {large[0]} first; --paragraphs makes documents of paragraphs"
+        yield f"{counted(len(large), '.txt file')} above --max-bytes left out (first: {large[0]}); --paragraphs makes each paragraph a document"
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Found]:
@@ -222,12 +222,12 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
             ]
             if not files:
                 raise UserError(
-                    f"{name} holds only what data_prep has written into {out}; name the inputs"
+                    f"{name} contains only files that data_prep wrote to {out}; name the inputs"
                 )
             for file in files:
                 if _lies_at(file.path, [*own, *folders]):
                     raise UserError(
-                        f"the input {file.path} lies where data_prep writes in --out {out}; move it, or choose another --out"
+                        f"the input {file.path} is at a path that data_prep writes in --out {out}; move it, or choose another --out"
                     )
         found += files
     return found
@@ -256,9 +256,8 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
     also complete data of the same plan. Finished units of an interrupted run of the same plan are
     kept.
     """
-    taken = (
-        [] if overwrite else _taken(out, tokenizer)
-    )  # before the plan is looked for: another task may be writing both
+    # Checked before the plan is read, because another task may be writing both.
+    taken = [] if overwrite else _taken(out, tokenizer)
     old: Plan | None = None
     with suppress(UserError) if overwrite else nullcontext():
         old = read_plan(out) if (out / PLAN).exists() else None
@@ -271,7 +270,12 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
             write_plan(out, plan)
         return True
     if overwrite:
-        for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):  # what vouches for the data first
+        for name in (
+            MANIFEST,
+            *PAIRS,
+            UNITS,
+            BAD_ROWS,
+        ):  # the manifest first: it marks the data as complete
             (out / name).unlink(missing_ok=True)
         remove_shards(out)
     elif old:
@@ -279,7 +283,7 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
             f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}"
         )
     elif taken:
-        raise UserError(f"{taken[0]} exists and no {PLAN} says what it is; {AGAIN}")
+        raise UserError(f"{taken[0]} exists without a {PLAN} that describes it; {AGAIN}")
     _copy_tokenizer(tokenizer, out)
     write_plan(out, plan)
     return False
@@ -325,7 +329,7 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
     """Yield the differences between two plans in readable form."""
     contents = [[(file.kind, *file.content) for file in plan.files] for plan in (old, new)]
     if len(old.files) != len(new.files):
-        yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
+        yield f"other inputs ({len(old.files)} in the plan, {len(new.files)} now)"
     elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
         yield "the same inputs in another order"
     elif {file.kind for file in old.files} ^ {file.kind for file in new.files} == {
@@ -337,7 +341,7 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
         number = next(
             i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other
         )
-        yield f"other inputs ({old.files[number].path} there, {new.files[number].path} now)"
+        yield f"other inputs ({old.files[number].path} in the plan, {new.files[number].path} now)"
     if old.tokenizer != new.tokenizer:
         yield "another tokenizer"
     there, now = (plan.settings.deciding() for plan in (old, new))
@@ -345,11 +349,11 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
     for name in differing:
         if not name.startswith("mask"):
             option = OPTIONS.get(name, name).replace("_", "-")
-            yield f"another --{option} ({_shown(there.get(name))} there, {_shown(now[name])} now)"
+            yield f"another --{option} ({_shown(there.get(name))} in the plan, {_shown(now[name])} now)"
     if any(name.startswith("mask") for name in differing):
         yield "another --mask"
     if old.unit_bytes != new.unit_bytes:
-        yield f"another --unit-mb ({old.unit_bytes / 1e6:g} there, {new.unit_bytes / 1e6:g} now)"
+        yield f"another --unit-mb ({old.unit_bytes / 1e6:g} in the plan, {new.unit_bytes / 1e6:g} now)"
     if contents[0] == contents[1] and old.unit_bytes == new.unit_bytes and old.units != new.units:
         yield "other cuts of the same inputs, by another version of data_prep"
 
@@ -374,7 +378,7 @@ def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
     text = sum(file.text_bytes for file in plan.files)
     rows = [file.rows for file in plan.files]
     known = f"{sum(filter(None, rows)):,} rows" + (
-        " and those that only reading tells" if None in rows else ""
+        " and rows that are counted when read" if None in rows else ""
     )
     names, longest = plan.settings.split.names, max(unit.text_bytes for unit in plan.units)
     tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
@@ -384,4 +388,4 @@ def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
     yield f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the largest {size(longest)}"
     yield f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into {len(names)} pairs of .bin and .idx"
     yield f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} of disk, twice that while they are merged"
-    yield f"do it with: python -m data_prep run --out {out}"
+    yield f"run it with: python -m data_prep run --out {out}"

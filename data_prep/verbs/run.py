@@ -65,19 +65,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     add_plan_arguments(parser, required=False)
     add_max_bad_argument(parser)
-    parser.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core)")
+    parser.add_argument(
+        "--workers", type=int, metavar="W", help="processes (default: one per core)"
+    )
     parser.add_argument(
         "--encoder",
         choices=("auto", "gigatoken", "hf"),
         default="auto",
         help="default: gigatoken where it is exact",
     )
-    parser.add_argument("--task-id", type=int, metavar="N", help="which of --tasks this is, from 0")
+    parser.add_argument(
+        "--task-id", type=int, metavar="N", help="number of this task among --tasks, from 0"
+    )
     parser.add_argument(
         "--tasks",
         type=int,
         metavar="M",
-        help="tasks that share the work, each with the same command but for its number",
+        help="number of tasks that share the work; their commands differ only in --task-id",
     )
 
 
@@ -123,7 +127,7 @@ def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]
     index, rest = divmod(number - first, max(step, 1))
     if rest or not 0 <= index < whole:
         raise UserError(
-            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in steps of {step}: of an array with gaps give --tasks"
+            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in steps of {step}: for an array with gaps, give --tasks"
         )
     return Task(index, whole, "SLURM_ARRAY_TASK_ID")
 
@@ -148,7 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
     parse_max_bad(arguments.max_bad)
     if task and arguments.overwrite:
         raise UserError(
-            "--overwrite is not for one task of several; plan with --overwrite first, then start the tasks without it"
+            "--overwrite cannot be used for one task of several; plan with --overwrite first, then start the tasks without it"
         )
     made = make_plan(arguments) if arguments.inputs else None
     plan = made[0] if made else _continued(arguments)
@@ -199,7 +203,7 @@ def _continued(arguments: argparse.Namespace) -> Plan:
             else OPTIONS.get(other[0], other[0]).replace("_", "-")
         )
         raise UserError(
-            f"--{name} is not that of the plan in {arguments.out}; name the inputs too, or leave it out to go on with the plan"
+            f"--{name} differs from the plan in {arguments.out}; name the inputs too, or omit it to continue with the plan"
         )
     return plan
 
@@ -220,7 +224,7 @@ def encode(
     waiting = [unit for unit in mine if unit not in done]
     if not waiting:
         why = (
-            f"done before: {counted(len(mine), 'unit')}"
+            f"already done: {counted(len(mine), 'unit')}"
             if mine
             else "the other tasks have all units"
         )

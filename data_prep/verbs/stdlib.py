@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace OUT.parquet where it holds something else"
+        "--overwrite", action="store_true", help="replace OUT.parquet if it has other content"
     )
 
 
@@ -117,7 +117,7 @@ def main(arguments: argparse.Namespace) -> int:
     table, dropped = collect(root)
     if not table.num_rows:
         raise UserError(
-            f"this Python keeps no standard library sources in {root}; run data_prep with another Python"
+            f"this Python has no standard library sources in {root}; run data_prep with another Python"
         )
     make_folder(out.parent)
     temporary = out.with_name(f".{out.name}.unfinished")

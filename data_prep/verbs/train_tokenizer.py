@@ -92,9 +92,8 @@ class Sample:
     def __init__(self, wanted_bytes: float) -> None:
         self.wanted_bytes = wanted_bytes
         self.text_bytes = 0
-        self._heap: list[
-            tuple[int, bytes]
-        ] = []  # (complement of the hash, text): the first is the next to go
+        # (complement of the hash, text); the first is the next to be removed.
+        self._heap: list[tuple[int, bytes]] = []
 
     @property
     def texts(self) -> list[bytes]:
@@ -224,19 +223,21 @@ def _because(dropped: Counter[Drop]) -> str:
 
 BATCH_BYTES = 1 << 20
 GPT_EOD = "<|endoftext|>"
-# GPT-4's pieces: contractions, words with one leading non-letter, up to three digits, punctuation, line ends, runs of spaces.
+# GPT-4's pre-tokenization: contractions, words with one leading non-letter, up to three digits,
+# punctuation, line ends, runs of spaces.
 GPT_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-SPACE = "▁"  # what a space becomes
+SPACE = "▁"  # replaces a space
 LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 PRINTABLE = SPACE + "".join(map(chr, range(0x21, 0x7F)))
-# Within what merges are learnt: runs of spaces, words and punctuation with at most one leading space; digits and line ends stand alone.
+# Merges are learned within runs of spaces, and words and punctuation with at most one leading
+# space. Digits and line ends are separate.
 LLAMA_PIECES = (
     rf"{SPACE}{{2,}}|{SPACE}?\p{{L}}[\p{{L}}\p{{M}}]*|{SPACE}?[^{SPACE}\s\p{{L}}\p{{N}}]+|[\s\S]"
 )
-LLAMA_COVERAGE = 0.99995  # share of the characters that get an entry; the rest is written as bytes
-LLAMA_LONGEST = 16  # characters of an entry
+LLAMA_COVERAGE = 0.99995  # share of the characters with an entry; the rest is encoded as bytes
+LLAMA_LONGEST = 16  # maximum characters of an entry
 
 
 @dataclass(frozen=True)
@@ -342,7 +343,8 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
         max_token_length=LLAMA_LONGEST,
         show_progress=show,
     )
-    # A character without an entry is skipped in training, which would join its neighbours: a line end keeps them apart.
+    # Training skips characters without an entry and would join their neighbours. A line end separates
+    # them.
     apart = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
     tokenizer.train_from_iterator(
         ([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer

@@ -107,7 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     else:
         report = verify_units(folder, arguments.sample)
-        done = f"not merged yet; go on with: python -m data_prep merge {folder}"
+        done = f"not merged yet; continue with: python -m data_prep merge {folder}"
     for note in report.notes:
         print(f"not checked: {note}")
     for fault in report.faults:
@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
     if report.faults:
         print(f"{folder}: {len(report.faults)} fault{'s' if len(report.faults) > 1 else ''}")
         return 1
-    print(f"{folder}: whole; {done}; {', '.join(report.agree)} agree")
+    print(f"{folder}: complete; {done}; {', '.join(report.agree)} agree")
     return 0
 
 
@@ -313,7 +313,7 @@ def _sample(
     if not number:
         return
     if report.faults or len(entries) != len(plan.units):
-        report.notes.append("a sample against the inputs: mend the faults first")
+        report.notes.append("a sample against the inputs: fix the faults first")
         return
     found = check_sample(folder, plan, entries, number, merged=merged)
     report.add(found.faults, fix)

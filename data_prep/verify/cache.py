@@ -108,7 +108,7 @@ def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) 
             entry.bin_sha256,
             entry.bin_sample,
         ):
-            yield f"{cache / COMPLETE} is stale: built from other contents of {source['prefix']} than are there now"
+            yield f"{cache / COMPLETE} is stale: built from another content of {source['prefix']} than the current one"
 
 
 def _damaged(

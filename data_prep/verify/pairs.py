@@ -191,9 +191,9 @@ def _token_faults(
     elif isinstance(entry, MergedEntry) and sample_digest(path) != entry.bin_sample:
         yield f"{path}: its sample differs from {says}'s bin_sample, though the hash agrees: {says} was altered"
     if foreign:
-        yield f"{path}: {foreign} ids lie outside the vocabulary of {ids.vocab_size}"
+        yield f"{path}: {foreign} ids are outside the vocabulary of {ids.vocab_size}"
     if found != entry.documents:
-        yield f"{path}: EOD stands {found} times for {entry.documents} documents"
+        yield f"{path}: EOD occurs {found} times for {entry.documents} documents"
     if unended:
         yield f"{path}: {unended} documents do not end in EOD, number {first} first"
 

@@ -37,11 +37,11 @@ from tests.launch.supervised import alive
 ROOT = Path(__file__).resolve().parents[2]
 SHARES = ("--valid-percent", "10", "--test-percent", "5")
 ALL_TRAIN = ("--valid-percent", "0", "--test-percent", "0")
-SMALL_UNITS = ("--unit-mb", "0.001")  # a unit for each row group
+SMALL_UNITS = ("--unit-mb", "0.001")  # one unit per row group
 HF = (
     "--encoder",
     "hf",
-)  # spares a run gigatoken's self-check, which takes longer than the rest of it
+)  # skips gigatoken's self-check, which takes longer than the rest of a run
 WORDS = "the of and energy free mixer value return import class self def tensor gate prior reads writes 3.14 2025 naïve 東京 🙂 ".split(
     " "
 )
@@ -83,7 +83,7 @@ def write_parquet(
     return path
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def command(*arguments: object) -> list[str]:
@@ -202,7 +202,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
         time.sleep(0.005)
 
 
-# --- folders ----------------------------------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 def plan_folder(out: Path, inputs: Iterable[Path], tokenizer: Path, *options: str) -> Path:
@@ -269,7 +269,7 @@ def restore(folder: Path, before: dict[str, bytes]) -> None:
         (folder / name).write_bytes(before[name])
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -356,7 +356,7 @@ def edit_units(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -
     )
 
 
-# --- what all tests share ---------------------------------------------------------------------------------------------------------------
+# --- shared fixtures ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -438,8 +438,8 @@ def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: P
     )
 
 
-# A mask of the user's runs in the workers: it writes down each unit that is begun (one batch of `many`), does to a worker what a broken
-# library would, or slows down units from one on.
+# A user mask, which runs in the workers. It records each unit that starts (one batch of `many`),
+# kills or breaks a worker like a faulty library, or slows down units.
 MASK = r"""
 import os, time
 import numpy as np

@@ -18,7 +18,7 @@ import pytest
 
 from data_prep.encode import workers
 
-INTERPRETERS = ("test_crash.py", "test_workers.py")  # the tests of the processes themselves
+INTERPRETERS = ("test_crash.py", "test_workers.py")  # tests of the processes themselves
 
 
 class Fork:
@@ -34,7 +34,8 @@ class Fork:
         if self.pid:
             return
         try:
-            gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
+            # Objects of other tests' libraries must not be finalized in the child: their threads are gone.
+            gc.disable()
             first = 3
             for descriptor in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
                 os.closerange(first, descriptor)

@@ -32,7 +32,7 @@ from tests.data_prep import conftest as room
 
 FLOCK = fcntl.flock
 
-# --- a death before any call that changes what is on the disk -------------------------------------------------------------------------
+# --- death before any call that changes the disk --------------------------------------------------
 
 CALLS = ("fsync", "replace", "unlink", "rmdir")
 
@@ -61,7 +61,8 @@ def dies_at(number: int, out: Path) -> bool:
     """
     child = os.fork()
     if not child:
-        gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
+        # Objects of other tests' libraries must not be finalized in the child: their threads are gone.
+        gc.disable()
         left = [number]
 
         def dying(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +175,7 @@ def test_what_gets_its_final_name_is_on_the_disk_before(
     } <= set(named)
 
 
-# --- real processes, killed -----------------------------------------------------------------------------------------------------------
+# --- real processes, killed -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
     assert room.snapshot(out) == room.snapshot(merged)
 
 
-# Merges where locks do not work; at one of its calls, a second merge comes and goes, which is to be told of nothing amiss.
+# Merges without working locks. At one of the calls, a second merge runs and must not report a fault.
 BESIDE = """
 import errno, fcntl, os, subprocess, sys
 def no_lock(*_):
@@ -325,7 +326,7 @@ def test_merges_at_once_without_a_working_lock_leave_the_data_whole(
         BESIDE, lock, call, number, "merge", shards, "--max-bad", "100%", BESIDE=BESIDE
     )
     errors = [line for line in result.stderr.splitlines() if "cannot be locked" not in line]
-    # Refused as busy, or by a file that the other has moved away, depending on how far it was.
+    # Refused as busy, or because the other merge has moved a file, depending on its progress.
     assert "met" in result.stdout and (result.returncode, len(errors)) in (
         (0, 0),
         (2, 1),

@@ -40,7 +40,8 @@ PIECES = [
     "\U0010ffff".encode(),
     "\ud7ff\ue000\uffff".encode(),
 ]
-# A lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
+# A lone surrogate, half of one, an overlong NUL and slash, beyond U+10FFFF, truncated,
+# a stray continuation, latin-1.
 BROKEN = [
     b"\xed\xa0\x80",
     b"\xed\xbf\xbf",
@@ -296,7 +297,7 @@ def test_a_filter_takes_a_column_of_any_type_that_can_be_read_so() -> None:
         assert Selection(Settings()).of(rows)[1] == {}
 
 
-# --- splits -----------------------------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -352,7 +353,7 @@ def test_the_shares_that_fit_leave_no_split_empty() -> None:
             )
 
 
-# --- settings and masks -----------------------------------------------------------------------------------------------------------------
+# --- settings and masks ---------------------------------------------------------------------------
 
 
 def parse(*options: str) -> Settings:
@@ -410,7 +411,7 @@ def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "duplicates.txt",
         "mask.py",
-    ]  # nothing is left beside it
+    ]  # the filter leaves only this file
     texts = pa.array([b"one", None, b"\xff\xff", b"2", b"three", b"four"], pa.large_binary())
     ids = pa.array([b"\xff1", b"id-1", b"id-2", b"id-3", b"id-4", b"id-5"], pa.large_binary())
     selection = Selection(settings)

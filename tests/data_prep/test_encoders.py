@@ -121,7 +121,7 @@ def text_of_the_library(most: int) -> list[str]:
     ][:most]
 
 
-# --- the ids ----------------------------------------------------------------------------------------------------------------------------
+# --- the ids --------------------------------------------------------------------------------------
 
 
 def some(*names: str) -> list[Any]:
@@ -191,7 +191,7 @@ def test_special_tokens_in_text_are_text(made_of: Made, name: str, kind: str) ->
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # special are the first three
+LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # the first three are special
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_batches_slices_and_order_make_no_difference(made_of: Made, name: str, k
 def without_type(spec: Spec) -> None:
     del spec["model"][
         "type"
-    ]  # as GPT-2's first files; Hugging Face tokenizers tells it by the rest
+    ]  # as in GPT-2's first files; Hugging Face infers it from the other keys
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -346,7 +346,7 @@ def test_gigatoken_forgets_words_when_they_take_too_much(made_of: Made) -> None:
     assert 2 < int(room.python(FORGETS, made_of("gpt").path).stdout) < 12
 
 
-# --- settled code points ----------------------------------------------------------------------------------------------------------------
+# --- settled code points --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("composed", [False, True])
@@ -392,7 +392,7 @@ def test_unsettled_documents_are_left_to_hugging_face(made_of: Made) -> None:
     )
 
 
-# --- the choice -------------------------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
@@ -489,7 +489,7 @@ def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(
         encoder.encode(arrow(["a"]))
 
 
-# --- run against datatrove's MegatronDocumentTokenizer, as its users run it -------------------------------------------------------------
+# --- run against datatrove's MegatronDocumentTokenizer, run in its usual way ----------------------
 
 DATATROVE = """
 import sys

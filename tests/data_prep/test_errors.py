@@ -70,7 +70,7 @@ TABLES: dict[str, dict[str, list[object]]] = {
     "nothing": {"text": [""], "id": ["a"]},
     "few": {"text": ["a", "b", "c"], "id": [1, 2, 3]},
 }
-MASKS = {  # the file of a mask -> its code
+MASKS = {  # file of a mask -> its code
     "zero": "x = 1\ny = 1 / 0\ndef keep(b, p, q): ...",
     "syntax": "x = 1\ndef keep(b, p, q:\n",
     "imports": "import absent_module\n",
@@ -78,12 +78,12 @@ MASKS = {  # the file of a mask -> its code
     "files": "files = ('gone.txt',)\ndef keep(b, p, q): ...",
     "few": "number = 1\ndef helper(): ...\ndef keep(b, p, q): ...",
 }
-# Answers of a mask for three rows.
+# Return values of a mask for three rows.
 ANSWERS = (
     "raise_() | b['nothing'] | None | [True] * 3 | np.ones(3) | np.ones((3, 1), bool) | np.ones(2, bool) | pa.array([1, 0, 1]) | "
     "pa.array([True, None, None]) | pa.array([True] * 4)"
 ).split(" | ")
-# How commands begin: how they go on.
+# Beginning of a command: its possible continuations.
 COMMANDS = """
 inspect: absent.parquet; *.pq; empty; corpus.parquet ./corpus.parquet; corpus.parquet link.parquet; tables tables/few.parquet
 inspect: twice.parquet; truncated.parquet; tables/name.parquet --id-column nam; meta.jsonl --id-column meta.sat
@@ -177,7 +177,7 @@ def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(
     )
     for words in commands:
         result = room.cli(*words.split(), HERE=str(spoilt))
-        if result.returncode == 0:  # of the tables and masks some are good
+        if result.returncode == 0:  # some of the tables and masks are valid
             assert words.startswith("inspect tables/") and words.endswith(
                 ("few.parquet", "name.parquet", "nested.parquet", "nothing.parquet")
             ), words
@@ -245,7 +245,7 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None
     )
 
 
-# --- memory, help -----------------------------------------------------------------------------------------------------------------------
+# --- memory, help ---------------------------------------------------------------------------------
 
 
 def test_want_of_memory_is_one_line(corpus: Path) -> None:

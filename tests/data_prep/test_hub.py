@@ -125,7 +125,7 @@ def paths(address: str, subset: str | None = None) -> list[str]:
             f"{EDU}/empty/notes.txt",
             None,
             ["empty/notes.txt"],
-        ),  # the reader says what is wrong with it
+        ),  # the reader reports its fault
         ("hf://datasets/some/bare", None, ["d-1/train.parquet", "train/x.parquet"]),
         ("hf://datasets/some/mixed", None, ["a.json.gz", "b.JSONL", "c.jsonl.zstd"]),
     ],
@@ -143,7 +143,9 @@ def test_what_a_listing_leaves_out_is_named(
         paths(f"hf://datasets/some/{name}")
     mixed, bare = capsys.readouterr().err.splitlines()
     assert mixed.endswith(": 3 names left out: d.csv, dataset_infos.json, .gitattributes")
-    assert bare.endswith(": 1 name left out, as other paths have the word train: test/x.parquet")
+    assert bare.endswith(
+        ": 1 name left out, because other paths contain the word train: test/x.parquet"
+    )
 
 
 def test_revisions_and_identities(server: Hub) -> None:

@@ -53,7 +53,7 @@ def tokens(folder: Path, split: str = "train") -> int:
     return int(room.manifest_of(folder)["splits"][split]["tokens"])
 
 
-# --- blend ------------------------------------------------------------------------------------------------------------------------------
+# --- blend ----------------------------------------------------------------------------------------
 
 
 def test_weights_are_shares_of_the_training_tokens_by_default(
@@ -106,7 +106,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
     room.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length", 64, HERE=str(tmp_path))
 
 
-# --- index ------------------------------------------------------------------------------------------------------------------------------
+# --- index ----------------------------------------------------------------------------------------
 
 
 def test_from_text_to_a_run_on_a_blend(
@@ -156,7 +156,7 @@ def test_from_text_to_a_run_on_a_blend(
     index = books / "train.idx"
     room.spoil(books, f"train.idx flip {index.stat().st_size // 2}")
     capsys.readouterr()
-    assert pretrain([*settings, "--index"]) == 2  # which the verb starts
+    assert pretrain([*settings, "--index"]) == 2  # the command that the verb starts
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert said.startswith(
@@ -170,7 +170,8 @@ def test_from_text_to_a_run_on_a_blend(
     assert room.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale
 
 
-# What Python imports at its start: the folder that a cache is built in is no sooner there than the process stays where it is.
+# Imported at Python's start: the process stops as soon as the folder of a cache under
+# construction exists.
 STUCK = """
 import os, time
 make = os.mkdir
@@ -215,9 +216,7 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
 
 def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
     done = room.alone("index", DEMO, "train.stps=3")
-    first = done.stderr.splitlines()[
-        0
-    ]  # where the demo's data has not been made, a second line says that
+    first = done.stderr.splitlines()[0]  # without the demo's data, a second line reports this
     assert (
         first == "pretrain: error: command line: unknown key train.stps; did you mean train.steps?"
     )
@@ -237,7 +236,7 @@ def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> No
         "data_prep",
         "index",
         "run.yaml",
-    ]  # -S: the project's own installation is not seen
+    ]  # -S hides the project's installation
     known = {"PYTHONPATH": sysconfig.get_path("purelib")}
     done = subprocess.run(
         command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=300

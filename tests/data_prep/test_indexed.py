@@ -66,7 +66,7 @@ def test_bytes_equal_megatrons_and_datatroves_whatever_the_batches(
     for batch in (1, 10, 100):
         write_ours(
             tmp_path / f".by~{batch}.x", documents, dtype_name(vocab_size), batch
-        )  # a prefix may hold dots
+        )  # a prefix may contain dots
     builder = IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=dtype)
     datatrove = MegatronTokenizedFile(
         str(tmp_path), "datatrove", token_size=np.dtype(dtype).itemsize

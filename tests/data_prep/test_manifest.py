@@ -88,7 +88,7 @@ def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
 
 
 WRONGS: list[Any] = [None, True, 6, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
-# What may be missing or be of another type: it decides no byte, or is looked at by verify.
+# Values that may be missing or have another type: they decide no byte, or verify checks them.
 FREE = {
     *"files.*.path files.*.bytes files.*.rows files.*.text_bytes units.*.* unit_bytes bad.*".split(),
     "source.files.*",

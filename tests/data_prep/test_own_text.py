@@ -100,7 +100,7 @@ def test_every_verb_takes_a_folder_of_text(tmp_path: Path, notes: Path) -> None:
         assert "encoded again agree" in room.done("verify", small)
         assert room.done("status", small) and room.done("stats", small)
     command = run(notes, tokenizer, tmp_path / "one0", *room.SHARES, "--unit-mb", 1)
-    for hidden in notes.rglob(".*"):  # which would be named on a line of its own
+    for hidden in notes.rglob(".*"):  # otherwise an additional line would list it
         hidden.unlink()
     assert "another --paragraphs" in room.refused(*command, "--paragraphs")
     (notes / "00.txt").write_text("another text")

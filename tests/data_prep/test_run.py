@@ -154,7 +154,7 @@ def test_the_tokenizer_may_lie_in_the_output_folder(
         )
 
 
-# --- the same bytes ---------------------------------------------------------------------------------------------------------------------
+# --- the same bytes -------------------------------------------------------------------------------
 
 
 def test_workers_and_the_size_of_units_do_not_change_a_byte(
@@ -259,7 +259,7 @@ def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed
     room.done("run", "--out", tmp_path / "out", "--task-id", 0, "--tasks", 2, *room.HF)
     room.done(
         "plan", "a.parquet", "moved.parquet", *options, HERE=str(tmp_path / "here")
-    )  # the same inputs, elsewhere
+    )  # the same inputs in another folder
     for name in inputs:
         (tmp_path / "here" / name).unlink()
     room.done("run", "--out", tmp_path / "out", "--task-id", 1, "--tasks", 2, *room.HF)
@@ -267,7 +267,7 @@ def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed
     assert len(room.read_split(tmp_path / "out", "train")) == 100
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def test_bad_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: Path) -> None:

@@ -118,7 +118,7 @@ def test_one_json_document_is_refused_and_json_lines_of_that_name_are_read(
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     (tmp_path / name).write_bytes(packed(name.lower(), content))
-    with pytest.raises(UserError, match=r"one object a line"):
+    with pytest.raises(UserError, match=r"one object per line"):
         open_files([str(tmp_path)], COLUMNS)
     rows = [{"text": "a", "id": "1"}, {"text": "b", "id": "2"}]
     file = opened(
@@ -243,7 +243,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
     assert [item[:2] for item in expected] == [
         (item["text"].encode(), item["id"].encode()) for item in rows
     ]
-    least = 1 if kind == "parquet" else 500  # a span of JSONL costs an opened file
+    least = 1 if kind == "parquet" else 500  # each span of JSONL opens the file
     for unit_bytes in (
         least,
         999,
@@ -263,7 +263,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
             )
             assert all(
                 span.text_bytes - sizes[span.stop - 1] < unit_bytes for span in cut
-            )  # never more than a group beyond
+            )  # at most one group above
         else:
             assert len(cut) == (
                 max(1, min(file.bytes, round(file.text_bytes / unit_bytes)))

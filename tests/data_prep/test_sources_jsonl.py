@@ -41,7 +41,7 @@ def after_first(
     return [(*other[:-1], other[-1] - start) for other in others], said
 
 
-# --- against json.loads -----------------------------------------------------------------------------------------------------------------
+# --- against json.loads ---------------------------------------------------------------------------
 
 PIECES = [
     '"',
@@ -118,7 +118,7 @@ def fuzzed_line(random_: random.Random) -> bytes:
     ]
     items += [("text", fuzzed_text(random_))] * (
         random_.random() < 0.1
-    )  # the last of a key's values counts
+    )  # the last value of a key is used
     random_.shuffle(items)
     space = random_.choice(["", " ", "\t "])
     pairs = (
@@ -170,7 +170,7 @@ def test_fuzzed_lines_are_read_as_json_reads_them(tmp_path: Path, seed: int) -> 
         ).split(b"\n")
 
 
-# --- bad lines --------------------------------------------------------------------------------------------------------------------------
+# --- bad lines ------------------------------------------------------------------------------------
 
 BAD = [
     *(
@@ -300,7 +300,7 @@ def test_a_line_above_the_limit_is_malformed(
         assert said == ["it is longer than 3 MiB"]
 
 
-# --- other columns ----------------------------------------------------------------------------------------------------------------------
+# --- other columns --------------------------------------------------------------------------------
 
 
 def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(
@@ -340,7 +340,7 @@ def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(
     assert read_all(file, WHOLE, columns) == [(b"a", 1.0, 0), (b"b", None, 23)]
 
 
-# --- packed streams ---------------------------------------------------------------------------------------------------------------------
+# --- packed streams -------------------------------------------------------------------------------
 
 
 def noisy(number: int) -> bytes:
@@ -421,4 +421,4 @@ def test_damage_within_a_stream_or_behind_it_cuts_the_rest_off(tmp_path: Path) -
             assert fault.message.startswith(
                 f"{file.path} is damaged at byte {last[2]} of its unpacked content ("
             )
-            assert fault.message.endswith("): what follows is lost; fetch or pack it again")
+            assert fault.message.endswith("): the rest is lost; fetch or compress it again")

@@ -123,7 +123,7 @@ def test_rows_are_those_of_read_table_however_they_were_written(
         item |= random_.choice([{}, {}, {"text": None}, {"id": None}, {"text": "again"}])
     columns = Columns(extra=("score", "tags", "meta"))
     file = written(tmp_path / "x.parquet", rows, columns, **any_way(random_))
-    if random_.random() < 0.5:  # the walk over the pages, which large row groups ask for
+    if random_.random() < 0.5:  # read the page headers, as for large row groups
         monkeypatch.setattr(parquet, "HELD_BYTES", 100_000)
     table = pq.read_table(tmp_path / "x.parquet")
     expected = [table.column(name).to_pylist() for name in columns.all]
@@ -184,7 +184,7 @@ def test_batches_are_small_and_hold_little_more_than_their_rows(tmp_path: Path) 
     assert 10 < len(found) < 40
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 PAGES: dict[str, Any] = {
     "use_dictionary": False,
@@ -208,7 +208,7 @@ def test_a_damaged_row_group_is_read_up_to_the_damage_and_the_others_whole(
         stream.seek(chunk.data_page_offset + int(chunk.total_compressed_size * at))
         stream.write(bytes(40))
     (file,) = open_files([str(path)], COLUMNS)
-    assert file == whole  # a footer does not tell
+    assert file == whole  # the footer does not reveal it
     found = parts(file, [Span(0, 3, None, 0)])
     (fault,) = [part for part in found if isinstance(part, Unreadable)]
     assert fault.reason is Drop.UNREADABLE and fault.place + fault.rows == 800
@@ -286,7 +286,7 @@ def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.M
         memory.read(10)
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -298,7 +298,7 @@ def test_pages_add_up_to_their_chunk(
     rows, path = [row(i, words=i % 100) for i in range(700)], tmp_path / "x.parquet"
     rows += [
         {"text": "a" * 50_000, "id": "b" * 60_000}
-    ] * statistics  # whose statistics make a long header
+    ] * statistics  # statistics that make a long header
     sizes: dict[str, Any] = {
         "data_page_size": 3000,
         "write_batch_size": 10,
@@ -368,7 +368,7 @@ def test_a_page_above_the_limit_is_not_read(
     )
 
 
-# --- memory: a process that reads stays small whatever the sizes of row groups, values, dictionaries, pages and lines --------------------
+# --- bounded memory for all sizes of row groups, values, dictionaries, pages and lines ------------
 
 SCHEMA = pa.schema([("text", pa.large_string()), ("id", pa.string())])
 READ = """
@@ -459,7 +459,7 @@ def write_lines(path: Path, before: bytes, part: bytes, times: int) -> Path:
 
 LARGE: dict[
     str, tuple[Any, tuple[int, int, int], int]
-] = {  # how a file is written; rows, lost rows, MiB of text; the most MiB of memory
+] = {  # writer of a file -> rows, lost rows, MiB of text; maximum MiB of memory
     "large rows": (lambda path: write(path, 25 * MIB, 20, 1), (40, 0, 1000), 450),
     "large rows behind small": (
         lambda path: write(path, 25 * MIB, 20, 4, small=20_000),
@@ -497,7 +497,7 @@ def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
     line, window = (
         b'{"text": "a", "id": "1"}\n',
         17 << 3,
-    )  # 128 MiB, which zstd says it lacks in an error of no special type
+    )  # 128 MiB, which zstd reports as missing in an error of a general type
     block = (len(line) << 3 | 1).to_bytes(3, "little") + line
     (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block)
     for path, enough, rows in (
@@ -507,5 +507,5 @@ def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
         for mib, said in ((enough, f"{rows} 0 "), (40, "MemoryError")):
             done = room.python(
                 READ, path, mib, ARROW_DEFAULT_MEMORY_POOL="system"
-            )  # the others set addresses aside
+            )  # other allocators reserve address space
             assert (done.stdout + done.stderr).startswith(said), (mib, done)

@@ -178,7 +178,7 @@ def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
     } <= set(rest)
     for entry in (
         rest
-    ):  # a space begins an entry, or there is nothing else; digits and line ends stand alone
+    ):  # a space begins an entry or is all of it; digits and line ends have separate entries
         assert len(entry) <= 16 and re.fullmatch(f"{SPACE}+|{SPACE}?[^{SPACE}]+", entry)
         assert len(entry) == 1 or not re.search(r"[\d\s]", entry)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -186,7 +186,7 @@ def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
     assert tokenizer.encode("\n\t").tokens == [SPACE, "<0x0A>", "<0x09>"]
     assert (
         tokenizer.decode(tokenizer.encode("a▁b").ids) == "a b"
-    )  # the one sign that does not come back
+    )  # the only character that is not decoded exactly
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_files_their_order_and_threads_make_no_difference(
         )
         assert done.returncode == 0, done
         made.add((tmp_path / f"of-{name}" / "tokenizer.json").read_bytes())
-    assert len(made) == 1  # and the sample decides
+    assert len(made) == 1  # the sample decides
     assert (
         train(tmp_path / "whole.parquet", tmp_path / "all", style) / "tokenizer.json"
     ).read_bytes() not in made
@@ -255,7 +255,7 @@ def test_the_same_training_is_left_alone_and_another_is_refused(
     assert load_folder(out).vocab_size == 400
     (out / "tokenizer.json").write_text(
         "{}"
-    )  # it is not taken for done, and made anew it is the same
+    )  # the folder counts as incomplete, and a second training gives the same
     room.done(*same, "--overwrite")
     assert room.snapshot(out) == room.snapshot(tokenizer)
     assert set(room.snapshot(out)) == {"tokenizer.json", "tokenizer_config.json", "training.json"}
@@ -317,7 +317,7 @@ def test_filters_and_drops_are_those_of_run(tmp_path: Path) -> None:
     assert made["dropped"] == {"empty_text": 1, "malformed": 1, "below_min_score": 1}
 
 
-# --- the sample -------------------------------------------------------------------------------------------------------------------------
+# --- the sample -----------------------------------------------------------------------------------
 
 
 def assert_sample(documents: list[tuple[str, str]], wanted: float) -> None:
@@ -368,5 +368,5 @@ def test_the_alphabet_is_the_most_frequent_characters_with_ties_by_code_point() 
         assert set(rare) == set(counts) - set(letters) - {" "}
     common = (
         "x" * 100_000 + "é" * 50 + "ñ"
-    )  # 0.00051 of the characters are not ASCII, 0.00001 of them ñ, below what is covered
+    )  # 0.00051 of the characters are not ASCII; ñ, 0.00001 of them, is below the coverage
     assert alphabet([common.encode()], 99) == (PRINTABLE + "é", "ñ")

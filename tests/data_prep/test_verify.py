@@ -21,7 +21,7 @@ from data_prep.store.indexed import read_index
 from tests.data_prep import conftest as room
 from tests.wording import Wording
 
-# What is done (see conftest.spoil): to a merged folder,
+# Changes (see conftest.spoil) of a merged folder,
 MERGED = """
 train.bin: cut 1; cut 200; write; add xy; flip -1; swap valid.bin
 valid.bin: flip 50; gone
@@ -37,7 +37,7 @@ manifest.json: set source.settings.min_bytes 1; set source.fingerprint "0"; set 
 units.jsonl: flip 9; gone
 plan.json: gone; set units.0.2 0; set settings.min_bytes 9; set settings.more 9
 """
-# to the shards of one that is not merged,
+# of the shards of a folder that is not merged,
 SHARDS = """
 00002-train.bin: cut 2; flip 9
 00002-train.idx: flip 40; gone
@@ -50,19 +50,19 @@ note.txt: write x
 ../plan.json: set tokenizer.eod_id 3
 ../tokenizer: gone
 """
-# to one whose hashes are made to agree, so that only what is inside the files can tell,
+# of a folder whose hashes are updated, so that only checks of the content find them,
 INSIDE = """
 test.bin: ids -1=9; ids 0=0; ids -1=9 0=0; ids 0=320
 test.idx: lengths 0+1 1+-1; flip 74; flip -8
 """
-# to an index cache,
+# of an index cache,
 CACHES = """
 complete.json: set sources.0.idx_sha256 "0"; set sources.1.bin "0"; write {; set format 2; pop sources.0.bin
 train-indices.npy: flip 100; cut 1; gone
 """
 UNITS: tuple[
     Callable[[list[Any]], object], ...
-] = (  # and to units.jsonl, with the manifest's hash of it
+] = (  # and of units.jsonl, with its hash in the manifest
     lambda u: u.pop(),
     lambda u: u.reverse(),
     lambda u: u[2].update(plan="0"),
@@ -116,8 +116,8 @@ def check_faults(
 def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded: Path) -> None:
     assert verify(made)[0] == 0
     for folder, said in (
-        (merged, r"whole; train [\d.]+k tokens, valid .*, test "),
-        (encoded, "whole; not merged yet; go on with: .* merge"),
+        (merged, r"complete; train [\d.]+k tokens, valid .*, test "),
+        (encoded, "complete; not merged yet; continue with: .* merge"),
     ):
         before = room.snapshot(folder)
         code, output = verify(folder)
@@ -174,7 +174,7 @@ def test_shards_that_a_kill_left_are_said_and_are_no_fault(data: Path, encoded: 
     )
 
 
-# --- the sample -------------------------------------------------------------------------------------------------------------------------
+# --- the sample -----------------------------------------------------------------------------------
 
 
 def test_the_sample_alone_sees_a_document_that_is_not_its_text(
@@ -278,7 +278,7 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         assert "encoded again" not in output and "whole" in output
 
 
-# --- index caches -----------------------------------------------------------------------------------------------------------------------
+# --- index caches ---------------------------------------------------------------------------------
 
 
 def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:

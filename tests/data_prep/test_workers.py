@@ -25,7 +25,7 @@ from tests.data_prep import conftest as room
         (
             "os.kill(os.getpid(), 9)",
             1,
-            "was killed by SIGKILL at {} (for want of memory? give fewer --workers); what is finished is kept",
+            "was killed by SIGKILL at {} (out of memory? use fewer --workers); finished units are kept",
         ),
         pytest.param(
             "os._exit(3)",
@@ -48,7 +48,7 @@ def test_a_workers_death_is_one_line_and_loses_one_unit(
     slow = {
         "SLOW": str(21 * 40),
         "DELAY": "0.5",
-    }  # so that the other worker does not end many units while this one dies
+    }  # keeps the other worker from finishing many units meanwhile
     error, out = (
         room.refused(*masked, POISON=str(20 * 40), DEATH=death, code=code, **slow),
         tmp_path / "out",
@@ -57,7 +57,7 @@ def test_a_workers_death_is_one_line_and_loses_one_unit(
     done = room.entries(out)
     assert (
         {*range(20)} <= done and 20 not in done and len(done) < 39
-    )  # none was handed out once the death was heard of
+    )  # no unit was assigned after the death was noticed
     assert room.unfinished(out) == []
     room.done(*masked)
     assert room.merged_hashes(out) == room.merged_hashes(many_made)
@@ -81,7 +81,7 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[ob
         (signal.SIGTERM, "parent", 143, "terminated"),
         pytest.param(
             signal.SIGHUP, "terminal", 129, "", marks=pytest.mark.slow
-        ),  # it is closed: there is nobody to tell
+        ),  # the pipe is closed: no process would read the message
     ],
 )
 def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
@@ -115,7 +115,7 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
         error = process.communicate(timeout=120)[1]
         assert (process.returncode, error) == (
             code,
-            f"data_prep: {said}; what is finished is kept: the same command goes on\n",
+            f"data_prep: {said}; finished work is kept: run the same command again to continue\n",
         )
     assert not room.live(workers)
     assert len(room.entries(out)) == 8 and room.unfinished(out) == []
@@ -160,7 +160,7 @@ SHARES = """
  1  -  |                               | go together
  -  2  |                               | go together
  -  -  | ID=4 MIN=1 COUNT=3 STEP=2     | not one of 3 tasks
- -  -  | ID=9 MIN=1 COUNT=3 STEP=1     | of an array with gaps give --tasks
+ -  -  | ID=9 MIN=1 COUNT=3 STEP=1     | for an array with gaps, give --tasks
  -  4  | ID=4                          | SLURM_ARRAY_TASK_ID is 4; of 4 tasks
  -  -  | ID=4                          | SLURM_ARRAY_TASK_COUNT is not
 """

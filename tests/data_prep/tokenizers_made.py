@@ -118,7 +118,7 @@ def word_piece() -> Tokenizer:
 
 
 DIGITS = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
-# Where gigatoken is used. The table in README.md says the same.
+# Tokenizers for which gigatoken is used, as in the table in README.md.
 EXACT: dict[str, Callable[[], Tokenizer]] = {
     "gpt": gpt,
     "gpt2": lambda: of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False)),
@@ -136,7 +136,7 @@ EXACT: dict[str, Callable[[], Tokenizer]] = {
     "metaspace, split": lambda: llama(metaspace(prepend_scheme="always", split=True)),
     "metaspace, first": lambda: llama(metaspace(prepend_scheme="first", split=False)),
 }
-# Where it is not, and what is said of it.
+# Tokenizers for which it is not used, with the reason in the output.
 INEXACT: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "nfkc": (lambda: gpt(normalizers.NFKC()), "normalizer has a step NFKC"),
     "lower case": (lambda: gpt(normalizers.Lowercase()), "normalizer has a step Lowercase"),
