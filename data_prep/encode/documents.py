@@ -120,7 +120,10 @@ class Settings:
 def add_column_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that name columns and filter rows, for every verb that reads text."""
     default = Settings()
-    id_help = "which decides the split (default: id, or without one the document's file and place); name the text column to split by the text"
+    id_help = (
+        "which decides the split (default: id, or without one the document's file and place); "
+        "name the text column to split by the text"
+    )
 
     def column(name: str, what: str, said: str = "") -> None:
         of = getattr(default, f"{name}_column")
@@ -224,7 +227,8 @@ class Selection:
         self.mask = load_mask(settings.mask) if settings.mask else None
         if self.mask and self.mask.sha256 != settings.mask_sha256:
             raise UserError(
-                f"{self.mask.file} (--mask) or a file it names has changed since the plan was made; put it back or plan again"
+                f"{self.mask.file} (--mask) or a file it names has changed since the plan "
+                "was made; put it back or plan again"
             )
 
     def of(self, rows: Rows, path: str = "") -> tuple[Documents, Counter[Drop], list[BadRow]]:
@@ -267,7 +271,8 @@ class Selection:
             column = batch.column(settings.language_column)
             if pa.types.is_nested(column.type):
                 raise UserError(
-                    f"column {settings.language_column!r} is {column.type}, not text; name it with --language-column"
+                    f"column {settings.language_column!r} is {column.type}, not text; name "
+                    "it with --language-column"
                 )
             languages = column if is_text(column.type) else column.cast(pa.large_string())
             wanted = pa.array([name.encode() for name in settings.languages], pa.large_binary())
@@ -353,7 +358,8 @@ def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
     if is_text(column.type):
         return pa.array([_number(value) for value in column.to_pylist()], pa.float64())
     raise UserError(
-        f"column {name!r} is {column.type}, not a number; name the score's column with --score-column"
+        f"column {name!r} is {column.type}, not a number; name the score's column with "
+        "--score-column"
     )
 
 

@@ -48,8 +48,10 @@ MARGIN = 16
 # most MARGIN characters after its end.
 PIECES = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
 
@@ -98,7 +100,8 @@ def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choi
         return Choice("gigatoken", found.name, f"equal to {plain} on {found.strings:,} strings")
     if wanted == "gigatoken":
         raise UserError(
-            f"gigatoken cannot be used with {folder.path}: {found.fault}; give --encoder hf, or leave it out"
+            f"gigatoken cannot be used with {folder.path}: {found.fault}; give --encoder hf, "
+            "or leave it out"
         )
     return Choice("hf", plain, f"not gigatoken: {found.fault}")
 

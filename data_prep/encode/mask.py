@@ -62,7 +62,8 @@ class Mask:
             answer = self.function(batch, places, path)
         except Exception as error:  # user code may raise anything
             raise UserError(
-                f"{_where(error, self.file)}: {_what(error)} (in {self.name}, {_rows(places, path)})"
+                f"{_where(error, self.file)}: {_what(error)} (in {self.name}, "
+                f"{_rows(places, path)})"
             ) from None
         return self._checked(answer, len(places), _rows(places, path))
 
@@ -75,7 +76,8 @@ class Mask:
             if pa.types.is_boolean(answer.type):
                 if answer.null_count:
                     raise UserError(
-                        f"{owner} returned {answer.null_count} nulls; each row needs true (keep) or false ({where})"
+                        f"{owner} returned {answer.null_count} nulls; each row needs true "
+                        f"(keep) or false ({where})"
                     )
                 answer = answer.to_numpy(zero_copy_only=False)
         else:
@@ -87,7 +89,8 @@ class Mask:
                 else ""
             )
             raise UserError(
-                f"{owner} returned {kind}{shape}, not a boolean Arrow or NumPy array of one dimension ({where})"
+                f"{owner} returned {kind}{shape}, not a boolean Arrow or NumPy array of one "
+                f"dimension ({where})"
             )
         if len(answer) != rows:
             raise UserError(f"{owner} returned {len(answer)} values for {rows} rows ({where})")
@@ -125,7 +128,8 @@ def load_mask(spec: str) -> Mask:
             or "none"
         )
         raise UserError(
-            f"{file} has no function {function_name!r} (it has: {defined}), required by --mask {spec}"
+            f"{file} has no function {function_name!r} (it has: {defined}), required by "
+            f"--mask {spec}"
         )
     return Mask(
         file,

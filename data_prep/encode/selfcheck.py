@@ -329,7 +329,10 @@ def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | No
         if difference:
             text = ordered[difference[0]]
             shown = repr(text) if len(text) <= 60 else f"{text[:60]!r}… ({len(text):,} characters)"
-            return f"{encoder.name} and {expected.name} differ on {shown} from token {difference[1]} on"
+            return (
+                f"{encoder.name} and {expected.name} differ on {shown} from token "
+                f"{difference[1]} on"
+            )
     return None
 
 

@@ -62,22 +62,26 @@ def load_folder(path: Path) -> TokenizerFolder:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise UserError(
-            f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep train-tokenizer"
+            f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep "
+            "train-tokenizer"
         )
     try:
         vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises no narrower type than Exception
         raise UserError(
-            f"{file} is not a tokenizer that this version of tokenizers ({tokenizers.__version__}) can read ({one_line(error)})"
+            f"{file} is not a tokenizer that this version of tokenizers "
+            f"({tokenizers.__version__}) can read ({one_line(error)})"
         ) from None
     if dropout := json.loads(file.read_bytes())["model"].get("dropout"):
         raise UserError(
-            f"{file}: its model has a dropout of {dropout}, so that ids would be random; set it to null"
+            f"{file}: its model has a dropout of {dropout}, so that ids would be random; set "
+            "it to null"
         )
     eod = _eod_token(path)
     if eod not in vocabulary:
         raise UserError(
-            f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json"
+            f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is "
+            "not in tokenizer.json"
         )
     return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256(file))
 
@@ -96,7 +100,8 @@ def _eod_token(path: Path) -> str:
         if isinstance(token, str):
             return token
     raise UserError(
-        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (it separates documents)"
+        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (it "
+        "separates documents)"
     )
 
 

@@ -74,7 +74,8 @@ class Engine:
                 report(read, work.tally)
             if unit.rows not in (None, work.tally.rows):
                 raise UserError(
-                    f"{file.path} has changed since it was planned; make the data again with --overwrite"
+                    f"{file.path} has changed since it was planned; make the data again with "
+                    "--overwrite"
                 )
             return work.publish(unit)
 
@@ -153,7 +154,8 @@ class _Work:
         out, plan, tally = self.engine.out, self.engine.plan, self.tally
         if tally.rows != tally.documents + tally.dropped.total():
             raise RuntimeError(
-                f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents and {tally.dropped}"
+                f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents "
+                f"and {tally.dropped}"
             )
         splits = {}
         for name in (name for name in SPLITS if name in self.writers):

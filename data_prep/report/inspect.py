@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME",
+        help=(
+            "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
+        ),
     )
     add("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
     add(
@@ -413,8 +415,14 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield from _files(report["files"])
     yield from _sample(report["sample"])
     if encoder:
-        yield f"tokenizer: {encoder['path']}: {encoder['vocab_size']:,} entries, {encoder['dtype']} ids, EOD {encoder['eod']!r}"
-        rates = f"{encoder['bytes_per_token']:.2f} bytes a token, {encoder['mb_per_second']:.1f} MB/s a core"
+        yield (
+            f"tokenizer: {encoder['path']}: {encoder['vocab_size']:,} entries, "
+            f"{encoder['dtype']} ids, EOD {encoder['eod']!r}"
+        )
+        rates = (
+            f"{encoder['bytes_per_token']:.2f} bytes a token, {encoder['mb_per_second']:.1f} "
+            "MB/s a core"
+        )
         yield f"encoder: {encoder['encoder']} ({encoder['why']}): {rates}"
     yield from _estimate(report["files"], report["sample"], report["estimate"])
 
@@ -422,7 +430,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 def _files(files: dict[str, Any]) -> Iterator[str]:
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in files["kinds"].items())
     rows = counted(files["rows"], "row") if files["rows"] is not None else "rows not counted"
-    yield f"files: {kinds}; {size(files['bytes'])}; {rows}; about {size(files['text_bytes'])} of text"
+    yield (
+        f"files: {kinds}; {size(files['bytes'])}; {rows}; about {size(files['text_bytes'])} of text"
+    )
     for file in files["list"][:FILES_SHOWN]:
         rows = "" if file["rows"] is None else f" · {counted(file['rows'], 'row')}"
         yield f"  {file['path']} · {file['kind']} · {size(file['bytes'])}{rows}"
@@ -443,7 +453,10 @@ def _sample(sample: dict[str, Any]) -> Iterator[str]:
         if sample["read_mb_per_second"]
         else ""
     )
-    yield f"sample: {counted(sample['rows'], 'row')}, {size(sample['read_bytes'])} of text, from {places}{rate}"
+    yield (
+        f"sample: {counted(sample['rows'], 'row')}, {size(sample['read_bytes'])} of text, from "
+        f"{places}{rate}"
+    )
     share = 100 * sample["documents"] / max(sample["rows"], 1)
     dropped = (
         ", ".join(
@@ -455,7 +468,10 @@ def _sample(sample: dict[str, Any]) -> Iterator[str]:
     yield f"  documents: {sample['documents']:,} ({share:.4g}% of the rows); left out: {dropped}"
     sizes = sample["document_bytes"]
     if sizes:
-        yield f"  bytes a document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the middle, {sizes['largest']:,} at most"
+        yield (
+            f"  bytes a document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the "
+            f"middle, {sizes['largest']:,} at most"
+        )
     for example in sample["examples"]:
         yield (
             f"  {example['text']}"
@@ -474,13 +490,22 @@ def _estimate(
     rows = "" if files["rows"] is not None else f"{count(whole['rows'])} rows, "
     tokens = f", {count(whole['tokens'])} tokens with EOD" if "tokens" in whole else ""
     about = "" if sample["whole"] else "about "
-    yield f"all ({basis}): {about}{rows}{count(whole['documents'])} documents, {size(whole['text_bytes'])} of text{tokens}"
+    yield (
+        f"all ({basis}): {about}{rows}{count(whole['documents'])} documents, "
+        f"{size(whole['text_bytes'])} of text{tokens}"
+    )
     if "tokens" in whole:
         disk = size(whole["bin_bytes"] + whole["idx_bytes"])
-        yield f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; twice that until the merge ({disk} more)"
+        yield (
+            f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; twice "
+            f"that until the merge ({disk} more)"
+        )
         wall = duration(3600 * whole["hours"])
         workers = counted(whole["workers"], "worker")
-        yield f"  time: {_hours(whole['core_hours'])} on this machine's cores: {wall} with {workers}, downloads and writing not counted"
+        yield (
+            f"  time: {_hours(whole['core_hours'])} on this machine's cores: {wall} with "
+            f"{workers}, downloads and writing not counted"
+        )
     elif sample["documents"]:
         yield "  tokens, disk and time: name a --tokenizer"
     else:

@@ -25,7 +25,10 @@ class Reading(Progress):
     def line(self, note: str = "") -> str:
         """Return the progress line: ``verifying · 1.2 GB of 3 GB · 900 MB/s · 2s left``."""
         left = "" if self.left is None else f" · {duration(self.left)} left"
-        return f"{self.title} · {size(self.done)} of {size(self.total or 0)} · {self.done / self.elapsed / 1e6:,.0f} MB/s{left}"
+        return (
+            f"{self.title} · {size(self.done)} of {size(self.total or 0)} · "
+            f"{self.done / self.elapsed / 1e6:,.0f} MB/s{left}"
+        )
 
 
 class Board:
@@ -77,8 +80,14 @@ class Board:
         """Return one line with the totals of the units done. The rate is that of this run."""
         total, seconds = self.finished, self.line.elapsed
         rate = (self.read - self.at_start) / 1e6 / seconds
-        rows = f"{total.rows:,} rows = {total.documents:,} documents + {total.dropped.total():,} dropped"
-        return f"{counted(len(self.entries), 'unit')} done: {rows}, {count(total.tokens)} tokens; {duration(seconds)}, {rate:.1f} MB/s"
+        rows = (
+            f"{total.rows:,} rows = {total.documents:,} documents + {total.dropped.total():,} "
+            "dropped"
+        )
+        return (
+            f"{counted(len(self.entries), 'unit')} done: {rows}, {count(total.tokens)} tokens; "
+            f"{duration(seconds)}, {rate:.1f} MB/s"
+        )
 
 
 def tally_of(entries: Iterable[UnitEntry]) -> Tally:

@@ -51,7 +51,10 @@ def main(arguments: argparse.Namespace) -> int:
         print("\n".join(as_text(folder, manifest, lengths)))
     if arguments.picture is not None:
         whole = joined(lengths.values())
-        title = f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, {_bytes_per_token(manifest):.2f} bytes a token"
+        title = (
+            f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, "
+            f"{_bytes_per_token(manifest):.2f} bytes a token"
+        )
         make_folder(arguments.picture.parent)
         write_whole(arguments.picture, draw_lengths(whole, title))
         print(f"{arguments.picture}: written", file=sys.stderr)
@@ -76,7 +79,8 @@ def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
                 ) from None
             if (lengths[name].total, lengths[name].tokens) != (entry.documents, entry.tokens):
                 raise UserError(
-                    f"{path} is not the one that the manifest describes; see: python -m data_prep verify {folder}"
+                    f"{path} is not the one that the manifest describes; see: python -m "
+                    f"data_prep verify {folder}"
                 )
     return lengths
 
@@ -126,7 +130,10 @@ def _bytes_per_token(manifest: Manifest) -> float:
 
 def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Iterator[str]:
     """Yield the lines of the statistics in readable form."""
-    yield f"{folder}: {manifest.dtype} ids of {manifest.tokenizer.vocab_size:,} entries, encoded by {manifest.source.encoder}"
+    yield (
+        f"{folder}: {manifest.dtype} ids of {manifest.tokenizer.vocab_size:,} entries, encoded "
+        f"by {manifest.source.encoder}"
+    )
     yield f"{'':8}{'documents':>14}{'tokens':>18}{'text':>11}{'bytes/token':>13}{'mean':>9}{'median':>9}{'longest':>11}"
     for name, entry in manifest.splits.items():
         values = lengths[name]

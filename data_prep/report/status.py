@@ -112,19 +112,29 @@ def _lines(folder: Path, status: dict[str, Any], missing: Sequence[int]) -> Iter
     rows, documents, rate = status["rows"], status["documents"], status["rate"]
     text = f"about {size(status['text_bytes_done'])} of {size(status['text_bytes'])} of text"
     yield f"{folder}: {status['units_done']:,} of {counted(status['units'], 'unit')} done, {text}"
-    yield f"  {counted(rows, 'row')} = {counted(documents, 'document')} + {rows - documents:,} dropped ({drops})"
+    yield (
+        f"  {counted(rows, 'row')} = {counted(documents, 'document')} + {rows - documents:,} "
+        f"dropped ({drops})"
+    )
     yield f"  {count(status['tokens'])} tokens"
     for task in status["tasks"]:
-        yield f"  task {task['task']} of {len(status['tasks'])}: {task['units_done']} of {counted(task['units'], 'unit')} done"
+        yield (
+            f"  task {task['task']} of {len(status['tasks'])}: {task['units_done']} of "
+            f"{counted(task['units'], 'unit')} done"
+        )
     if status["merged"]:
         yield "merged: the data is complete"
     elif not missing:
         yield f"not merged yet; merge with: python -m data_prep merge {folder}"
     else:
         left = (
-            f"{rate / 1e6:.1f} MB/s in the last 15 minutes: {duration(status['seconds_left'])} left at that rate"
+            f"{rate / 1e6:.1f} MB/s in the last 15 minutes: "
+            f"{duration(status['seconds_left'])} left at that rate"
             if rate
             else ""
         )
         yield f"  {left or 'fewer than two units were finished in the last 15 minutes'}"
-        yield f"not done: {shortened(ranges(missing))}; continue with: python -m data_prep run --out {folder}"
+        yield (
+            f"not done: {shortened(ranges(missing))}; continue with: python -m data_prep run "
+            f"--out {folder}"
+        )

@@ -132,7 +132,8 @@ def _below(folder: Path) -> list[Path]:
     gone = next((folder / name for name in sorted(names) if not (folder / name).exists()), None)
     if gone is not None and gone.is_symlink():  # its target may be a folder of data
         raise UserError(
-            f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, or remove the link"
+            f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, "
+            "or remove the link"
         )
     files = [name for name in names if (folder / name).is_file()]
     data = [name for name in files if is_data(name)] or [
@@ -184,7 +185,8 @@ def kind_of(path: str, file: BinaryIO) -> str:
     named, kind = kind_by_name(path.rsplit("/", 1)[-1]), _kind_by_content(begin)
     if kind is None:
         raise UserError(
-            f"{path} is {f'not a {named}' if named else 'not a parquet or JSONL'} file: it {_looks(begin)}"
+            f"{path} is {f'not a {named}' if named else 'not a parquet or JSONL'} file: it "
+            f"{_looks(begin)}"
         )
     if named is not None and named != kind:
         raise UserError(f"{path} is not a {named} file: its content is {kind}; rename it")
@@ -196,7 +198,8 @@ def check_text(path: str, begin: bytes) -> None:
     found = next((what for start, what in NO_TEXT.items() if begin.startswith(start)), None)
     if found or begin[:4] == b"PAR1" or _kind_by_content(begin) not in ("jsonl", None):
         raise UserError(
-            f"{path} is named .txt and {found or f'its content is {_kind_by_content(begin)}; rename it'}"
+            f"{path} is named .txt and "
+            f"{found or f'its content is {_kind_by_content(begin)}; rename it'}"
         )
 
 

@@ -199,7 +199,8 @@ def _commit(repository: Repository) -> str:
         commit = ""
     if re.fullmatch(r"[0-9a-f]{40,64}", commit) is None:
         raise UserError(
-            f"{repository}: {constants.ENDPOINT} does not answer like a Hugging Face Hub; check HF_ENDPOINT"
+            f"{repository}: {constants.ENDPOINT} does not answer like a Hugging Face Hub; "
+            "check HF_ENDPOINT"
         )
     return commit
 
@@ -349,7 +350,8 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
     if not configs:
         if subset is not None:
             raise UserError(
-                f"{name} names no subsets in its card; give a folder instead: hf://datasets/{repository.id}/FOLDER"
+                f"{name} names no subsets in its card; give a folder instead: "
+                f"hf://datasets/{repository.id}/FOLDER"
             )
         found = _training(repository, _readable(repository, _listed(repository, "")))
     else:
@@ -367,7 +369,8 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
             found = _training(repository, _readable(repository, _listed(repository, folder)))
     if not found:
         raise UserError(
-            f"{name}{f', subset {subset}' if subset else ''} has no .parquet, .jsonl, .jsonl.gz or .jsonl.zst file"
+            f"{name}{f', subset {subset}' if subset else ''} has no .parquet, .jsonl, "
+            ".jsonl.gz or .jsonl.zst file"
         )
     return found
 
@@ -386,7 +389,8 @@ def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
     except yaml.YAMLError as error:
         problem = one_line(getattr(error, "problem", None) or error)
         raise UserError(
-            f"{repository}: the front matter of its README.md is not YAML ({problem}); give a path instead"
+            f"{repository}: the front matter of its README.md is not YAML ({problem}); give "
+            "a path instead"
         ) from None
     entries = data.get("configs") if isinstance(data, dict) else None
     return {

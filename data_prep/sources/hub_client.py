@@ -41,7 +41,10 @@ class Repository:
     @property
     def download(self) -> str:
         """Command that downloads the repository into a folder."""
-        return f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} --local-dir DIR"
+        return (
+            f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} "
+            "--local-dir DIR"
+        )
 
 
 def patiently(
@@ -133,21 +136,25 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
         return explain(error.__cause__, repository)
     if isinstance(error, OfflineModeIsEnabled):
         return UserError(
-            f"{name}: HF_HUB_OFFLINE is set; unset it, or on a machine with a network run {repository.download}, and give the folder"
+            f"{name}: HF_HUB_OFFLINE is set; unset it, or on a machine with a network run "
+            f"{repository.download}, and give the folder"
         )
     if isinstance(error, GatedRepoError):
         return UserError(
-            f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of that account"
+            f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of "
+            "that account"
         )
     if isinstance(error, RevisionNotFoundError):
         return UserError(
-            f"{name} has no revision {repository.revision!r}; name a branch, a tag or a full commit hash"
+            f"{name} has no revision {repository.revision!r}; name a branch, a tag or a full "
+            "commit hash"
         )
     if isinstance(error, EntryNotFoundError | FileNotFoundError):
         return UserError(f"{repository} has no such file on {server} ({one_line(error)})")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return UserError(
-            f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN if it is private (a wrong token gives the same error)"
+            f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN if it is "
+            "private (a wrong token gives the same error)"
         )
     if status == 403:
         return UserError(
@@ -155,10 +162,12 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
         )
     if status == 429:
         return Fault(
-            f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer workers, or {first}"
+            f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer "
+            f"workers, or {first}"
         )
     if status is not None:
         return Fault(f"{name}: {server} answers {status}; try again later, or {first}")
     return Fault(
-        f"{name}: no answer from {server} ({one_line(error)}); check the network, set HF_ENDPOINT to a mirror, or {first}"
+        f"{name}: no answer from {server} ({one_line(error)}); check the network, set "
+        f"HF_ENDPOINT to a mirror, or {first}"
     )

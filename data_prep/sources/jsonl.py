@@ -78,7 +78,8 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
     ]
     if not head.objects or document:
         advice = (
-            "; a .json file must have one object per line: convert it (jq -c), or select the other files with a glob"
+            "; a .json file must have one object per line: convert it (jq -c), or select the "
+            "other files with a glob"
             if document
             else ""
         )
@@ -101,11 +102,13 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
         found = [type(value) for value in values if value is not None and value is not MISSING]
         if name == columns.text and found and str not in found:
             raise UserError(
-                f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with --text-column"
+                f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with "
+                "--text-column"
             )
         if name == columns.id and found and not {str, Integer} & set(found):
             raise UserError(
-                f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; name the id column with --id-column"
+                f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; "
+                "name the id column with --id-column"
             )
     texts = (_value(item, head.path(columns.text)) for item in head.objects)
     text = sum(len(value.encode("utf-8", "surrogatepass")) for value in texts if type(value) is str)
@@ -154,7 +157,10 @@ def read(
                 yield from gathered.add(place, line)
             place += size + 1
     except DamagedStream as damage:
-        message = f"{path} is damaged at byte {place} of its uncompressed content ({damage}): the rest is lost; fetch or compress it again"
+        message = (
+            f"{path} is damaged at byte {place} of its uncompressed content ({damage}): the rest "
+            "is lost; fetch or compress it again"
+        )
         gathered.unreadable.append(Unreadable(place, 1, Drop.CUT_OFF, message))
     yield from gathered.flush()
 

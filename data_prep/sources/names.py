@@ -49,6 +49,7 @@ def report_left_out(given: str, paths: Sequence[str], reason: str = "") -> None:
         named = sorted(paths, key=lambda path: (path.startswith("."), path))
         more = f" and {len(named) - SHOWN:,} more" if len(named) > SHOWN else ""
         print(
-            f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: {', '.join(named[:SHOWN])}{more}",
+            f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: "
+            f"{', '.join(named[:SHOWN])}{more}",
             file=sys.stderr,
         )

@@ -52,11 +52,13 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
         kind = _kind(_field(path, schema, name, columns).type)
         if name == columns.text and not is_text(kind):
             raise UserError(
-                f"{path}: column {name!r} is {kind}, not text; name the text column with --text-column"
+                f"{path}: column {name!r} is {kind}, not text; name the text column with "
+                "--text-column"
             )
         if name == columns.id and not (is_text(kind) or pa.types.is_integer(kind)):
             raise UserError(
-                f"{path}: column {name!r} is {kind}, neither text nor integer; name the id column with --id-column"
+                f"{path}: column {name!r} is {kind}, neither text nor integer; name the id "
+                "column with --id-column"
             )
     return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
 
@@ -88,7 +90,8 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
     metadata = reader.metadata
     if span.stop > metadata.num_row_groups:
         raise UserError(
-            f"{path} has {metadata.num_row_groups} row groups, {span.stop} when it was planned: it has changed"
+            f"{path} has {metadata.num_row_groups} row groups, {span.stop} when it was "
+            "planned: it has changed"
         )
     place = sum(metadata.row_group(group).num_rows for group in range(span.start))
     for group in range(span.start, span.stop):
@@ -107,7 +110,10 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
             raise_if_memory(error)
             fault = one_line(error).rstrip(".")
         if done < rows:
-            message = f"{path}: row group {group} of {metadata.num_row_groups} cannot be read from its row {done} on ({fault})"
+            message = (
+                f"{path}: row group {group} of {metadata.num_row_groups} cannot be read from its "
+                f"row {done} on ({fault})"
+            )
             yield Unreadable(place + done, rows - done, Drop.UNREADABLE, message)
         place += rows
 
@@ -120,7 +126,8 @@ def _reader(path: str, file: BinaryIO) -> pq.ParquetFile:
     except FAULTS as error:
         raise_if_memory(error)
         raise UserError(
-            f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch or write it again"
+            f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch "
+            "or write it again"
         ) from None
 
 
@@ -197,7 +204,8 @@ def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, column
     largest = max(page.largest for page in pages)
     if largest > MAX_PAGE_BYTES:
         raise pa.ArrowInvalid(
-            f"it has a page of {largest >> 20} MiB, the limit is {MAX_PAGE_BYTES >> 20}; write it with smaller pages"
+            f"it has a page of {largest >> 20} MiB, the limit is {MAX_PAGE_BYTES >> 20}; "
+            "write it with smaller pages"
         )
     while rows > 1 and sum(page.held(rows) for page in pages) > HELD_BYTES:
         rows //= 2

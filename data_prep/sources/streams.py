@@ -189,7 +189,8 @@ def unzstd(file: BinaryIO) -> Iterator[bytes]:
                     name = getattr(file, "name", "it")
                     advice = "unpack it first: zstd -d --long=31 FILE.zst"
                     raise UserError(
-                        f"{name} was packed by zstd with a window above 128 MiB (--long=28 or more); {advice}"
+                        f"{name} was packed by zstd with a window above 128 MiB (--long=28 "
+                        f"or more); {advice}"
                     ) from None
                 raise DamagedStream(one_line(error)) from None
             if not chunk:

@@ -69,7 +69,8 @@ def _check(path: str) -> int:
                 pass
             else:
                 raise UserError(
-                    f"{path} is named .txt and begins with a JSON object; name it .jsonl if it has one per line"
+                    f"{path} is named .txt and begins with a JSON object; name it .jsonl if "
+                    "it has one per line"
                 )
         return size_of(file)
 

@@ -68,7 +68,8 @@ def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
         fault = f"accounts for {entry.rows} rows, the plan for {unit.rows}"
     if fault:
         raise UserError(
-            f"{path} {fault}; remove it and do the unit again with: python -m data_prep run --out {out}"
+            f"{path} {fault}; remove it and do the unit again with: python -m data_prep run "
+            f"--out {out}"
         )
     return entry
 
@@ -109,7 +110,10 @@ def missing_units(out: Path, plan: Plan, missing: Sequence[int], tasks: int | No
     )
     total = len(plan.units)
     how = f"do them with: python -m data_prep run --out {out}"
-    return f"{out}: {len(missing)} of {total} units are not done: {shortened(ranges(missing))}{whose}; {how}"
+    return (
+        f"{out}: {len(missing)} of {total} units are not done: "
+        f"{shortened(ranges(missing))}{whose}; {how}"
+    )
 
 
 def units_bytes(entries: Iterable[UnitEntry]) -> bytes:
@@ -209,7 +213,8 @@ def parse_max_bad(text: str) -> MaxBad:
         number = math.nan
     if not 0 <= number < math.inf or (percent and number > 100):
         raise UserError(
-            f"--max-bad is {text!r}; give a number of rows, such as 100, or a share of them, such as 0.1%"
+            f"--max-bad is {text!r}; give a number of rows, such as 100, or a share of them, "
+            "such as 0.1%"
         )
     return MaxBad(number, percent)
 
@@ -259,9 +264,15 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     reasons = ", ".join(f"{dropped[reason]:,} {reason}" for reason in Drop if dropped[reason])
     verdict = f"{dropped.total():,} of {rows:,} rows are bad ({reasons})"
     if dropped[Drop.CUT_OFF]:
-        verdict += ", and a damaged stream lost an unknown number of further rows: fetch it again, or accept all with --max-bad 100%"
+        verdict += (
+            ", and a damaged stream lost an unknown number of further rows: fetch it again, or "
+            "accept all with --max-bad 100%"
+        )
     else:
-        verdict += f", more than --max-bad {max_bad} allows: fix the inputs, or run the command again with a higher --max-bad"
+        verdict += (
+            f", more than --max-bad {max_bad} allows: fix the inputs, or run the command again "
+            "with a higher --max-bad"
+        )
     print(f"data_prep: error: {verdict}; their places are in {path}", file=sys.stderr)
     places.sort(key=lambda place: place["reason"] != Drop.CUT_OFF)
     for place in places[:PRINTED]:

@@ -127,7 +127,8 @@ def read_index(path: Path) -> Index:
     names = {code: name for name, code in DTYPE_CODES.items()}
     if version != VERSION or code not in names:
         raise FormatError(
-            f"has version {version} and dtype code {code}, expected {VERSION} and one of {sorted(names)}"
+            f"has version {version} and dtype code {code}, expected {VERSION} and one of "
+            f"{sorted(names)}"
         )
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size != expected:
@@ -186,11 +187,13 @@ class IndexedWriter:
             return
         if int(lengths.min()) < 1 or int(lengths.sum(dtype=np.int64)) != len(ids):
             raise ValueError(
-                f"{len(ids)} ids for documents of {int(lengths.sum(dtype=np.int64))}, the shortest of {int(lengths.min())}"
+                f"{len(ids)} ids for documents of {int(lengths.sum(dtype=np.int64))}, the "
+                f"shortest of {int(lengths.min())}"
             )
         if int(lengths.max()) > LONGEST:
             raise UserError(
-                f"{with_ending(self.prefix, 'idx')}: a document of {int(lengths.max())} ids, more than the format's {LONGEST}"
+                f"{with_ending(self.prefix, 'idx')}: a document of {int(lengths.max())} ids, "
+                f"more than the format's {LONGEST}"
             )
         limits = np.iinfo(self.dtype)
         if int(ids.min()) < 0 or int(ids.max()) > limits.max:

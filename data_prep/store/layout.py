@@ -150,7 +150,8 @@ def read_plan(out: Path) -> Plan:
     path = out / PLAN
     if not path.is_file():
         raise UserError(
-            f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... --tokenizer DIR --out {out}"
+            f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... "
+            f"--tokenizer DIR --out {out}"
         )
     try:
         raw = json.loads(path.read_bytes())

@@ -121,7 +121,8 @@ class UnitEntry:
         _check_names(entry.dropped, entry.splits)
         if entry.rows != entry.documents + sum(entry.dropped.values()):
             raise ValueError(
-                f"{entry.rows} rows are not {entry.documents} documents and {sum(entry.dropped.values())} drops"
+                f"{entry.rows} rows are not {entry.documents} documents and "
+                f"{sum(entry.dropped.values())} drops"
             )
         listed = Counter(row.reason for row in entry.bad)
         if len(entry.bad) > PLACES_KEPT or any(
@@ -209,7 +210,10 @@ def read_entry(path: Path) -> UnitEntry:
     try:
         return UnitEntry.from_json(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        again = f"remove it and do the unit again with: python -m data_prep run --out {path.parent.parent}"
+        again = (
+            "remove it and do the unit again with: python -m data_prep run --out "
+            f"{path.parent.parent}"
+        )
         raise UserError(f"{path} is damaged ({error}); {again}") from None
 
 
@@ -219,19 +223,22 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         if (folder / PLAN).is_file() or (folder / SHARDS).is_dir():
             raise UserError(
-                f"no {MANIFEST} in {folder}: it is not complete; continue with: python -m data_prep run --out {folder}"
+                f"no {MANIFEST} in {folder}: it is not complete; continue with: python -m "
+                f"data_prep run --out {folder}"
             )
         raise UserError(f"no {MANIFEST} in {folder}; write it with: python -m data_prep run")
     try:
         raw = json.loads(path.read_bytes())
         if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
             raise UserError(
-                f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}: make the data again with its run"
+                f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}: "
+                "make the data again with its run"
             )
         return Manifest.from_json(raw)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} is damaged ({error}); remove it and continue with: python -m data_prep run --out {folder}"
+            f"{path} is damaged ({error}); remove it and continue with: python -m data_prep "
+            f"run --out {folder}"
         ) from None
 
 

@@ -87,7 +87,8 @@ class Staging:
         for name in (*names, seal):
             if not (self.path / name).is_file():
                 raise InUse(
-                    f"{self.path / name} is gone: another process works on {self.out}; run the command again after it ends"
+                    f"{self.path / name} is gone: another process works on {self.out}; run "
+                    "the command again after it ends"
                 )
         old = self.out / seal
         if old.is_file() and old.read_bytes() != (self.path / seal).read_bytes():

@@ -83,7 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
     make_folder(out.parent)
     write_whole(out, content)
     print(
-        f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} tokens a sequence"
+        f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} "
+        "tokens a sequence"
     )
     print("\n".join(describe(sources, section)))
     return 0
@@ -113,7 +114,8 @@ def read_sources(given: Sequence[str]) -> list[Source]:
             raise UserError(f"{path} has another tokenizer {theirs}; a blend needs one tokenizer")
         if one.eod_id != other.eod_id:
             raise UserError(
-                f"{path} ends its documents in id {other.eod_id}, {first} in {one.eod_id}; a blend needs one EOD"
+                f"{path} ends its documents in id {other.eod_id}, {first} in {one.eod_id}; a "
+                "blend needs one EOD"
             )
     weights = [weight for weight, _ in folders.values()]
     without = [path for path, (weight, _) in folders.items() if weight is None]
@@ -149,7 +151,8 @@ def _parse(text: str) -> tuple[Path, float | None]:
 def _check_files(folder: Path, manifest: Manifest) -> None:
     if "train" not in manifest.splits:
         raise UserError(
-            f"{folder / MANIFEST} has no train split; make the data again with: python -m data_prep run"
+            f"{folder / MANIFEST} has no train split; make the data again with: python -m "
+            "data_prep run"
         )
     if fault := size_fault(folder, manifest):
         raise UserError(f"{fault}; see: python -m data_prep verify {folder}")
@@ -171,7 +174,10 @@ def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
             if tokens > seq_length:
                 having.append(source)
             elif split == "train":
-                short = f"{source.folder / split} has {tokens} tokens, a sequence of {seq_length} takes {seq_length + 1}"
+                short = (
+                    f"{source.folder / split} has {tokens} tokens, a sequence of {seq_length} "
+                    f"takes {seq_length + 1}"
+                )
                 raise UserError(f"{short}; lower --seq-length, or leave the folder out")
         total = math.fsum(source.weight for source in having)
         section[split] = [
@@ -188,7 +194,9 @@ def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str
     total = sum(source.tokens for source in sources)
     for source in sources:
         often = f"read {source.weight * total / source.tokens:.3g} times in {count(total)}"
-        yield f"  {source.folder}: {count(source.tokens)} tokens, weight {source.weight:.4g}, {often}"
+        yield (
+            f"  {source.folder}: {count(source.tokens)} tokens, weight {source.weight:.4g}, {often}"
+        )
     for split in SPLITS[1:]:
         without = [
             str(source.folder)
@@ -196,8 +204,17 @@ def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str
             if not any(s["prefix"] == str(source.folder / split) for s in section[split])
         ]
         if without:
-            yield f"  {split} is without {', '.join(without)}: the split is missing or shorter than a sequence"
+            yield (
+                f"  {split} is without {', '.join(without)}: the split is missing or shorter "
+                "than a sequence"
+            )
     first = min(sources, key=lambda source: source.tokens / source.weight)
     last = max(sources, key=lambda source: source.tokens / source.weight)
-    yield f"  {count(first.tokens / first.weight)} tokens can be drawn before any repeats ({first.folder} is the first)"
-    yield f"  {count(last.tokens / last.weight)} until all {count(total)} are read once ({last.folder} is the last)"
+    yield (
+        f"  {count(first.tokens / first.weight)} tokens can be drawn before any repeats "
+        f"({first.folder} is the first)"
+    )
+    yield (
+        f"  {count(last.tokens / last.weight)} until all {count(total)} are read once "
+        f"({last.folder} is the last)"
+    )

@@ -43,7 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         if find_spec(module) is None:
             raise UserError(
-                f"index needs {package}, which {sys.executable} does not find; install it with: pip install -c constraints.txt -e . "
+                f"index needs {package}, which {sys.executable} does not find; install it "
+                "with: pip install -c constraints.txt -e . "
                 "(or start from the project's folder)"
             )
     with subprocess.Popen(

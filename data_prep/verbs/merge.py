@@ -103,7 +103,8 @@ def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
         if is_merged(out, plan):
             remove_shards(out)
             print(
-                f"{out}: unchanged; all units are merged (check it with: python -m data_prep verify {out})"
+                f"{out}: unchanged; all units are merged (check it with: python -m data_prep "
+                f"verify {out})"
             )
             return 0
         entries = read_entries(out, plan, tasks)
@@ -140,7 +141,8 @@ def is_merged(out: Path, plan: Plan) -> bool:
         return False
     if fault := size_fault(out, manifest):
         raise UserError(
-            f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep run --out {out}"
+            f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep "
+            f"run --out {out}"
         )
     return True
 
@@ -211,7 +213,8 @@ def _merge_ids(
 def _again(out: Path, unit: Unit, error: FormatError | FileNotFoundError) -> UserError:
     what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
     return UserError(
-        f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
+        f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m "
+        f"data_prep run --out {out}"
     )
 
 
@@ -231,7 +234,8 @@ def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
         part.bin_bytes,
     ):
         raise FormatError(
-            f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says"
+            f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what "
+            "its entry says"
         )
 
 
@@ -306,7 +310,8 @@ def _report(out: Path, manifest: Manifest) -> None:
     for name, entry in manifest.splits.items():
         tokens = f"{count(entry.tokens)} tokens, {size(entry.text_bytes)} of text"
         print(
-            f"{out / name}: {entry.documents:,} documents, {tokens} ({entry.text_bytes / entry.tokens:.2f} bytes a token)"
+            f"{out / name}: {entry.documents:,} documents, {tokens} "
+            f"({entry.text_bytes / entry.tokens:.2f} bytes a token)"
         )
     written = sum(entry.documents for entry in manifest.splits.values())
     drops = (
@@ -315,7 +320,8 @@ def _report(out: Path, manifest: Manifest) -> None:
     )
     rows = manifest.source.rows
     print(
-        f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); {manifest.source.encoder}"
+        f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); "
+        f"{manifest.source.encoder}"
     )
 
 
@@ -335,5 +341,6 @@ def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
         )
         whose = f"units {shortened(ranges(without))} were encoded before ids were recorded"
         print(
-            f"{out}: no document ids for {', '.join(splits)}: {whose}; to get them, run again with --overwrite"
+            f"{out}: no document ids for {', '.join(splits)}: {whose}; to get them, run "
+            "again with --overwrite"
         )

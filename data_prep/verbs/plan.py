@@ -104,7 +104,8 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
         raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
     if not arguments.tokenizer:
         raise UserError(
-            "inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub"
+            "inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME "
+            "on the Hub"
         )
     settings = settings_of(arguments)
     tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
@@ -125,7 +126,8 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
     )
     if all(unit.rows == 0 for unit in units):
         raise UserError(
-            f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}"
+            "no rows in "
+            f"{files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}"
         )
     plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
     check_splits(plan)
@@ -187,7 +189,10 @@ def notes(plan: Plan) -> Iterator[str]:
             if len(unnamed) == 1
             else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
         )
-        yield f"{which} no column {ID!r}: a document's id, which decides its split, is its file and its place in the file (see --id-column)"
+        yield (
+            f"{which} no column {ID!r}: a document's id, which decides its split, is its file "
+            "and its place in the file (see --id-column)"
+        )
     large = [
         name
         for file in plan.files
@@ -196,7 +201,10 @@ def notes(plan: Plan) -> Iterator[str]:
         if size > plan.settings.max_bytes
     ]
     if large:
-        yield f"{counted(len(large), '.txt file')} above --max-bytes left out (first: {large[0]}); --paragraphs makes each paragraph a document"
+        yield (
+            f"{counted(len(large), '.txt file')} above --max-bytes left out (first: {large[0]}); "
+            "--paragraphs makes each paragraph a document"
+        )
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Found]:
@@ -227,7 +235,8 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
             for file in files:
                 if _lies_at(file.path, [*own, *folders]):
                     raise UserError(
-                        f"the input {file.path} is at a path that data_prep writes in --out {out}; move it, or choose another --out"
+                        f"the input {file.path} is at a path that data_prep writes in --out "
+                        f"{out}; move it, or choose another --out"
                     )
         found += files
     return found
@@ -349,11 +358,17 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
     for name in differing:
         if not name.startswith("mask"):
             option = OPTIONS.get(name, name).replace("_", "-")
-            yield f"another --{option} ({_shown(there.get(name))} in the plan, {_shown(now[name])} now)"
+            yield (
+                f"another --{option} ({_shown(there.get(name))} in the plan, {_shown(now[name])} "
+                "now)"
+            )
     if any(name.startswith("mask") for name in differing):
         yield "another --mask"
     if old.unit_bytes != new.unit_bytes:
-        yield f"another --unit-mb ({old.unit_bytes / 1e6:g} in the plan, {new.unit_bytes / 1e6:g} now)"
+        yield (
+            f"another --unit-mb ({old.unit_bytes / 1e6:g} in the plan, {new.unit_bytes / 1e6:g} "
+            "now)"
+        )
     if contents[0] == contents[1] and old.unit_bytes == new.unit_bytes and old.units != new.units:
         yield "other cuts of the same inputs, by another version of data_prep"
 
@@ -384,8 +399,20 @@ def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
     tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
     yield f"{out / PLAN}: {'unchanged' if unchanged else 'written'} ({plan.fingerprint[:12]})"
     files = sum(len(file.parts) or 1 for file in plan.files)
-    yield f"  {files:,} files, {size(sum(file.bytes for file in plan.files))}: {known}, about {size(text)} of text"
-    yield f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the largest {size(longest)}"
-    yield f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into {len(names)} pairs of .bin and .idx"
-    yield f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} of disk, twice that while they are merged"
+    yield (
+        f"  {files:,} files, {size(sum(file.bytes for file in plan.files))}: {known}, about "
+        f"{size(text)} of text"
+    )
+    yield (
+        f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the "
+        f"largest {size(longest)}"
+    )
+    yield (
+        f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into "
+        f"{len(names)} pairs of .bin and .idx"
+    )
+    yield (
+        f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} "
+        "of disk, twice that while they are merged"
+    )
     yield f"run it with: python -m data_prep run --out {out}"

@@ -122,12 +122,14 @@ def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]
         whole = int(environment["SLURM_ARRAY_TASK_COUNT"])
     except (KeyError, ValueError):
         raise UserError(
-            "SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id and --tasks"
+            "SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id "
+            "and --tasks"
         ) from None
     index, rest = divmod(number - first, max(step, 1))
     if rest or not 0 <= index < whole:
         raise UserError(
-            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in steps of {step}: for an array with gaps, give --tasks"
+            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in "
+            f"steps of {step}: for an array with gaps, give --tasks"
         )
     return Task(index, whole, "SLURM_ARRAY_TASK_ID")
 
@@ -152,7 +154,8 @@ def main(arguments: argparse.Namespace) -> int:
     parse_max_bad(arguments.max_bad)
     if task and arguments.overwrite:
         raise UserError(
-            "--overwrite cannot be used for one task of several; plan with --overwrite first, then start the tasks without it"
+            "--overwrite cannot be used for one task of several; plan with --overwrite "
+            "first, then start the tasks without it"
         )
     made = make_plan(arguments) if arguments.inputs else None
     plan = made[0] if made else _continued(arguments)
@@ -164,7 +167,8 @@ def main(arguments: argparse.Namespace) -> int:
         merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
         if merged and not cut_short:
             print(
-                f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})"
+                f"{out}: unchanged; made from the same inputs, tokenizer and settings (check "
+                f"it with: python -m data_prep verify {out})"
             )
             return 0
         if not merged:
@@ -203,7 +207,8 @@ def _continued(arguments: argparse.Namespace) -> Plan:
             else OPTIONS.get(other[0], other[0]).replace("_", "-")
         )
         raise UserError(
-            f"--{name} differs from the plan in {arguments.out}; name the inputs too, or omit it to continue with the plan"
+            f"--{name} differs from the plan in {arguments.out}; name the inputs too, or "
+            "omit it to continue with the plan"
         )
     return plan
 
@@ -238,7 +243,8 @@ def encode(
     print(f"encoder: {choice.name} ({choice.why})")
     workers = min(workers, len(waiting))
     print(
-        f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, {counted(workers, 'worker')}",
+        f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, "
+        f"{counted(workers, 'worker')}",
         flush=True,
     )
     needed, free = (

@@ -117,7 +117,8 @@ def main(arguments: argparse.Namespace) -> int:
     table, dropped = collect(root)
     if not table.num_rows:
         raise UserError(
-            f"this Python has no standard library sources in {root}; run data_prep with another Python"
+            f"this Python has no standard library sources in {root}; run data_prep with "
+            "another Python"
         )
     make_folder(out.parent)
     temporary = out.with_name(f".{out.name}.unfinished")

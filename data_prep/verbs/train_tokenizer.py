@@ -187,7 +187,10 @@ def main(arguments: argparse.Namespace) -> int:
             raise UserError(
                 f"no document to train on in {', '.join(arguments.inputs)}{_because(dropped)}"
             )
-        read = f"{len(texts):,} documents, {sample.text_bytes / 1e6:.1f} MB of text in the sample{_because(dropped)}"
+        read = (
+            f"{len(texts):,} documents, {sample.text_bytes / 1e6:.1f} MB of text in the "
+            f"sample{_because(dropped)}"
+        )
         print(f"{read}; learning merges", file=sys.stderr, flush=True)
         tokenizer = style.train(texts, vocab_size, sys.stderr.isatty())
         write_synced(staging.path / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
@@ -206,11 +209,13 @@ def main(arguments: argparse.Namespace) -> int:
         staging.publish(["tokenizer.json", "tokenizer_config.json"], seal=SEAL)
     size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(style.eod)
     print(
-        f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on {sample.text_bytes / 1e6:.1f} MB of text"
+        f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on "
+        f"{sample.text_bytes / 1e6:.1f} MB of text"
     )
     if size < vocab_size:
         print(
-            f"data_prep: this text yields {size} entries, fewer than --vocab-size {vocab_size}; give more text for more",
+            f"data_prep: this text yields {size} entries, fewer than --vocab-size "
+            f"{vocab_size}; give more text for more",
             file=sys.stderr,
         )
     return 0
@@ -225,7 +230,10 @@ BATCH_BYTES = 1 << 20
 GPT_EOD = "<|endoftext|>"
 # GPT-4's pre-tokenization: contractions, words with one leading non-letter, up to three digits,
 # punctuation, line ends, runs of spaces.
-GPT_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 SPACE = "▁"  # replaces a space
 LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")

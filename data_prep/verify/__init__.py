@@ -103,7 +103,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
     elif arguments.index_cache:
         raise UserError(
-            f"{folder} is not merged, so no index cache can belong to it; merge it with: python -m data_prep merge {folder}"
+            f"{folder} is not merged, so no index cache can belong to it; merge it with: "
+            f"python -m data_prep merge {folder}"
         )
     else:
         report = verify_units(folder, arguments.sample)
@@ -161,11 +162,13 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
             found = check_caches(caches, folder, manifest, reading.advance)
             report.add(found.faults)
             report.agree.append(
-                f"{found.ours} index caches ({found.others} of other data, {found.unfinished} unfinished)"
+                f"{found.ours} index caches ({found.others} of other data, "
+                f"{found.unfinished} unfinished)"
             )
     if (folder / SHARDS).exists():
         report.notes.append(
-            f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it"
+            f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} "
+            "removes it"
         )
     if plan:
         _sample(report, folder, plan, entries, sample, fix, merged=True)
@@ -191,7 +194,10 @@ def verify_units(folder: Path, sample: int) -> Report:
         f"verifying {folder / SHARDS}", sum(sum(part.sizes.values()) for part in parts)
     ) as reading:
         report.add(shard_faults(folder, plan, entries, reading.advance))
-    fix = f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep run --out {folder}"
+    fix = (
+        f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep "
+        f"run --out {folder}"
+    )
     _sample(report, folder, plan, entries, sample, fix, merged=False)
     return report
 
@@ -232,11 +238,17 @@ def manifest_faults(
             yield f"{folder / manifest.units.file}: unit {entry.unit} is of another plan"
             return
     if len(entries) != len(plan.units):
-        yield f"{folder / manifest.units.file} has {len(entries)} units, {folder / PLAN} has {len(plan.units)}"
+        yield (
+            f"{folder / manifest.units.file} has {len(entries)} units, {folder / PLAN} has "
+            f"{len(plan.units)}"
+        )
         return
     for unit, entry in zip(plan.units, entries, strict=True):
         if unit.rows not in (None, entry.rows):
-            yield f"{folder / manifest.units.file}: unit {entry.unit} accounts for {entry.rows} rows, the plan for {unit.rows}"
+            yield (
+                f"{folder / manifest.units.file}: unit {entry.unit} accounts for {entry.rows} "
+                f"rows, the plan for {unit.rows}"
+            )
     splits = {
         name: _summed(manifest.splits[name], name, entries)
         for name in SPLITS
@@ -319,7 +331,8 @@ def _sample(
     report.add(found.faults, fix)
     for reason, units in found.unchecked.items():
         report.notes.append(
-            f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against the inputs: {reason}"
+            f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against "
+            f"the inputs: {reason}"
         )
     if found.compared:
         report.agree.append(f"{found.compared} documents encoded again")
@@ -346,7 +359,10 @@ def shard_faults(
 
 
 def _again(out: Path, unit: Unit) -> str:
-    return f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
+    return (
+        f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run "
+        f"--out {out}"
+    )
 
 
 def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[str]:
@@ -358,6 +374,9 @@ def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[st
         elif not (match := SHARD.fullmatch(path.name)) or match[1] not in known:
             yield f"{path} belongs to no unit of the plan; remove it"
         elif not entry_path(out, known[match[1]]).is_file():
-            yield f"{path} has no entry, so its unit is not done; do it with: python -m data_prep run --out {out}"
+            yield (
+                f"{path} has no entry, so its unit is not done; do it with: python -m data_prep "
+                f"run --out {out}"
+            )
         elif (entry := entries.get(known[match[1]].number)) and match[2] not in entry.splits:
             yield f"{path} is not named by its unit's entry; {_again(out, known[match[1]])}"

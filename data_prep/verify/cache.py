@@ -103,12 +103,18 @@ def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) 
     for name, source in sources.items():
         entry = manifest.splits.get(name)
         if entry is None:
-            yield f"{cache / COMPLETE} is stale: built from {source['prefix']}, which the data no longer has"
+            yield (
+                f"{cache / COMPLETE} is stale: built from {source['prefix']}, which the data no "
+                "longer has"
+            )
         elif source["idx_sha256"] != entry.idx_sha256 or source["bin"] not in (
             entry.bin_sha256,
             entry.bin_sample,
         ):
-            yield f"{cache / COMPLETE} is stale: built from another content of {source['prefix']} than the current one"
+            yield (
+                f"{cache / COMPLETE} is stale: built from another content of {source['prefix']} "
+                "than the current one"
+            )
 
 
 def _damaged(

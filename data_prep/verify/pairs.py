@@ -131,13 +131,19 @@ def _index_faults(
     if index.dtype != ids.dtype:
         yield f"{path}: ids are {index.dtype}, {says} says {ids.dtype}"
     if tokens * width != binary.stat().st_size:
-        yield f"{path} does not belong to {binary.name}: it describes {tokens * width} bytes, the file has {binary.stat().st_size}"
+        yield (
+            f"{path} does not belong to {binary.name}: it describes {tokens * width} bytes, the "
+            f"file has {binary.stat().st_size}"
+        )
     if shortest < 1 or not pointers_agree:
         yield f"{path}: lengths and pointers disagree"
     if not numbers_agree:
         yield f"{path}: document indices are not one document a sequence"
     if (documents, tokens) != (entry.documents, entry.tokens):
-        yield f"{path}: {documents} documents and {tokens} tokens, {says} says {entry.documents} and {entry.tokens}"
+        yield (
+            f"{path}: {documents} documents and {tokens} tokens, {says} says {entry.documents} "
+            f"and {entry.tokens}"
+        )
 
 
 def _parts(
@@ -189,7 +195,10 @@ def _token_faults(
     if digest.hexdigest() != entry.bin_sha256:
         yield f"{path}: content differs from {says}'s hash"
     elif isinstance(entry, MergedEntry) and sample_digest(path) != entry.bin_sample:
-        yield f"{path}: its sample differs from {says}'s bin_sample, though the hash agrees: {says} was altered"
+        yield (
+            f"{path}: its sample differs from {says}'s bin_sample, though the hash agrees: "
+            f"{says} was altered"
+        )
     if foreign:
         yield f"{path}: {foreign} ids are outside the vocabulary of {ids.vocab_size}"
     if found != entry.documents:

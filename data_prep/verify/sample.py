@@ -184,7 +184,8 @@ def _draw(
         if (seen[name], text_bytes[name]) != said:
             given = f"{seen[name]} documents, {text_bytes[name]} bytes for {name}"
             result.faults.append(
-                f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} and {said[1]}"
+                f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} "
+                f"and {said[1]}"
             )
     return found
 
@@ -243,5 +244,6 @@ def _compare(
         at = int(differing[0]) if len(differing) else shared
         what = f"document {number} (unit {unit.number}, place {document.place} of {path})"
         result.faults.append(
-            f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes of its text, from id {at} on"
+            f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes "
+            f"of its text, from id {at} on"
         )

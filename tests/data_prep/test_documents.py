@@ -364,7 +364,10 @@ def parse(*options: str) -> Settings:
 
 def test_options_become_settings() -> None:
     assert parse() == Settings() and Settings().columns.extra == ()
-    options = "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l --language en --language fr --language en"
+    options = (
+        "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l "
+        "--language en --language fr --language en"
+    )
     settings = parse(
         *options.split(), *"--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0".split()
     )
@@ -446,7 +449,10 @@ def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(
 
 
 def test_text_as_id_and_no_rows_left_for_the_mask(tmp_path: Path) -> None:
-    code = "import pyarrow as pa\ndef keep(batch, places, path):\n    return pa.array([v > 'b' for v in batch['text'].to_pylist()])\n"
+    code = (
+        "import pyarrow as pa\ndef keep(batch, places, path):\n    return pa.array([v > 'b' for "
+        "v in batch['text'].to_pylist()])\n"
+    )
     selection = Selection(
         masked(
             tmp_path,
@@ -465,7 +471,10 @@ def test_text_as_id_and_no_rows_left_for_the_mask(tmp_path: Path) -> None:
         "pa.array([True, False, True])",
         "pa.chunked_array([[True], [False, True]])",
     ):
-        code = f"import numpy as np\nimport pyarrow as pa\ndef keep(batch, places, path):\n    return {answer}\n"
+        code = (
+            "import numpy as np\nimport pyarrow as pa\ndef keep(batch, places, path):\n    "
+            f"return {answer}\n"
+        )
         documents, dropped, _ = Selection(masked(tmp_path, code)).of(batch_of(text=["a", "b", "c"]))
         assert documents.texts.to_pylist() == ["a", "c"] and dropped == {Drop.MASKED: 1}
 

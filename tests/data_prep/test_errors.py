@@ -80,7 +80,8 @@ MASKS = {  # file of a mask -> its code
 }
 # Return values of a mask for three rows.
 ANSWERS = (
-    "raise_() | b['nothing'] | None | [True] * 3 | np.ones(3) | np.ones((3, 1), bool) | np.ones(2, bool) | pa.array([1, 0, 1]) | "
+    "raise_() | b['nothing'] | None | [True] * 3 | np.ones(3) | np.ones((3, 1), bool) | "
+    "np.ones(2, bool) | pa.array([1, 0, 1]) | "
     "pa.array([True, None, None]) | pa.array([True] * 4)"
 ).split(" | ")
 # Beginning of a command: its possible continuations.
@@ -132,7 +133,10 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
     for name, code in MASKS.items():
         (tmp_path / "masks" / f"{name}.py").write_text(code)
     for number, answer in enumerate(ANSWERS):
-        code = f"import numpy as np, pyarrow as pa\ndef raise_():\n    raise ValueError('a\\nb')\ndef keep(b, p, q):\n    return {answer}\n"
+        code = (
+            "import numpy as np, pyarrow as pa\ndef raise_():\n    raise "
+            f"ValueError('a\\nb')\ndef keep(b, p, q):\n    return {answer}\n"
+        )
         (tmp_path / "masks" / f"answer{number}.py").write_text(code)
     raw = corpus.read_bytes()
     corrupt = bytearray(
@@ -280,7 +284,8 @@ def test_want_of_memory_by_any_librarys_words_is_known() -> None:
 
 def test_help_is_quick_and_lists_every_verb() -> None:
     said = room.python(
-        "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+        "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: "
+        "print(*sys.modules)"
     ).stdout
     assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(
         said.splitlines()[-1].split()

@@ -165,12 +165,12 @@ def test_drops_by_reason_and_filters(tmp_path: Path) -> None:
     assert sample["document_bytes"] == {"mean": 9.0, "median": 9.0, "largest": 9}
     said = room.done(*options)
     assert (
-        "documents: 1 (16.67% of the rows); left out: 16.7% null_text, 16.7% empty_text, 16.7% invalid_utf8"
-        in said
+        "documents: 1 (16.67% of the rows); left out: 16.7% null_text, 16.7% empty_text, "
+        "16.7% invalid_utf8" in said
     )
     assert (
-        "columns of the first file: text binary, id int64, score double, language string; 1 row group"
-        in said
+        "columns of the first file: text binary, id int64, score double, language string; 1 "
+        "row group" in said
     )
     nothing = ("inspect", tmp_path, "--min-score", 9)
     assert report(*nothing)["sample"][

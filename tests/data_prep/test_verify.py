@@ -185,7 +185,10 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
     assert verify(data, "--sample", 0)[0] == 0
     code, output = verify(data, "--sample", 1000)
     assert code == 1 and output.count("fault: ") == 1, output
-    said = r"train.bin: document 0 \(unit 0, place 0 of .*rows.parquet\) is not what Hugging Face tokenizers makes of its text, from id 0"
+    said = (
+        r"train.bin: document 0 \(unit 0, place 0 of .*rows.parquet\) is not what Hugging Face "
+        r"tokenizers makes of its text, from id 0"
+    )
     assert re.search(said, output)
     shards = room.copied(encoded, tmp_path / "shards")
     room.spoil(shards / "shards", "00001-train.bin ids 0=77")
@@ -242,7 +245,8 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
     mine, mask = tmp_path / "mine.parquet", tmp_path / "mask.py"
     mine.write_bytes(rows.read_bytes())
     mask.write_text(
-        "import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % 2 == 0\n"
+        "import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % "
+        "2 == 0\n"
     )
     out = room.merge(
         room.encode_units(

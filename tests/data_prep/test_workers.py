@@ -25,7 +25,8 @@ from tests.data_prep import conftest as room
         (
             "os.kill(os.getpid(), 9)",
             1,
-            "was killed by SIGKILL at {} (out of memory? use fewer --workers); finished units are kept",
+            "was killed by SIGKILL at {} (out of memory? use fewer --workers); finished "
+            "units are kept",
         ),
         pytest.param(
             "os._exit(3)",
