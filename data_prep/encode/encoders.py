@@ -57,7 +57,10 @@ PIECES = (
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of n documents, concatenated: those of document i are ``ids[offsets[i]:offsets[i + 1]]``."""
+    """Concatenated ids of n documents.
+
+    Those of document i are ``ids[offsets[i]:offsets[i + 1]]``.
+    """
 
     ids: npt.NDArray[np.uint32]
     offsets: npt.NDArray[np.int64]

@@ -235,7 +235,7 @@ def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def _clipped(samples: Sequence[str]) -> list[str]:
-    """Return the first samples, SAMPLE_CHARACTERS characters in total. The last one is truncated."""
+    """Return the first samples, with SAMPLE_CHARACTERS in total. The last one is truncated."""
     taken, left = [], SAMPLE_CHARACTERS
     for text in samples:
         if left <= 0:

@@ -51,7 +51,7 @@ class Lengths:
         )
 
     def at_most(self, length: int) -> tuple[float, float]:
-        """Return the shares of the documents and of the tokens in documents of at most this length."""
+        """Return the shares of documents and of tokens in documents of at most this length."""
         end = int(np.searchsorted(self.values, length, side="right"))
         tokens = int((self.values[:end] * self.documents[:end]).sum())
         return int(self.documents[:end].sum()) / self.total, tokens / self.tokens

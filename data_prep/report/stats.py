@@ -134,11 +134,20 @@ def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> It
         f"{folder}: {manifest.dtype} ids of {manifest.tokenizer.vocab_size:,} entries, encoded "
         f"by {manifest.source.encoder}"
     )
-    yield f"{'':8}{'documents':>14}{'tokens':>18}{'text':>11}{'bytes/token':>13}{'mean':>9}{'median':>9}{'longest':>11}"
+    yield (
+        f"{'':8}{'documents':>14}{'tokens':>18}{'text':>11}{'bytes/token':>13}{'mean':>9}"
+        f"{'median':>9}{'longest':>11}"
+    )
     for name, entry in manifest.splits.items():
         values = lengths[name]
-        row = f"{name:8}{entry.documents:>14,}{entry.tokens:>18,}{size(entry.text_bytes):>11}{entry.text_bytes / entry.tokens:>13.3f}"
-        yield f"{row}{values.tokens / values.total:>9,.0f}{values.quantile(0.5):>9,}{int(values.values[-1]):>11,}"
+        row = (
+            f"{name:8}{entry.documents:>14,}{entry.tokens:>18,}{size(entry.text_bytes):>11}"
+            f"{entry.text_bytes / entry.tokens:>13.3f}"
+        )
+        yield (
+            f"{row}{values.tokens / values.total:>9,.0f}{values.quantile(0.5):>9,}"
+            f"{int(values.values[-1]):>11,}"
+        )
     whole = joined(lengths.values())
     yield (
         f"{'':8}"

@@ -27,7 +27,8 @@ from fem_common.text import one_line
 SCHEME = "hf://"
 
 _ADDRESS = re.compile(
-    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+))?(?:/(?P<path>.*))?",
+    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)"
+    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
 
@@ -108,7 +109,10 @@ class HubFile(io.RawIOBase):
         kind, block, blocks = (
             ("background", 8 << 20, 4) if self._ahead else ("blockcache", 1 << 18, 8)
         )
-        where = f"{self._repository.kind}s/{self._repository.id}@{self._repository.revision}/{self._path}"
+        where = (
+            f"{self._repository.kind}s/{self._repository.id}@{self._repository.revision}"
+            f"/{self._path}"
+        )
         file = HfFileSystem().open(
             where, block_size=block, cache_type=kind, cache_options={"maxblocks": blocks}
         )

@@ -117,7 +117,7 @@ def _seconds_asked(error: Exception) -> float:
 
 
 def explain(error: Exception, repository: Repository) -> UserError | Fault:
-    """Return an error with one line that contains the repository, the failure and the nearest fix."""
+    """Return an error with one line: the repository, the failure and the nearest fix."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,

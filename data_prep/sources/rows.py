@@ -174,7 +174,7 @@ def missing_column(
 
 
 class Drop(StrEnum):
-    """Reason why a row was not written: first the faults of rows, then the filters of the settings."""
+    """Reason why a row was not written: first faults of rows, then filters of the settings."""
 
     NULL_TEXT = "null_text"
     EMPTY_TEXT = "empty_text"

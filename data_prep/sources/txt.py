@@ -212,7 +212,7 @@ def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes |
 
 
 def _paragraphs(stream: BinaryIO, start: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the offset and the unchanged lines of each paragraph, without the end of the last line."""
+    """Yield the offset and the unchanged lines of each paragraph, without the last line end."""
     stream.seek(start)
     begin, held, size = 0, list[bytes](), 0
     for place, length, line in lines(chunks(stream, FILE), start):

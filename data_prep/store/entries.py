@@ -225,7 +225,8 @@ def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
         "--max-bad",
         default=DEFAULT,
         metavar="N|N%",
-        help="accepted bad rows (null, not UTF-8, unreadable ...); with more, exit with code 1 and list their places (default: 0.1%%); "
+        help="accepted bad rows (null, not UTF-8, unreadable ...); with more, exit with code 1 and "
+        "list their places (default: 0.1%%); "
         "a truncated stream, which loses an unknown number of rows, is accepted only at 100%%",
     )
 

@@ -36,7 +36,7 @@ class FormatError(ValueError):
 
 
 def dtype_name(vocab_size: int) -> str:
-    """Return Megatron's dtype of the ids: uint16 for a vocabulary below 65500 entries, else int32."""
+    """Return Megatron's dtype of ids: uint16 for a vocabulary below 65500 entries, else int32."""
     return "uint16" if vocab_size < UINT16_BELOW else "int32"
 
 

@@ -146,7 +146,10 @@ def _lines(value: Any) -> str:
 
 
 def read_plan(out: Path) -> Plan:
-    """Read OUT/plan.json. Raises UserError if it is absent, damaged, altered or of another format."""
+    """Read OUT/plan.json.
+
+    Raises UserError if it is absent, damaged, altered or of another format.
+    """
     path = out / PLAN
     if not path.is_file():
         raise UserError(

@@ -116,7 +116,7 @@ class UnitEntry:
 
     @staticmethod
     def from_json(raw: Any) -> UnitEntry:
-        """Parse an entry that ``as_json`` wrote. Raises ValueError with a description of the fault."""
+        """Parse an entry from ``as_json``. Raises ValueError with a description of the fault."""
         entry: UnitEntry = read(UnitEntry, raw)
         _check_names(entry.dropped, entry.splits)
         if entry.rows != entry.documents + sum(entry.dropped.values()):

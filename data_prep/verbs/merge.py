@@ -69,7 +69,8 @@ from fem_common.text import count, counted, size
 COPY_BYTES = 1 << 22
 # Names of data_prep's files in OUT/shards.
 OURS = re.compile(
-    rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+"
+    rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))"
+    rf"|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+"
 )
 
 

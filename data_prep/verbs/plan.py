@@ -99,7 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
-    """Return the plan of a command line and its tokenizer, without writing files. Raises UserError."""
+    """Return the plan of a command line and its tokenizer. Writes no files. Raises UserError."""
     if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
         raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
     if not arguments.tokenizer:

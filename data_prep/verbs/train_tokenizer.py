@@ -351,8 +351,8 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
         max_token_length=LLAMA_LONGEST,
         show_progress=show,
     )
-    # Training skips characters without an entry and would join their neighbours. A line end separates
-    # them.
+    # Training skips characters without an entry and would join their neighbours. A line end
+    # separates them.
     apart = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
     tokenizer.train_from_iterator(
         ([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer

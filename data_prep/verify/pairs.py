@@ -33,7 +33,7 @@ BLOCK_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class Ids:
-    """Properties of the ids of a pair: their dtype, the id of EOD and the size of the vocabulary."""
+    """Properties of the ids of a pair: dtype, id of EOD, and size of the vocabulary."""
 
     dtype: str
     eod_id: int

@@ -42,9 +42,10 @@ HF = (
     "--encoder",
     "hf",
 )  # skips gigatoken's self-check, which takes longer than the rest of a run
-WORDS = "the of and energy free mixer value return import class self def tensor gate prior reads writes 3.14 2025 naïve 東京 🙂 ".split(
-    " "
-)
+WORDS = (
+    "the of and energy free mixer value return import class self def tensor gate prior reads "
+    "writes 3.14 2025 naïve 東京 🙂 "
+).split(" ")
 Documents = list[tuple[str | None, str | None]]
 
 
@@ -94,7 +95,7 @@ def command(*arguments: object) -> list[str]:
 def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m data_prep …`` in this process and return its exit code and output.
 
-    The keyword arguments are environment variables. HERE is the working folder.
+    The keyword arguments are environment variables, except the working folder.
     """
     here, words, out, err = (
         environment.pop("HERE", str(ROOT)),

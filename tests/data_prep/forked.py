@@ -34,7 +34,7 @@ class Fork:
         if self.pid:
             return
         try:
-            # Objects of other tests' libraries must not be finalized in the child: their threads are gone.
+            # The child must not finalize objects of other libraries, whose threads are gone.
             gc.disable()
             first = 3
             for descriptor in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):

@@ -61,7 +61,7 @@ def dies_at(number: int, out: Path) -> bool:
     """
     child = os.fork()
     if not child:
-        # Objects of other tests' libraries must not be finalized in the child: their threads are gone.
+        # The child must not finalize objects of other libraries, whose threads are gone.
         gc.disable()
         left = [number]
 
@@ -236,7 +236,7 @@ def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
 
 
 def flock_of_nfs(descriptor: int, operation: int) -> None:
-    """Emulate flock on NFS: only files can be locked, and an exclusive lock requires write access."""
+    """Emulate flock on NFS: it locks only files, and an exclusive lock requires write access."""
     writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE in (os.O_RDWR, os.O_WRONLY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (
         operation & fcntl.LOCK_EX and not writable
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
     assert room.snapshot(out) == room.snapshot(merged)
 
 
-# Merges without working locks. At one of the calls, a second merge runs and must not report a fault.
+# Merges without working locks. At one of the calls, a second merge runs and must succeed.
 BESIDE = """
 import errno, fcntl, os, subprocess, sys
 def no_lock(*_):
@@ -306,7 +306,10 @@ call = getattr(os, name)
 def meeting(*arguments, **options):
     left[0] -= 1
     if left[0] == -1:
-        second = subprocess.run([sys.executable, "-c", os.environ["BESIDE"], sys.argv[1], name, "1000", *sys.argv[4:]], capture_output=True)
+        words = [sys.argv[1], name, "1000", *sys.argv[4:]]
+        second = subprocess.run(
+            [sys.executable, "-c", os.environ["BESIDE"], *words], capture_output=True
+        )
         assert second.returncode == 0, second
         print("met")
     return call(*arguments, **options)

@@ -391,10 +391,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 files, columns, seen = ("duplicates.txt",), ("url", "id"), []
-duplicates = pa.array(Path(__file__).with_name("duplicates.txt").read_text().split(), pa.large_string())
+listed = Path(__file__).with_name("duplicates.txt").read_text().split()
+duplicates = pa.array(listed, pa.large_string())
 
 def keep(batch, places, path):
-    seen.append((batch.to_pydict(), [str(kind) for kind in batch.schema.types], places.tolist(), places.dtype.name, path))
+    kinds = [str(kind) for kind in batch.schema.types]
+    seen.append((batch.to_pydict(), kinds, places.tolist(), places.dtype.name, path))
     return pc.invert(pc.is_in(batch.column("id"), value_set=duplicates))
 """
 

@@ -328,7 +328,8 @@ import numpy as np, pyarrow as pa
 from data_prep.encode import encoders
 from data_prep.encode.tokenizer import load_folder
 encoders.CACHE_EVERY, encoders.CACHE_BYTES = 2_000_000, 8_000_000
-encoder, random, loaded = encoders.Gigatoken(load_folder(Path(sys.argv[1]))), np.random.default_rng(0), 1
+encoder = encoders.Gigatoken(load_folder(Path(sys.argv[1])))
+random, loaded = np.random.default_rng(0), 1
 for _ in range(20):
     letters = random.integers(97, 123, 1_000_000, dtype=np.uint8)
     letters[::9] = 32
@@ -433,10 +434,14 @@ def test_a_difference_in_a_sample_is_named(made_of: Made, monkeypatch: pytest.Mo
 
 
 BROKEN = {
-    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "it crashed in its self-check (SIGSEGV)",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": (
+        "it crashed in its self-check (SIGSEGV)"
+    ),
     "import os; os._exit(3)": "it crashed in its self-check (exit code 3)",
     "import nothing_of_this_name": "it is not installed",
-    "class Tokenizer:\n    @staticmethod\n    def from_json(text): raise BaseException('panic')": "it does not load this tokenizer (panic)",
+    "class Tokenizer:\n    @staticmethod\n    def from_json(text): raise BaseException('panic')": (
+        "it does not load this tokenizer (panic)"
+    ),
     "import time; time.sleep(60)": "its self-check did not end within 1 seconds",
 }
 
@@ -501,7 +506,8 @@ from datatrove.pipeline.readers import ParquetReader
 from datatrove.pipeline.tokens import MegatronDocumentTokenizer
 source, tokenizer, eod, out = sys.argv[1:]
 step = MegatronDocumentTokenizer(output_folder=out, tokenizer_name_or_path=tokenizer, eos_token=eod)
-LocalPipelineExecutor(pipeline=[ParquetReader(source), step], tasks=1, logging_dir=out + "/logs").run()
+steps = [ParquetReader(source), step]
+LocalPipelineExecutor(pipeline=steps, tasks=1, logging_dir=out + "/logs").run()
 """
 
 

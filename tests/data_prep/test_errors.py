@@ -86,32 +86,43 @@ ANSWERS = (
 ).split(" | ")
 # Beginning of a command: its possible continuations.
 COMMANDS = """
-inspect: absent.parquet; *.pq; empty; corpus.parquet ./corpus.parquet; corpus.parquet link.parquet; tables tables/few.parquet
-inspect: twice.parquet; truncated.parquet; tables/name.parquet --id-column nam; meta.jsonl --id-column meta.sat
+inspect: absent.parquet; *.pq; empty; corpus.parquet ./corpus.parquet; corpus.parquet link.parquet
+inspect: tables tables/few.parquet
+inspect: twice.parquet; truncated.parquet; tables/name.parquet --id-column nam
+inspect: meta.jsonl --id-column meta.sat
 inspect: wide.txt; parquet.txt; lines.txt; good.txt --min-score 1; good.txt --id-column name
 inspect tables/nested.parquet: --min-score 1; --language en
-inspect corpus.parquet: --subset x; --sample-mb 0; --sample-mb nan; --workers 0; --paragraphs; --text-column txet; --text-column=
-inspect corpus.parquet: --id-column key; --min-score 1; --min-score nan; --min-bytes -3; --max-bytes 0; --min-bytes 10 --max-bytes 9
-inspect corpus.parquet --mask: dedup.py; masks/few.txt:keep; masks/few.py:keep(); absent.py:keep; masks/few.py:keeep; masks/few.py:number
+inspect corpus.parquet: --subset x; --sample-mb 0; --sample-mb nan; --workers 0; --paragraphs
+inspect corpus.parquet: --text-column txet; --text-column=
+inspect corpus.parquet: --id-column key; --min-score 1; --min-score nan; --min-bytes -3
+inspect corpus.parquet: --max-bytes 0; --min-bytes 10 --max-bytes 9
+inspect corpus.parquet --mask: dedup.py; masks/few.txt:keep; masks/few.py:keep(); absent.py:keep
+inspect corpus.parquet --mask: masks/few.py:keeep; masks/few.py:number
 inspect corpus.parquet: --language=; --mask masks.py:keep
-run: absent.parquet --tokenizer tok --out out; corpus.parquet --out out; --out out; --out old; --out bad
+run: absent.parquet --tokenizer tok --out out; corpus.parquet --out out; --out out; --out old
+run: --out bad
 run corpus.parquet --out out --tokenizer: none/at/all; tok/tokenizer.json
 run corpus.parquet --tokenizer tok --out: note; note/out; kept
-run corpus.parquet --tokenizer tok --out out: --workers 0; --encoder fast; --unit-mb 0; --unit-mb nan; --worker 3
+run corpus.parquet --tokenizer tok --out out: --workers 0; --encoder fast; --unit-mb 0
+run corpus.parquet --tokenizer tok --out out: --unit-mb nan; --worker 3
 run corpus.parquet --tokenizer tok --out out: --max-bad few; --max-bad 101%; --max-bad=-1
-run corpus.parquet --tokenizer tok --out out: --task-id 3 --tasks 3; --task-id 3; --task-id 0 --tasks 3 --overwrite
-run corpus.parquet --tokenizer tok --out out: --valid-percent -1; --test-percent nan; --test-percent inf; --valid-percent two
+run corpus.parquet --tokenizer tok --out out: --task-id 3 --tasks 3; --task-id 3
+run corpus.parquet --tokenizer tok --out out: --task-id 0 --tasks 3 --overwrite
+run corpus.parquet --tokenizer tok --out out: --valid-percent -1; --test-percent nan
+run corpus.parquet --tokenizer tok --out out: --test-percent inf; --valid-percent two
 run corpus.parquet --tokenizer tok --out out: --valid-percent 60 --test-percent 40
 run tables/few.parquet --tokenizer tok --out out: --valid-percent 0.001 --test-percent 0
 plan: corpus.parquet --out out; none.parquet --tokenizer tok --out out
 train-tokenizer corpus.parquet --out out --vocab-size: 100; 353 --style llama; 300 --sample-mb 0
-train-tokenizer --vocab-size 400 --out: out tables/nothing.parquet; out corrupt.parquet; tok corpus.parquet
+train-tokenizer --vocab-size 400 --out: out tables/nothing.parquet; out corrupt.parquet
+train-tokenizer --vocab-size 400 --out: tok corpus.parquet
 stdlib: note.parquet; empty; note/s.parquet
 status: none; empty; old; data --tasks 0
 merge: none; empty; data --tasks 0
 verify: none; empty; .; v1; listed; data --sample -1; data --index-cache none
 stats: none; empty; data --picture a.jpg; cut
-blend out.yaml: none; empty; corpus.parquet; data data; data empty/../data; data=0; data=-1; data=nan; data=much; data other=2
+blend out.yaml: none; empty; corpus.parquet; data data; data empty/../data; data=0; data=-1
+blend out.yaml: data=nan; data=much; data other=2
 blend out.yaml: data otherend; data other; cut; data --seq-length 1000000; data --seq-length 0
 blend: blend data; blend.yaml data; folder.yaml data
 """
@@ -134,8 +145,8 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
         (tmp_path / "masks" / f"{name}.py").write_text(code)
     for number, answer in enumerate(ANSWERS):
         code = (
-            "import numpy as np, pyarrow as pa\ndef raise_():\n    raise "
-            f"ValueError('a\\nb')\ndef keep(b, p, q):\n    return {answer}\n"
+            "import numpy as np, pyarrow as pa\ndef raise_():\n    raise ValueError('a\\nb')\n"
+            f"def keep(b, p, q):\n    return {answer}\n"
         )
         (tmp_path / "masks" / f"answer{number}.py").write_text(code)
     raw = corpus.read_bytes()
@@ -154,8 +165,12 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
     room.write_parquet(tmp_path / "none.parquet", [])
     (tmp_path / "link.parquet").symlink_to("corpus.parquet")
     room.copied(tokenizer, tmp_path / "tok")
-    for name, how in (("data", "train.idx add "), ("other", 'manifest.json set tokenizer.sha256 "99"'), ("cut", "test.idx cut 8"),
-                      ("otherend", "manifest.json set tokenizer.eod_id 7")):  # fmt: skip
+    for name, how in (
+        ("data", "train.idx add "),
+        ("other", 'manifest.json set tokenizer.sha256 "99"'),
+        ("cut", "test.idx cut 8"),
+        ("otherend", "manifest.json set tokenizer.eod_id 7"),
+    ):
         room.spoil(room.copied(merged, tmp_path / name), how)
     return tmp_path
 

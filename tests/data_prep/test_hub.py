@@ -37,7 +37,8 @@ SUBSETS = {
     "several": ["sample/10/b*", "data/x/*"],
     "lines": [{"split": "train", "path": "l/a*"}],
 }
-CARD = f"---\n{yaml.safe_dump({'configs': [{'config_name': name, 'data_files': files} for name, files in SUBSETS.items()]})}---\n# Card\n"
+CONFIGS = [{"config_name": name, "data_files": files} for name, files in SUBSETS.items()]
+CARD = f"---\n{yaml.safe_dump({'configs': CONFIGS})}---\n# Card\n"
 TEN, DATA, LINES = (
     ["sample/10/a.parquet", "sample/10/b.parquet"],
     ["data/x/train-0.parquet"],
@@ -201,11 +202,22 @@ def test_a_server_without_parts_of_files_is_refused(server: Hub) -> None:
 
 
 MISTAKES = [
-    (EDU, "tan"), (EDU, "nothing like it"), (f"{EDU}/sample/1O", None), (f"{EDU}/zzz", None), (f"{EDU}/sample/*.csv", None),
-    (f"{EDU}/empty", None), (f"{EDU}/sample", "ten"), (f"{EDU}@v9", None), ("hf://datasets/some/bare", "ten"),
-    ("hf://some/edu", None), ("hf://datasets/edu", None), ("hf://datasets/some/typo", None), ("hf://datasets/a--b/c", None),
-    ("hf://datasets/some/two", None), ("hf://datasets/some/broken", None),
-]  # fmt: skip
+    (EDU, "tan"),
+    (EDU, "nothing like it"),
+    (f"{EDU}/sample/1O", None),
+    (f"{EDU}/zzz", None),
+    (f"{EDU}/sample/*.csv", None),
+    (f"{EDU}/empty", None),
+    (f"{EDU}/sample", "ten"),
+    (f"{EDU}@v9", None),
+    ("hf://datasets/some/bare", "ten"),
+    ("hf://some/edu", None),
+    ("hf://datasets/edu", None),
+    ("hf://datasets/some/typo", None),
+    ("hf://datasets/a--b/c", None),
+    ("hf://datasets/some/two", None),
+    ("hf://datasets/some/broken", None),
+]
 
 
 def test_mistakes_are_one_line(server: Hub, wording: Wording) -> None:

@@ -165,7 +165,8 @@ from data_prep.store.indexed import read_index, write_index
 part = np.full(1_000_000, 700, np.int32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 size, _ = write_index(Path(sys.argv[1]), 20_000_000, "uint16", lambda: (part for _ in range(20)))
-print(size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, read_index(Path(sys.argv[1])).pointers[-1])
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(size, grown, read_index(Path(sys.argv[1])).pointers[-1])
 """
     size, grown, last = map(int, room.python(code, tmp_path / "a.idx").stdout.split())
     assert size == 34 + 20 * 20_000_000 + 8 and last == 1400 * (20_000_000 - 1) and grown < 150_000

@@ -41,7 +41,7 @@ OTHER = """
 --language en --language de | another --language (none in the plan, en,de now)
 --valid-percent 3 | another --valid-percent (2.0 in the plan, 3.0 now)
 --unit-mb 1 | another --unit-mb (0.001 in the plan, 1 now)
---id-column text --max-bytes 99 | another --id-column (id in the plan, text now), another --max-bytes
+--id-column text --min-bytes 2 | another --id-column (id in the plan, text now), another --min-bytes
 """
 
 

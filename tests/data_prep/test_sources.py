@@ -85,8 +85,11 @@ def test_a_folder_follows_links_and_names_what_it_leaves_out(
         "linked/f.jsonl",
         "linked/up/g.Parquet",
     ]
-    for name in ("here/a.json.gz", "here/b.JSONL", "here/c.json", "here/d.json.zst", "here/e.jsonl.zstd", "there/f.jsonl", "up/g.Parquet",
-                 "here/.h.jsonl", "here/i.csv", "here/j.jsonl.bz2", "here/dataset_info.json", "here/.git/k.jsonl"):  # fmt: skip
+    for name in (
+        *("here/a.json.gz", "here/b.JSONL", "here/c.json", "here/d.json.zst", "here/e.jsonl.zstd"),
+        *("there/f.jsonl", "up/g.Parquet", "here/.h.jsonl", "here/i.csv", "here/j.jsonl.bz2"),
+        *("here/dataset_info.json", "here/.git/k.jsonl"),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for link, target in (
@@ -207,7 +210,7 @@ class Counting(streams.LocalFile):
 def test_fingerprints_see_another_size_and_other_content_and_are_fast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file of 100 MB, at most a tenth is read."""
+    """At most a tenth of a file of 100 MB is read."""
     path, line = tmp_path / "x.jsonl", b'{"text": "%s", "id": "1"}\n' % (b"x" * 4000)
     whole = opened(path, line * 25_000)
     with monkeypatch.context() as patch:

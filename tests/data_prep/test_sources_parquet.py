@@ -379,7 +379,8 @@ rows = lost = text = 0
 cuts = spans(file, Columns(), 64 << 20)
 if len(sys.argv) > 2:
     now = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
-    resource.setrlimit(resource.RLIMIT_AS, ((int(now.split()[1]) << 10) + (int(sys.argv[2]) << 20),) * 2)
+    limit = (int(now.split()[1]) << 10) + (int(sys.argv[2]) << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     for span in cuts:
         for part in read_span(file, span, Columns()):

@@ -23,9 +23,8 @@ from data_prep.verbs.train_tokenizer import BYTES, PRINTABLE, SPACE, STYLES, Sam
 from tests.data_prep import conftest as room
 
 FRAGMENTS = [
-    *"\x00|\r\n|\n\n|\t|    |  | |'s|'LL|0123456789|\ufeff|é|e\u0301|ﬁ|👩‍👩‍👧‍👦|🇯🇵|العربية|日本語|\u2028|\u00a0|\u3000|\uffff".split(
-        "|"
-    ),
+    *"\x00|\r\n|\n\n|\t|    |  | |'s|'LL|0123456789|\ufeff|é|e\u0301|ﬁ".split("|"),
+    *"👩‍👩‍👧‍👦|🇯🇵|العربية|日本語|\u2028|\u00a0|\u3000|\uffff".split("|"),
     *("\U0010ffff", "def f(x):", "return", "\x7f\x1b", "<0x41>", "<unk", "##", "Ġ", "<|", "|>"),
 ]
 CODE = "def step(x):\n        if x > 10:\n\n            return x - 3.25  # naïve 東京\n"
@@ -65,7 +64,7 @@ def train(source: Path, out: Path, style: str = "gpt", *options: object, entries
 
 
 def plain(folder: Path) -> Tokenizer:
-    """Return the tokenizer that data_prep encodes with, in which special tokens are ordinary text."""
+    """Return the tokenizer that data_prep encodes with. Its special tokens are ordinary text."""
     return Tokenizer.from_str(
         json.dumps(json.loads((folder / "tokenizer.json").read_text()) | {"added_tokens": []})
     )

@@ -31,9 +31,12 @@ test.idx: flip 40; flip 0; cut 8; write; lengths 0+1 1+-1; swap valid.idx
 tokenizer: gone
 tokenizer/tokenizer.json: write {}; set version "1.0"
 tokenizer/tokenizer_config.json: set eos_token "a"
-manifest.json: set dtype "int32"; set tokenizer.eod_id 5; set splits.train.documents 7; set splits.test.tokens 7
-manifest.json: set splits.test.bin_sample "9:x"; set source.rows 1; set source.dropped.masked 3; set source.files.0.rows 1; pop splits.test
-manifest.json: set source.settings.min_bytes 1; set source.fingerprint "0"; set splits.test.text_bytes 7
+manifest.json: set dtype "int32"; set tokenizer.eod_id 5; set splits.train.documents 7
+manifest.json: set splits.test.tokens 7
+manifest.json: set splits.test.bin_sample "9:x"; set source.rows 1; set source.dropped.masked 3
+manifest.json: set source.files.0.rows 1; pop splits.test
+manifest.json: set source.settings.min_bytes 1; set source.fingerprint "0"
+manifest.json: set splits.test.text_bytes 7
 units.jsonl: flip 9; gone
 plan.json: gone; set units.0.2 0; set settings.min_bytes 9; set settings.more 9
 """
@@ -57,12 +60,12 @@ test.idx: lengths 0+1 1+-1; flip 74; flip -8
 """
 # of an index cache,
 CACHES = """
-complete.json: set sources.0.idx_sha256 "0"; set sources.1.bin "0"; write {; set format 2; pop sources.0.bin
+complete.json: set sources.0.idx_sha256 "0"; set sources.1.bin "0"; write {; set format 2
+complete.json: pop sources.0.bin
 train-indices.npy: flip 100; cut 1; gone
 """
-UNITS: tuple[
-    Callable[[list[Any]], object], ...
-] = (  # and of units.jsonl, with its hash in the manifest
+# and of units.jsonl, with its hash in the manifest.
+UNITS: tuple[Callable[[list[Any]], object], ...] = (
     lambda u: u.pop(),
     lambda u: u.reverse(),
     lambda u: u[2].update(plan="0"),

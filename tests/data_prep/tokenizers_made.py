@@ -15,8 +15,10 @@ from data_prep.verbs.train_tokenizer import GPT_PIECES, STYLES
 
 EOD = "<|endoftext|>"
 O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = GPT_PIECES.replace("{1,3}", "")
@@ -85,12 +87,12 @@ def metaspace(**how: object) -> Callable[[Spec], object]:
 
 
 def ignore_merges(spec: Spec) -> None:
-    """Change a tokenizer so that a word with its own entry is encoded as that entry, as in LLaMA-3."""
+    """Change a tokenizer to encode a word with its own entry as that entry, as in LLaMA-3."""
     spec["model"]["ignore_merges"] = True
 
 
 def added(tokenizer: Tokenizer, *contents: str, after: str = "", **how: bool) -> Tokenizer:
-    """Add text tokens to a tokenizer, after the special token ``after`` if it is given, as in Qwen."""
+    """Add text tokens to a tokenizer, after the special token ``after`` if given, as in Qwen."""
     tokenizer.add_special_tokens([after] * bool(after))
     tokenizer.add_tokens([AddedToken(content, **how) for content in contents])
     return tokenizer
