@@ -4,10 +4,11 @@
     from pathlib import Path
     import numpy as np
 
-    # optional: columns to read in addition to the text and the id columns = ("url",) # optional:
-    files in the same folder that this file reads; a change to them is a change to the data files =
-    ("duplicates.txt",) duplicates =
-    set(Path(__file__).with_name("duplicates.txt").read_text().split())
+    # Optional: columns to read in addition to the text and the id.
+    columns = ("url",)
+    # Optional: files in the same folder that this file reads. Changing them changes the data.
+    files = ("duplicates.txt",)
+    duplicates = set(Path(__file__).with_name("duplicates.txt").read_text().split())
 
     def keep(batch, places, path):
         return np.array([id not in duplicates for id in batch.column("id").to_pylist()])

@@ -1,11 +1,11 @@
-"""Verb ``inspect``: report the content of inputs and the cost of encoding them, without writing
-files.
+"""Verb ``inspect``: report the content of inputs and the cost of encoding them.
 
     python -m data_prep inspect INPUT... [--tokenizer DIR] [filters]
 
-Files and rows are counted from footers and sizes. Other values are measured on a sample from up to
-8 places spread over the inputs, and scaled to all of the text. The last lines report the size of
-the sample. Speeds are those of one core of this machine, without downloads.
+The verb writes no files. Files and rows are counted from footers and sizes. Other values are
+measured on a sample from up to 8 places spread over the inputs, and scaled to all of the text. The
+last lines report the size of the sample. Speeds are those of one core of this machine, without
+downloads.
 """
 
 from __future__ import annotations

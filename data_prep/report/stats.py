@@ -1,5 +1,4 @@
-"""Verb ``stats``: report documents, tokens, document lengths, and dropped rows of a merged data
-folder.
+"""Verb ``stats``: report documents, tokens, lengths and dropped rows of a merged data folder.
 
     python -m data_prep stats data/fineweb_edu --picture lengths.png
 

@@ -1,9 +1,9 @@
-"""Verb ``status``: report the progress of a data folder from its plan and unit entries, without
-opening inputs or shards.
+"""Verb ``status``: report the progress of a data folder.
 
     python -m data_prep status OUT [--tasks M]
 
-The rate is that of the units finished in the last 15 minutes by any process on any machine.
+The verb reads the plan and the unit entries, but no inputs and no shards. The rate is that of the
+units finished in the last 15 minutes by any process on any machine.
 """
 
 from __future__ import annotations

@@ -44,13 +44,16 @@ class Columns:
 class SourceFile:
     """One input file, or the .txt files of one input.
 
-    ``path``: local path, or ``hf://…@COMMIT/…``. ``kind``: parquet, jsonl, jsonl.gz, jsonl.zst; for
-    .txt files txt (a document is a file) or paragraphs. ``bytes``: the file's size. ``rows``: from
-    a parquet footer; None if the rows must be read to be counted. ``text_bytes``: approximate bytes
-    of text. ``fingerprint``: identity of the content, computed in milliseconds: size and footer of
-    parquet, size and sampled blocks of other files, size and the Hub's hash of a remote file.
-    ``id_prefix``: the file's name if its rows have no ids; their ids are then ``NAME:PLACE``.
-    ``parts``: name below ``path`` and size of each .txt file.
+    - ``path``: local path, or ``hf://…@COMMIT/…``.
+    - ``kind``: parquet, jsonl, jsonl.gz, jsonl.zst; for .txt files txt (a document is a file) or
+      paragraphs.
+    - ``bytes``: the file's size.
+    - ``rows``: from a parquet footer; None if the rows must be read to be counted.
+    - ``text_bytes``: approximate bytes of text.
+    - ``fingerprint``: identity of the content, computed in milliseconds: size and footer of
+      parquet, size and sampled blocks of other files, size and the Hub's hash of a remote file.
+    - ``id_prefix``: the file's name if its rows have no ids; their ids are then ``NAME:PLACE``.
+    - ``parts``: name below ``path`` and size of each .txt file.
     """
 
     path: str

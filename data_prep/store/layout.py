@@ -1,5 +1,6 @@
-"""File names in a data folder, and the plan of the work in it. This module reads no inputs and no
-tokenizer.
+"""File names in a data folder, and the plan of the work in it.
+
+This module reads no inputs and no tokenizer.
 
 OUT/plan.json                      inputs, settings, units and their fingerprint; written first
 OUT/tokenizer/                     copy of the tokenizer

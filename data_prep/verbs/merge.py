@@ -1,9 +1,8 @@
-"""Verb ``merge``: merge the units' shards, in order, into one pair per split, and write
-manifest.json last.
+"""Verb ``merge``: merge the units' shards into one pair per split, then write manifest.json.
 
-Every shard is compared with the hash in its entry during the copy. After a kill, the same command
-repeats the merge from the start. Until the merge is complete, all files with final names are
-complete and the shards are kept.
+The shards are merged in order. Every shard is compared with the hash in its entry during the copy.
+After a kill, the same command repeats the merge from the start. Until the merge is complete, all
+files with final names are complete and the shards are kept.
 """
 
 from __future__ import annotations

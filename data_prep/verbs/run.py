@@ -1,10 +1,11 @@
-"""Verb ``run``: encode text into train/valid/test .bin/.idx in parallel processes, and resume after
-kills.
+"""Verb ``run``: encode text into train/valid/test .bin/.idx in parallel, and resume after kills.
 
-    python -m data_prep run INPUT... --tokenizer DIR --out OUT          plan, encode and merge
-    python -m data_prep run --out OUT                                   continue with the plan in
-    OUT python -m data_prep run --out OUT --task-id 3 --tasks 8             units with number % 8 ==
-    3; merge afterwards
+    plan, encode and merge:
+        python -m data_prep run INPUT... --tokenizer DIR --out OUT
+    continue with the plan in OUT:
+        python -m data_prep run --out OUT
+    encode the units with number % 8 == 3, to be merged afterwards:
+        python -m data_prep run --out OUT --task-id 3 --tasks 8
 
 The default number of processes is the number of cores. Bad rows are dropped and reported. In a
 Slurm job array (SLURM_ARRAY_TASK_ID), each task takes its share automatically. Finished units are

@@ -1,10 +1,9 @@
-"""Verb ``stdlib``: write the running Python's standard library as a parquet file in FineWeb-Edu's
-schema.
+"""Verb ``stdlib``: write the running Python's standard library as parquet.
 
-The result is a real corpus of about 11 MB that is available on every machine. The library's own
-tests and lib2to3 are excluded (with them it is 31 MB), as well as files that are not its sources:
-installed packages, links to other folders, and build settings (config-*, _sysconfigdata*), which
-contain paths of the machine.
+The file has FineWeb-Edu's schema. It is a real corpus of about 11 MB that is available on every
+machine. The library's own tests and lib2to3 are excluded (with them it is 31 MB), as well as files
+that are not its sources: installed packages, links to other folders, and build settings (config-*,
+_sysconfigdata*), which contain paths of the machine.
 """
 
 from __future__ import annotations

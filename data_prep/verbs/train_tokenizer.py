@@ -1,15 +1,15 @@
-"""Verb ``train-tokenizer``: train a BPE on the inputs' text and write a folder that
-transformers.AutoTokenizer loads.
+"""Verb ``train-tokenizer``: train a BPE on the inputs' text, as a folder for AutoTokenizer.
 
-    gpt     byte-level, GPT-4's pre-tokenization, <|endoftext|> (id 0) as EOD; every UTF-8 text is
-    decoded exactly llama   LLaMA-2's layout: <unk> <s> </s>, 256 bytes, characters and merges;
-    digits one by one; </s> as EOD.
-            Every UTF-8 text is decoded exactly except the character U+2581, which becomes a space
+    gpt     byte-level, GPT-4's pre-tokenization, <|endoftext|> (id 0) as EOD. Every UTF-8 text
+            is decoded exactly.
+    llama   LLaMA-2's layout: <unk> <s> </s>, 256 bytes, characters and merges; digits one by one;
+            </s> as EOD. Every UTF-8 text is decoded exactly except the character U+2581, which
+            becomes a space.
 
-The training uses at most about --sample-mb of text: the documents whose ids have the smallest
-hashes. The same documents therefore give the same tokenizer, independent of the division into
-files, the order and the number of threads. All inputs are read. The memory is a few times the
-sample.
+transformers.AutoTokenizer loads the folder. The training uses at most about --sample-mb of text:
+the documents whose ids have the smallest hashes. The same documents therefore give the same
+tokenizer, independent of the division into files, the order and the number of threads. All inputs
+are read. The memory is a few times the sample.
 """
 
 from __future__ import annotations

@@ -407,7 +407,7 @@ def test_gigatoken_is_chosen_where_it_is_exact(
     ) and choice.why.startswith("equal to tokenizers ")
     assert make(made_of(name), choice.kind).name == choice.name
     monkeypatch.setattr(selfcheck, "check", None)  # not called
-    assert choose(made_of("gpt"), "hf", []).why == "asked for"
+    assert choose(made_of("gpt"), "hf", []).why == "requested"
 
 
 @pytest.mark.parametrize("name", INEXACT)

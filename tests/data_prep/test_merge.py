@@ -182,7 +182,7 @@ def test_an_empty_split_and_a_disk_too_small_are_told_before_anything_is_copied(
     )
     usage = shutil.disk_usage(shards)._replace(free=5000)
     monkeypatch.setattr("data_prep.verbs.merge.shutil.disk_usage", lambda path: usage)
-    assert "and 5 kB are free; make room" in refused(shards, code=1)
+    assert "and 5 kB are free; free disk space" in refused(shards, code=1)
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])

@@ -100,7 +100,7 @@ def test_data_of_unknown_origin_and_a_damaged_plan_stay(
         said = (
             "plan.json is damaged"
             if name == "plan.json"
-            else f"{name.replace('/00000-train.bin', '')} exists and no plan.json"
+            else f"{name.replace('/00000-train.bin', '')} exists without a plan.json"
         )
         assert said in error and room.snapshot(out) == {name: b"{}"}
         room.done(*words([many], tokenizer, out, "--overwrite"))

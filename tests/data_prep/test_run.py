@@ -139,7 +139,7 @@ def test_same_run_is_left_alone_another_is_refused(
     (out / "train.idx").unlink()
     assert "train.idx" in room.refused(*command)
     room.done(*command, "--overwrite")
-    assert "whole" in room.done("verify", out)
+    assert "complete" in room.done("verify", out)
 
 
 def test_the_tokenizer_may_lie_in_the_output_folder(

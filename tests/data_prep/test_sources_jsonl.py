@@ -419,6 +419,6 @@ def test_damage_within_a_stream_or_behind_it_cuts_the_rest_off(tmp_path: Path) -
             *_, fault = parts(file, spans(file, COLUMNS, 1))
             assert isinstance(fault, Unreadable)
             assert fault.message.startswith(
-                f"{file.path} is damaged at byte {last[2]} of its unpacked content ("
+                f"{file.path} is damaged at byte {last[2]} of its uncompressed content ("
             )
             assert fault.message.endswith("): the rest is lost; fetch or compress it again")

@@ -282,7 +282,7 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         assert re.search(
             f"^not checked: a sample of unit 0 against the inputs: .*{said}", output, re.MULTILINE
         ), output
-        assert "encoded again" not in output and "whole" in output
+        assert "encoded again" not in output and "complete" in output
 
 
 # --- index caches ---------------------------------------------------------------------------------
