@@ -420,8 +420,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
             f"{encoder['dtype']} ids, EOD {encoder['eod']!r}"
         )
         rates = (
-            f"{encoder['bytes_per_token']:.2f} bytes a token, {encoder['mb_per_second']:.1f} "
-            "MB/s a core"
+            f"{encoder['bytes_per_token']:.2f} bytes per token, {encoder['mb_per_second']:.1f} "
+            "MB/s per core"
         )
         yield f"encoder: {encoder['encoder']} ({encoder['why']}): {rates}"
     yield from _estimate(report["files"], report["sample"], report["estimate"])
@@ -449,7 +449,7 @@ def _files(files: dict[str, Any]) -> Iterator[str]:
 def _sample(sample: dict[str, Any]) -> Iterator[str]:
     places = f"{counted(sample['places'], 'place')} of {counted(sample['files'], 'file')}"
     rate = (
-        f"; read at {sample['read_mb_per_second']:,.0f} MB/s a core"
+        f"; read at {sample['read_mb_per_second']:,.0f} MB/s per core"
         if sample["read_mb_per_second"]
         else ""
     )
@@ -469,7 +469,7 @@ def _sample(sample: dict[str, Any]) -> Iterator[str]:
     sizes = sample["document_bytes"]
     if sizes:
         yield (
-            f"  bytes a document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the "
+            f"  bytes per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the "
             f"middle, {sizes['largest']:,} at most"
         )
     for example in sample["examples"]:

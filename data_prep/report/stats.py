@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
         whole = joined(lengths.values())
         title = (
             f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, "
-            f"{_bytes_per_token(manifest):.2f} bytes a token"
+            f"{_bytes_per_token(manifest):.2f} bytes per token"
         )
         make_folder(arguments.picture.parent)
         write_whole(arguments.picture, draw_lengths(whole, title))

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=SEQ_LENGTH,
         metavar="N",
-        help=f"tokens a sequence (default: {SEQ_LENGTH})",
+        help=f"tokens per sequence (default: {SEQ_LENGTH})",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT.yaml")
 
@@ -77,14 +77,12 @@ def main(arguments: argparse.Namespace) -> int:
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
     if out.exists() and not arguments.overwrite and out.read_bytes() != content:
-        raise UserError(
-            f"{out} exists and holds something else; choose another name or add --overwrite"
-        )
+        raise UserError(f"{out} exists with other content; choose another name or add --overwrite")
     make_folder(out.parent)
     write_whole(out, content)
     print(
         f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} "
-        "tokens a sequence"
+        "tokens per sequence"
     )
     print("\n".join(describe(sources, section)))
     return 0
@@ -121,7 +119,7 @@ def read_sources(given: Sequence[str]) -> list[Source]:
     without = [path for path, (weight, _) in folders.items() if weight is None]
     if without and len(without) < len(weights):
         raise UserError(
-            f"{without[0]} has no weight and others have one; give each a weight, or none"
+            f"{without[0]} has no weight but others do; give a weight to all folders or to none"
         )
     tokens = sum(manifest.splits["train"].tokens for _, manifest in folders.values())
     total = math.fsum(weight for weight in weights if weight is not None)
@@ -144,7 +142,7 @@ def _parse(text: str) -> tuple[Path, float | None]:
     except ValueError:
         raise UserError(f"{text}: the weight {number!r} is not a number; write DIR=0.3") from None
     if not (math.isfinite(weight) and weight > 0):
-        raise UserError(f"{text}: the weight must be above 0; omit a folder that is not wanted")
+        raise UserError(f"{text}: the weight must be above 0; to exclude a folder, omit it")
     return Path(name), weight
 
 

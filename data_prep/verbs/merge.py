@@ -234,7 +234,7 @@ def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
         part.bin_bytes,
     ):
         raise FormatError(
-            f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what "
+            f"{path} contains {documents} documents and {tokens} {index.dtype} tokens, not what "
             "its entry says"
         )
 
@@ -311,7 +311,7 @@ def _report(out: Path, manifest: Manifest) -> None:
         tokens = f"{count(entry.tokens)} tokens, {size(entry.text_bytes)} of text"
         print(
             f"{out / name}: {entry.documents:,} documents, {tokens} "
-            f"({entry.text_bytes / entry.tokens:.2f} bytes a token)"
+            f"({entry.text_bytes / entry.tokens:.2f} bytes per token)"
         )
     written = sum(entry.documents for entry in manifest.splits.values())
     drops = (

@@ -288,9 +288,7 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
             (out / name).unlink(missing_ok=True)
         remove_shards(out)
     elif old:
-        raise UserError(
-            f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}"
-        )
+        raise UserError(f"{out} contains a plan with {', '.join(differences(old, plan))}; {AGAIN}")
     elif taken:
         raise UserError(f"{taken[0]} exists without a {PLAN} that describes it; {AGAIN}")
     _copy_tokenizer(tokenizer, out)

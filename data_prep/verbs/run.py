@@ -232,7 +232,7 @@ def encode(
         why = (
             f"already done: {counted(len(mine), 'unit')}"
             if mine
-            else "the other tasks have all units"
+            else "all units belong to other tasks"
         )
         print(f"{out}: {whose}nothing to do: {why}")
         return

@@ -133,7 +133,7 @@ def main(arguments: argparse.Namespace) -> int:
         same = out.exists() and sha256(temporary) == sha256(out)
         if out.exists() and not same and not arguments.overwrite:
             raise UserError(
-                f"{out} exists and holds something else; choose another name or add --overwrite"
+                f"{out} exists with other content; choose another name or add --overwrite"
             )
         os.replace(temporary, out)
         sync_folder(out.parent)

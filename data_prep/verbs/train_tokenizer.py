@@ -149,7 +149,9 @@ def _already_there(out: Path, fingerprint: str, overwrite: bool) -> bool:
             return True
     interrupted = not seal.exists() and (out / ".unfinished").exists()
     if file.exists() and not overwrite and not interrupted:
-        raise UserError(f"{out} holds another tokenizer; choose another --out or add --overwrite")
+        raise UserError(
+            f"{out} contains another tokenizer; choose another --out or add --overwrite"
+        )
     return False
 
 

@@ -79,7 +79,7 @@ def test_what_makes_another_plan_is_named(
         ([many, other], tokenizer, f"other inputs ({corpus} in the plan, {other} now)"),
         ([many, corpus], spoilt, "another tokenizer"),
     ):
-        assert f"{out} holds a plan made from {said}" in room.refused(*words(inputs, name, out))
+        assert f"{out} contains a plan with {said}" in room.refused(*words(inputs, name, out))
 
 
 def test_data_of_unknown_origin_and_a_damaged_plan_stay(

@@ -249,7 +249,7 @@ def test_the_same_training_is_left_alone_and_another_is_refused(
         "--min-bytes 20",
         "--sample-mb 0.001",
     ):
-        assert "holds another tokenizer" in room.refused(*same, *change.split())
+        assert "contains another tokenizer" in room.refused(*same, *change.split())
     room.done(*same[:-1], 400, "--overwrite")
     assert load_folder(out).vocab_size == 400
     (out / "tokenizer.json").write_text(
