@@ -469,8 +469,8 @@ def _sample(sample: dict[str, Any]) -> Iterator[str]:
     sizes = sample["document_bytes"]
     if sizes:
         yield (
-            f"  bytes per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the "
-            f"middle, {sizes['largest']:,} at most"
+            f"  bytes per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} at "
+            f"the median, {sizes['largest']:,} at most"
         )
     for example in sample["examples"]:
         yield (

@@ -97,7 +97,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
         f"{of_b / 0.75 / 1e3:.3g}k tokens can be drawn before any repeats ({b} is the first)"
         in said
     )
-    assert f"{of_a / 0.25 / 1e3:.3g}k until every one" in said
+    assert f"{of_a / 0.25 / 1e3:.3g}k until all" in said
     room.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
     room.done("blend", "blend.yaml", "lr=3", "--seq-length", 64, "--overwrite", HERE=str(tmp_path))
     assert yaml.safe_load(out.read_text())["train"] == [
