@@ -223,13 +223,10 @@ def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
         return Found("gigatoken", 0, f"its self-check did not end within {SECONDS:.0f} seconds")
     if child.returncode:
         words = child.stderr.strip().splitlines()
-        killed = (
-            signal_name(-child.returncode)
-            if child.returncode < 0
-            else words[-1]
-            if words
-            else f"exit code {child.returncode}"
-        )
+        if child.returncode < 0:
+            killed = signal_name(-child.returncode)
+        else:
+            killed = words[-1] if words else f"exit code {child.returncode}"
         return Found("gigatoken", 0, f"it crashed in its self-check ({killed})")
     return Found(**json.loads(child.stdout.splitlines()[-1]))
 
@@ -279,20 +276,17 @@ def battery(
         parts = []
         for _ in range(random_.choice((1, 2, 3, 5, 8, 13))):
             kind = random_.random()
-            source = (
-                PARTS
-                if kind < 0.5
-                else entries
-                if kind < 0.7
-                else own
-                if kind < 0.8 and own
-                else None
-            )
-            parts.append(
-                random_.choice(source)
-                if source
-                else chr(points[random_.randrange(random_.choice(ends))])
-            )
+            source: Sequence[str] = ()
+            if kind < 0.5:
+                source = PARTS
+            elif kind < 0.7:
+                source = entries
+            elif kind < 0.8:
+                source = own
+            if source:
+                parts.append(random_.choice(source))
+            else:  # any code point
+                parts.append(chr(points[random_.randrange(random_.choice(ends))]))
         yield "".join(parts)
     for run in RUNS:
         yield from (run * length for length in (15, 16, 17, 31, 33, 63, 64, 65, 257, 1500))

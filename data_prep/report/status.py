@@ -65,10 +65,8 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
         entries = read_units(folder, read_manifest(folder))
     else:
         entries, _, _ = units_done(folder, plan)
-    found, total = (
-        {plan.units[entry.unit] for entry in entries},
-        sum(unit.text_bytes for unit in plan.units),
-    )
+    found = {plan.units[entry.unit] for entry in entries}
+    total = sum(unit.text_bytes for unit in plan.units)
     counts = tally_of(entries)
     done = sum(unit.text_bytes for unit in found)
     rate = None if merged else _rate(folder, found, now)

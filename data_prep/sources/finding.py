@@ -184,10 +184,7 @@ def kind_of(path: str, file: BinaryIO) -> str:
         raise UserError(f"{path} is empty")
     named, kind = kind_by_name(path.rsplit("/", 1)[-1]), _kind_by_content(begin)
     if kind is None:
-        raise UserError(
-            f"{path} is {f'not a {named}' if named else 'not a parquet or JSONL'} file: it "
-            f"{_looks(begin)}"
-        )
+        raise UserError(f"{path} is not a {named or 'parquet or JSONL'} file: it {_looks(begin)}")
     if named is not None and named != kind:
         raise UserError(f"{path} is not a {named} file: its content is {kind}; rename it")
     return kind

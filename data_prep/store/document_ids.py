@@ -76,12 +76,8 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
     """Return number of a document (from 0) -> its line, for those of ``numbers`` that the file
     contains.
     """
-    wanted, found, first, rest = (
-        np.unique(np.fromiter(numbers, np.int64, len(numbers))),
-        dict[int, str](),
-        0,
-        b"",
-    )
+    wanted = np.unique(np.fromiter(numbers, np.int64, len(numbers)))
+    found, first, rest = dict[int, str](), 0, b""
     with path.open("rb") as stream:
         while len(found) < len(wanted) and (block := stream.read(BLOCK_BYTES)):
             block = rest + block
@@ -97,12 +93,8 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
 def numbers_of(path: Path, line: bytes) -> list[int]:
     """Return the numbers of the documents that have this line, ascending."""
     # ``rest`` begins with the newline before document ``first``.
-    found, first, rest, sought = (
-        list[int](),
-        0,
-        b"\n",
-        b"\n" + line + b"\n",
-    )
+    found, first, rest = list[int](), 0, b"\n"
+    sought = b"\n" + line + b"\n"
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             block, at = rest + block, -1

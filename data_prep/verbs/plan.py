@@ -139,14 +139,10 @@ def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
 
     The mask is the user's code: it may be slow or fail, and runs only in the workers.
     """
-    settings, file = (
-        replace(plan.settings, mask=None, mask_sha256=None, mask_columns=()),
-        plan.files[unit.file],
-    )
+    settings = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=())
+    file, span = plan.files[unit.file], Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
     selection = Selection(settings)
-    for rows in read_span(
-        file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns
-    ):
+    for rows in read_span(file, span, settings.columns):
         if isinstance(rows, Rows):
             yield selection.of(rows, file.path)[0]
 
@@ -372,13 +368,9 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return (
-        ",".join(map(str, value)) or "none"
-        if isinstance(value, list)
-        else "none"
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:

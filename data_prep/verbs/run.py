@@ -248,10 +248,10 @@ def encode(
         f"{counted(workers, 'worker')}",
         flush=True,
     )
-    needed, free = (
-        disk_bytes(plan, sum(unit.text_bytes for unit in (*waiting, *(() if task else mine)))),
-        shutil.disk_usage(out).free,
-    )
+    # A run without tasks also merges, which needs space for all units once more.
+    written = waiting if task else [*waiting, *mine]
+    needed = disk_bytes(plan, sum(unit.text_bytes for unit in written))
+    free = shutil.disk_usage(out).free
     if needed > free:
         print(
             f"{out}: about {size(needed)} of disk are needed and {size(free)} are free", flush=True
