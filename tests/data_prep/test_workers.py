@@ -31,7 +31,7 @@ from tests.data_prep import conftest as room
         pytest.param(
             "os._exit(3)",
             1,
-            "ended with exit code 3 at {}; what is finished is kept",
+            "ended with exit code 3 at {}; finished units are kept",
             marks=pytest.mark.slow,
         ),
         ("raise ValueError('no such luck')", 2, "no such luck"),
