@@ -1,4 +1,6 @@
-"""data_prep: text in, Megatron ``.bin/.idx`` out. Each verb of ``python -m data_prep`` is one file here.
+"""Data preparation: encode text into Megatron ``.bin/.idx`` files. Each verb of ``python -m
+data_prep`` is one file.
 
-Needs pyarrow, tokenizers and numpy alone: no torch, no megatron, and of the other rooms `fem_common` alone may come in.
+The package requires only pyarrow, tokenizers and numpy, without torch or megatron. Of the other
+packages of this repository it imports only `fem_common`.
 """

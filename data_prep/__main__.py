@@ -1,4 +1,4 @@
-"""data_prep: ``python -m data_prep VERB``."""
+"""Command line of the package: ``python -m data_prep VERB``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from fem_common.cli import Verb, verb_main
 
 VERBS = {
     "stdlib": Verb(
-        "data_prep.verbs.stdlib", "gather the running Python's standard library as parquet"
+        "data_prep.verbs.stdlib", "write the running Python's standard library as parquet"
     ),
     "train-tokenizer": Verb("data_prep.verbs.train_tokenizer", "train a BPE tokenizer"),
     "inspect": Verb(
-        "data_prep.report.inspect", "look at inputs: schema, rows, a sample, what they will take"
+        "data_prep.report.inspect",
+        "report the schema, rows, a sample and the encoding cost of inputs",
     ),
-    "plan": Verb("data_prep.verbs.plan", "cut inputs into units of work"),
+    "plan": Verb("data_prep.verbs.plan", "divide inputs into units of work"),
     "run": Verb("data_prep.verbs.run", "encode text into train/valid/test .bin/.idx"),
-    "status": Verb("data_prep.report.status", "how far a data folder is"),
+    "status": Verb("data_prep.report.status", "report the progress of a data folder"),
     "merge": Verb(
         "data_prep.verbs.merge", "merge a job array's units into train/valid/test .bin/.idx"
     ),
@@ -26,23 +27,23 @@ VERBS = {
     ),
     "stats": Verb(
         "data_prep.report.stats",
-        "documents, tokens, lengths and drops of a data folder, and a picture",
+        "report documents, tokens, lengths and dropped rows of a data folder",
     ),
     "blend": Verb(
         "data_prep.verbs.blend",
-        "several data folders with weights, as the file that pretrain reads",
+        "write several data folders with weights as a data section for pretrain",
     ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do a verb: its exit code, with one line where it is not 0."""
+    """Run a verb and return its exit code. A failure prints one line."""
     return verb_main(
         "data_prep",
-        "Text in, Megatron .bin/.idx out.",
+        "Encode text into Megatron .bin/.idx files.",
         VERBS,
         argv,
-        kept="what is finished is kept: the same command goes on",
+        kept="finished work is kept: run the same command again to continue",
     )
 
 

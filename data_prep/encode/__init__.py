@@ -1,1 +1,1 @@
-"""data_prep: rows into documents, documents into ids, in worker processes."""
+"""Conversion of rows into documents and of documents into token ids, in worker processes."""

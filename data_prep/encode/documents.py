@@ -1,4 +1,8 @@
-"""data_prep: rows into documents: what is dropped and why, and which split a document belongs to. Knows no file and no tokenizer."""
+"""Selection of documents from rows: dropped rows with their reasons, and the split of each
+document.
+
+This module does not depend on files or tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides which rows are documents and where they go. ``mask_columns`` and ``mask_sha256`` are the mask's (see mask.Mask).
+    """Settings that decide which rows are documents and to which split they belong.
 
-    Raises UserError for values that make no sense.
+    ``mask_columns`` and ``mask_sha256`` are taken from the mask (see mask.Mask). Raises UserError
+    for invalid values.
     """
 
     text_column: str = "text"
@@ -67,7 +72,7 @@ class Settings:
 
     @property
     def columns(self) -> Columns:
-        """The columns to read."""
+        """Columns to read."""
         extra = (
             [self.score_column] * (self.min_score is not None)
             + [self.language_column] * bool(self.languages)
@@ -85,31 +90,40 @@ class Settings:
 
     @property
     def split(self) -> Split:
-        """How documents are divided."""
+        """Division of the documents into splits."""
         return Split(self.valid_percent, self.test_percent)
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as JSON."""
+        """Return the settings as JSON."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
 
     def deciding(self) -> dict[str, Any]:
-        """Of ``as_json`` what decides the data: the mask's function and content, not where its file lies."""
+        """Return the part of ``as_json`` that decides the data: the mask's function and content,
+        but not the path of its file.
+        """
         return self.as_json() | {"mask": self.mask and self.mask.rpartition(":")[2]}
 
     @classmethod
     def from_json(cls, value: Any) -> Settings:
-        """The inverse of ``as_json``. Raises ValueError that says what is wrong with it, UserError for a value that makes no sense."""
+        """Read settings that ``as_json`` wrote.
+
+        Raises ValueError with a description of the fault if the value is not of this form, and
+        UserError for invalid settings.
+        """
         settings: Settings = records.read(cls, value)
         return settings
 
 
 def add_column_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that name columns and filter rows, for every verb that reads text."""
+    """Add the options that name columns and filter rows, for every verb that reads text."""
     default = Settings()
-    id_help = "which decides the split (default: id, or where there is none a document's file and place); the text column splits by the text"
+    id_help = (
+        "which decides the split (default: id, or without one the document's file and place); "
+        "name the text column to split by the text"
+    )
 
     def column(name: str, what: str, said: str = "") -> None:
         of = getattr(default, f"{name}_column")
@@ -138,7 +152,7 @@ def add_column_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none"
     )
     column("score", "score")
-    languages = "keep this language alone; repeat for more"
+    languages = "keep only this language; repeat for more"
     parser.add_argument(
         "--language", action="append", default=[], dest="languages", metavar="CODE", help=languages
     )
@@ -153,7 +167,7 @@ def add_column_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
-    """``add_column_arguments`` and the shares of the splits."""
+    """Add the options of ``add_column_arguments`` and the percentages of the splits."""
     add_column_arguments(parser)
     for split in ("valid", "test"):
         parser.add_argument(
@@ -166,7 +180,9 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """The settings of a command line, the mask loaded once to learn its columns and hash. Raises UserError."""
+    """Return the settings of a command line. The mask is loaded once for its columns and hash.
+    Raises UserError.
+    """
     given = {
         field.name: getattr(arguments, field.name)
         for field in fields(Settings)
@@ -182,8 +198,11 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents [n] in the order of their rows: ``texts`` large_string without null, valid UTF-8; ``ids`` large_binary without null;
-    ``splits`` uint8, indices into splits.SPLITS; ``places`` int64 as in BadRow."""
+    """Documents [n] in the order of their rows.
+
+    ``texts`` are large_string, valid UTF-8 without nulls; ``ids`` are large_binary without nulls;
+    ``splits`` are uint8 indices into splits.SPLITS; ``places`` are int64 as in BadRow.
+    """
 
     texts: pa.LargeStringArray
     ids: pa.LargeBinaryArray
@@ -197,9 +216,10 @@ class Documents:
 
 
 class Selection:
-    """Rows to documents: each row is a document or has one reason not to be.
+    """Selection of documents from rows: each row is a document or has exactly one reason for being
+    dropped.
 
-    Raises UserError for a mask that changed or cannot be loaded.
+    Raises UserError for a mask that has changed since the plan was made or that cannot be loaded.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -207,15 +227,18 @@ class Selection:
         self.mask = load_mask(settings.mask) if settings.mask else None
         if self.mask and self.mask.sha256 != settings.mask_sha256:
             raise UserError(
-                f"{self.mask.file} (--mask) or a file it names has changed since the plan was made; put it back or plan again"
+                f"{self.mask.file} (--mask) or a file it names has changed since the plan "
+                "was made; put it back or plan again"
             )
 
     def of(self, rows: Rows, path: str = "") -> tuple[Documents, Counter[Drop], list[BadRow]]:
-        """The documents of rows [n] of the file ``path``, the drops, and the first 100 bad rows.
+        """Return the documents of the rows [n] of the file ``path``, the counts of dropped rows,
+        and the first 100 bad rows.
 
-        A row counts for the first that holds: null_text, empty_text, invalid_utf8, null_id, above_max_bytes, below_min_bytes,
-        below_min_score (or no score), other_language (or none), masked.
-        Raises UserError for a column of the wrong type or a mask that fails.
+        A dropped row counts under the first reason that applies, in this order: null_text,
+        empty_text, invalid_utf8, null_id, above_max_bytes, below_min_bytes, below_min_score (or no
+        score), other_language (or none), masked. Raises UserError for a column of the wrong type or
+        a mask that fails.
         """
         settings, batch = self.settings, rows.batch
         raw, ids = batch.column(settings.text_column), batch.column(settings.id_column)
@@ -248,7 +271,8 @@ class Selection:
             column = batch.column(settings.language_column)
             if pa.types.is_nested(column.type):
                 raise UserError(
-                    f"column {settings.language_column!r} is {column.type}, not text; name it with --language-column"
+                    f"column {settings.language_column!r} is {column.type}, not text; name "
+                    "it with --language-column"
                 )
             languages = column if is_text(column.type) else column.cast(pa.large_string())
             wanted = pa.array([name.encode() for name in settings.languages], pa.large_binary())
@@ -265,7 +289,9 @@ class Selection:
         path: str,
         verdict: npt.NDArray[np.uint8],
     ) -> None:
-        """Set the verdict of the rows that the mask leaves out, of those that are documents so far."""
+        """Apply the mask to the rows that are still documents, and set the verdict of those that it
+        rejects.
+        """
         assert self.mask
         settings, kept = self.settings, np.flatnonzero(verdict == 0)
         if not len(kept):
@@ -314,7 +340,9 @@ class Selection:
 
 
 def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
-    """A column of numbers as float64; of text, null where it is no number: a JSON line may hold anything."""
+    """Convert a column to float64. Text that is not a number becomes null, because a JSON line can
+    contain any value.
+    """
     if any(
         test(column.type)
         for test in (
@@ -330,7 +358,8 @@ def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
     if is_text(column.type):
         return pa.array([_number(value) for value in column.to_pylist()], pa.float64())
     raise UserError(
-        f"column {name!r} is {column.type}, not a number; name the score's column with --score-column"
+        f"column {name!r} is {column.type}, not a number; name the score's column with "
+        "--score-column"
     )
 
 
@@ -346,7 +375,9 @@ def _filled(condition: pa.BooleanArray) -> BoolArray:
 
 
 def _decoded(raw: pa.LargeBinaryArray) -> tuple[pa.LargeStringArray, dict[int, str]]:
-    """The texts as strings, null where they are not UTF-8; row -> what is wrong with it."""
+    """Return the texts as strings, null if they are not UTF-8, and a dictionary from row to the
+    decoding error.
+    """
     try:
         return raw.cast(pa.large_string()), {}
     except pa.ArrowInvalid:

@@ -1,7 +1,9 @@
-"""data_prep: text to ids, by gigatoken or by Hugging Face tokenizers, in one thread. Knows no file but the tokenizer's, and no split.
+"""Conversion of text to ids by gigatoken or by Hugging Face tokenizers, in one thread.
 
-Both give what Hugging Face's ``Tokenizer.encode`` gives for each document by itself, without BOS, EOD or truncation, and with special
-tokens taken out: the literal text of one is text. ``choose`` takes gigatoken only where a self-check finds no difference (see selfcheck).
+Both encoders give the ids that Hugging Face's ``Tokenizer.encode`` gives for each document alone,
+without BOS, EOD or truncation, and with the special tokens removed: the literal text of a special
+token is ordinary text. ``choose`` selects gigatoken only if a self-check finds no difference (see
+selfcheck). The only file that this module reads is the tokenizer's.
 """
 
 from __future__ import annotations
@@ -27,45 +29,57 @@ from fem_common.text import one_line
 
 Kind = Literal["gigatoken", "hf"]
 
-# One limit for both encoders, because what is written must not depend on which of them runs. With it the worst text found (bytes that are
-# tokens of their own, a run of one letter) costs a process less than 1.5 GB and ten seconds; Common Crawl keeps no more of a page.
+# One limit for both encoders, because the output must not depend on the encoder. With this limit
+# the most expensive text found (bytes that are separate tokens, a run of one letter) costs a
+# process less than 1.5 GB and ten seconds. Common Crawl truncates pages to the same size.
 MAX_DOCUMENT_BYTES = 5 * 2**20
 
-CACHE_BYTES = 300 * 10**6  # of a process's growth since gigatoken was loaded, looked at
-CACHE_EVERY = 32 * 10**6  # bytes of text
-BATCH_BYTES = (
-    2**19
-)  # of text in one call of tokenizers: its Encodings take up to 400 bytes for each
-NO_TEXT = "\uffff" * 4  # what no text has: U+FFFF is no character
-WINDOW = 2**18  # characters of a long document that tokenizers sees at once, where its pieces allow
-MARGIN = 16  # characters, past the last that is not white space, that no piece of PIECES needs to see to end where it does
-PIECES = (  # GPT-2's, GPT-4's and Qwen's: each match depends on what follows its start alone, and looks no further than MARGIN
+# Growth of the process that causes a reload of gigatoken, checked after CACHE_EVERY bytes of text.
+CACHE_BYTES = 300 * 10**6
+CACHE_EVERY = 32 * 10**6
+# Text in one call of tokenizers, whose Encodings use up to 400 bytes per byte of text.
+BATCH_BYTES = 2**19
+NO_TEXT = "\uffff" * 4  # occurs in no text: U+FFFF is not a character
+# Characters of a long document that tokenizers encodes in one call, if PIECES contains its pattern.
+WINDOW = 2**18
+# A boundary this many characters before the last non-space character of a window is final.
+MARGIN = 16
+# Patterns of GPT-2, GPT-4 and Qwen. A match depends only on the text after its start, and on at
+# most MARGIN characters after its end.
+PIECES = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The ids of n documents, one after the other: those of document i are ``ids[offsets[i]:offsets[i + 1]]``."""
+    """Concatenated ids of n documents.
+
+    Those of document i are ``ids[offsets[i]:offsets[i + 1]]``.
+    """
 
     ids: npt.NDArray[np.uint32]
     offsets: npt.NDArray[np.int64]
 
 
 class Encoder(Protocol):
-    """Text to ids; ``name`` says what does it, with its version."""
+    """Converter of text to ids. ``name`` is the name and version of the library that it uses."""
 
     name: str
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        """The ids of each of n texts, which are valid UTF-8 without nulls. Raises UserError where the library breaks down."""
+        """Return the ids of each of n texts, which must be valid UTF-8 without nulls. Raises
+        UserError if the library fails.
+        """
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which encoder runs, its name and version, and why this one."""
+    """Selected encoder: its kind, its name and version, and the reason for the selection."""
 
     kind: Kind
     name: str
@@ -73,35 +87,43 @@ class Choice:
 
 
 def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choice:
-    """gigatoken where it gives what Hugging Face gives on a battery of strings and on ``samples``, else Hugging Face tokenizers.
+    """Choose gigatoken if it agrees with Hugging Face tokenizers on test strings and on
+    ``samples``, else Hugging Face.
 
-    ``wanted`` is "auto", "hf" (nothing is checked) or "gigatoken". Raises UserError where gigatoken is wanted and differs or does not run.
+    ``wanted`` is "auto", "hf" (without a check) or "gigatoken". Raises UserError if ``wanted`` is
+    "gigatoken" and gigatoken differs or does not run.
     """
     from data_prep.encode.selfcheck import check
 
     plain = f"tokenizers {tokenizers.__version__}"
     if wanted == "hf":
-        return Choice("hf", plain, "asked for")
+        return Choice("hf", plain, "requested")
     found = check(folder, samples)
     if found.fault is None:
         return Choice("gigatoken", found.name, f"equal to {plain} on {found.strings:,} strings")
     if wanted == "gigatoken":
         raise UserError(
-            f"gigatoken cannot be used with {folder.path}: {found.fault}; give --encoder hf, or leave it out"
+            f"gigatoken cannot be used with {folder.path}: {found.fault}; give --encoder hf, "
+            "or leave it out"
         )
     return Choice("hf", plain, f"not gigatoken: {found.fault}")
 
 
 def make(folder: TokenizerFolder, kind: str) -> Encoder:
-    """The encoder that ``choose`` named."""
+    """Return the encoder that ``choose`` selected."""
     return Gigatoken(folder) if kind == "gigatoken" else HuggingFace(folder)
 
 
 def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
-    """tokenizer.json for encoding documents: no special tokens, truncation, padding or post-processor; other added tokens stay."""
+    """Return tokenizer.json for encoding documents.
+
+    Special tokens, truncation, padding and the post-processor are removed. Other added tokens are
+    kept.
+    """
+    # The tokenizer's own serialization includes the defaults that a file may omit.
     spec: dict[str, Any] = json.loads(
         Tokenizer.from_file(str(folder.path / "tokenizer.json")).to_str()
-    )  # with all that a file may leave out
+    )
     special = {
         token["content"]
         for token in spec["added_tokens"]
@@ -119,10 +141,12 @@ def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
 
 
 def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
-    """A tokenizer's model with other names for its special entries, which no text has, and the same ids.
+    """Return a tokenizer's model in which special entries have names that occur in no text, with
+    the same ids.
 
-    Unigram, WordPiece, WordLevel and a BPE that ignores merges look a text up in their vocabulary, in which a special token is an entry as
-    any other: its literal text would be its id. Other BPEs come to entries by merges alone, of which a special token has none.
+    Unigram, WordPiece, WordLevel and a BPE that ignores merges search the vocabulary for the text.
+    A special token is an ordinary entry of the vocabulary, so its literal text would be encoded as
+    its id. Other BPEs reach entries only by merges, and a special token has no merges.
     """
     if model["type"] == "BPE" and not model["ignore_merges"]:
         return model
@@ -142,10 +166,12 @@ def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
 
 
 class Gigatoken:
-    """gigatoken, without a copy of the text, in the calling thread. Valid UTF-8 only: it crashes on anything else.
+    """Encoder that uses gigatoken in the calling thread, without a copy of the text.
 
-    Documents with code points that are not settled (see settled) are left to Hugging Face tokenizers. gigatoken keeps every word it has
-    seen; when these take more than CACHE_BYTES it is loaded again. Raises UserError for a normalizer with which it may not be exact.
+    The input must be valid UTF-8; gigatoken crashes on other input. Documents with unsettled code
+    points (see unsettled_points) are encoded by Hugging Face tokenizers. gigatoken caches every
+    word; the tokenizer is reloaded when the process has grown by more than CACHE_BYTES. Raises
+    UserError for a normalizer with which gigatoken may not be exact.
     """
 
     def __init__(self, folder: TokenizerFolder) -> None:
@@ -172,7 +198,7 @@ class Gigatoken:
         self.seen, self.resident = 0, resident_bytes()
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        """The ids of each text. Raises UserError where gigatoken panics."""
+        """Return the ids of each text. Raises UserError if gigatoken panics."""
         if not len(texts):
             return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
         offsets, data = text_buffers(texts)
@@ -201,7 +227,7 @@ class Gigatoken:
         try:
             layout = self.tokenizer.encode_batch(ak.Array(strings), parallel=False).layout
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # a panic in Rust, which is no Exception
+            if type(error).__name__ != "PanicException":  # a Rust panic is not an Exception
                 raise
             raise UserError(
                 f"gigatoken broke down ({one_line(error)}); give --encoder hf"
@@ -213,7 +239,11 @@ class Gigatoken:
 
 
 def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) -> Encoded:
-    """``encoded`` with the ids of the documents ``numbers``, ascending, taken from ``others``, which holds only these."""
+    """Return ``encoded`` with the ids of the documents ``numbers`` (ascending) taken from
+    ``others``.
+
+    ``others`` contains only the documents ``numbers``.
+    """
     parts, done = [], 0
     lengths = np.diff(encoded.offsets)
     lengths[numbers] = np.diff(others.offsets)
@@ -228,20 +258,24 @@ def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) 
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm", "rb") as stream:
         return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def gigatoken_name() -> str:
-    """gigatoken and its version. Raises importlib.metadata.PackageNotFoundError where it is not installed."""
+    """Return "gigatoken" and its version. Raises importlib.metadata.PackageNotFoundError if it is
+    not installed.
+    """
     from importlib.metadata import version
 
     return f"gigatoken {version('gigatoken')}"
 
 
 def text_buffers(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Offsets [n + 1], the first 0, and bytes of n >= 1 texts, which may be a slice; the bytes are not copied."""
+    """Return the offsets [n + 1], starting at 0, and the bytes of n >= 1 texts. The array may be a
+    slice. No bytes are copied.
+    """
     _, offset_buffer, data_buffer = texts.buffers()
     offsets = np.frombuffer(offset_buffer, np.int64, count=len(texts) + 1, offset=8 * texts.offset)
     data = np.frombuffer(data_buffer, np.uint8) if data_buffer else np.zeros(0, np.uint8)
@@ -249,7 +283,10 @@ def text_buffers(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt
 
 
 class HuggingFace:
-    """Hugging Face tokenizers, which runs every tokenizer. Switches off the threads that tokenizers would start in this process."""
+    """Encoder that uses Hugging Face tokenizers, which supports every tokenizer.
+
+    The constructor disables the threads that tokenizers would start in this process.
+    """
 
     def __init__(self, folder: TokenizerFolder) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -260,7 +297,7 @@ class HuggingFace:
         self.has_windows = _has_windows(spec)
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        """The ids of each text."""
+        """Return the ids of each text."""
         parts: list[npt.NDArray[np.uint32]] = []
         for batch in _batches(texts):
             if len(batch) == 1 and self.has_windows and batch.nbytes > 4 * WINDOW:
@@ -278,14 +315,17 @@ class HuggingFace:
         return Encoded(ids if self.renumbered is None else self.renumbered[ids], offsets)
 
     def _long(self, text: str) -> npt.NDArray[np.uint32]:
-        """The ids of a long document, window by window; each ends where a piece ends for certain and the next begins there."""
+        """Return the ids of a long document, encoded window by window.
+
+        Each window ends at a certain boundary of pre-tokenized words, and the next window starts at
+        this boundary.
+        """
         parts: list[npt.NDArray[np.uint32]] = []
         start, size = 0, WINDOW
         while start + size < len(text):
             window = text[start : start + size]
-            encoding = self.tokenizer.encode_batch([window], add_special_tokens=False)[
-                0
-            ]  # not the fast one, which knows no characters
+            # encode_batch_fast does not return character offsets.
+            encoding = self.tokenizer.encode_batch([window], add_special_tokens=False)[0]
             tokens, characters = _certain(encoding, len(window.rstrip()) - MARGIN)
             parts.append(_ids(encoding)[:tokens])
             start += characters
@@ -298,7 +338,9 @@ class HuggingFace:
 
 
 def _certain(encoding: tokenizers.Encoding, last: int) -> tuple[int, int]:
-    """How many tokens, of how many characters, lie before the last piece that begins at or before character ``last``."""
+    """Return the numbers of tokens and of characters before the last word that begins at or before
+    character ``last``.
+    """
     word = encoding.token_to_word(len(encoding) - 1) or 0
     while word > 0:
         characters, tokens = encoding.word_to_chars(word), encoding.word_to_tokens(word)
@@ -309,13 +351,12 @@ def _certain(encoding: tokenizers.Encoding, last: int) -> tuple[int, int]:
 
 
 def _ids(encoding: tokenizers.Encoding) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(
-        array.array("I", encoding.ids), np.uint32
-    )  # four times as fast as numpy's own conversion of a list
+    # Four times as fast as numpy's conversion of a list.
+    return np.frombuffer(array.array("I", encoding.ids), np.uint32)
 
 
 def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
-    """Slices in order, each of at most BATCH_BYTES of text or of one document."""
+    """Yield slices in order, each with at most BATCH_BYTES of text or a single document."""
     if not len(texts):
         return
     offsets, _ = text_buffers(texts)
@@ -331,7 +372,11 @@ def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
 def _renumbered(
     folder: TokenizerFolder, added: list[dict[str, Any]], without: Tokenizer
 ) -> npt.NDArray[np.uint32] | None:
-    """A table from the ids of the tokenizer ``without`` special tokens to its own; None where each added token has the same in both."""
+    """Return a table from ids of ``without``, the tokenizer without special tokens, to ids of the
+    original tokenizer.
+
+    Return None if each added token has the same id in both.
+    """
     if not added:
         return None
     own = Tokenizer.from_file(str(folder.path / "tokenizer.json")).get_vocab(with_added_tokens=True)
@@ -348,7 +393,11 @@ def _renumbered(
 
 
 def _has_windows(spec: dict[str, Any]) -> bool:
-    """Whether the tokenizer cuts text as it is into PIECES and makes at least a token of each byte, so that ``_long`` is exact."""
+    """Return True if ``_long`` is exact for the tokenizer.
+
+    This requires that the tokenizer splits unnormalized text with one of PIECES and that every byte
+    has its own token.
+    """
     model, steps = spec["model"], _steps(spec.get("pre_tokenizer"), "pretokenizers")
     last = steps[-1] if steps else {}
     if (
@@ -376,7 +425,9 @@ def _has_windows(spec: dict[str, Any]) -> bool:
 
 
 def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer: none, one, or those of a sequence, in which they have this ``name``."""
+    """Return the steps of a normalizer or pre-tokenizer: none, one, or those of a sequence, where
+    ``name`` is their key.
+    """
     if part is None:
         return []
     return (
@@ -392,9 +443,11 @@ HANGUL_VOWELS_AND_ENDS = slice(0x1161, 0x11C3)
 
 @functools.cache
 def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
-    """[0x110000]: whether a code point is unassigned (surrogates are not: no text holds one).
+    """Return a bool array [0x110000] that is True for unassigned code points. Surrogates are False:
+    no text contains them.
 
-    ``composed``: for a tokenizer that brings text to NFC. Then those count too that NFC may change, join to others or put in another order.
+    ``composed``: for a tokenizer that normalizes text to NFC. Code points that NFC may change,
+    compose or reorder are then True as well.
     """
     points = np.ones(0x110000, dtype=bool)
     letters = [chr(point) for point in PLANES_IN_USE]
@@ -415,9 +468,10 @@ def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
 def unsettled_documents(
     offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8], points: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """Numbers, ascending, of the documents that hold one of ``points``, none of which is ASCII.
+    """Return the numbers, ascending, of the documents that contain one of ``points``, none of which
+    is ASCII.
 
-    Document i is the valid UTF-8 of ``data[offsets[i]:offsets[i + 1]]``, the first offset 0.
+    Document i is the valid UTF-8 of ``data[offsets[i]:offsets[i + 1]]``. The first offset is 0.
     """
     leads = np.flatnonzero(data >= 0xC0)
     first = data[leads]

@@ -1,20 +1,24 @@
-"""data_prep: a person's own filter: a Python file whose function says which rows to keep. Knows nothing of how they are written.
+"""User-defined row filters: a Python file with a function that selects the rows to keep.
 
     # dedup.py, used as --mask dedup.py:keep
     from pathlib import Path
     import numpy as np
 
-    columns = ("url",)              # wanted beside the text and the id; optional
-    files = ("duplicates.txt",)     # read by this file, beside it: a change to them is a change to the data; optional
+    # Optional: columns to read in addition to the text and the id.
+    columns = ("url",)
+    # Optional: files in the same folder that this file reads. Changing them changes the data.
+    files = ("duplicates.txt",)
     duplicates = set(Path(__file__).with_name("duplicates.txt").read_text().split())
 
     def keep(batch, places, path):
         return np.array([id not in duplicates for id in batch.column("id").to_pylist()])
 
-``batch`` is a pyarrow.RecordBatch [n] of the rows that everything else lets pass: the text column as large_string, the id column as
-large_string too (bytes that are no UTF-8 replaced by U+FFFD), the wanted ones as stored. ``places`` int64 [n] are row numbers of parquet or
-byte offsets of JSONL lines in the file ``path``. The answer is boolean [n], Arrow or NumPy, without null. How rows are cut into batches is
-not fixed, so the answer for a row must depend on that row alone.
+``batch`` is a pyarrow.RecordBatch [n] of the rows that all other filters accept. The text column
+has the type large_string. The id column has the type large_string too, with bytes that are not
+UTF-8 replaced by U+FFFD. The additional columns have their stored types. ``places`` int64 [n] are
+row numbers of a parquet file or byte offsets of JSONL lines in the file ``path``. The function
+returns a boolean Arrow or NumPy array [n] without nulls. The division of rows into batches is not
+fixed, so the result for a row must depend on that row alone.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ from fem_common.text import one_line
 
 @dataclass(frozen=True)
 class Mask:
-    """A loaded mask: the extra ``columns`` it wants, and ``sha256`` of its file and of the ``files`` it names."""
+    """Loaded mask: the additional ``columns`` it reads, and ``sha256`` of its file and of its
+    ``files``.
+    """
 
     file: Path
     name: str
@@ -48,12 +54,17 @@ class Mask:
     def keep(
         self, batch: pa.RecordBatch, places: npt.NDArray[np.int64], path: str
     ) -> npt.NDArray[np.bool_]:
-        """Which rows of ``batch`` stay, bool [n]. Raises UserError with the mask's line or what is wrong with its answer, and the rows."""
+        """Return the rows of ``batch`` to keep, bool [n].
+
+        Raises UserError with the failing line of the mask, or with the fault of its return value,
+        and the rows concerned.
+        """
         try:
             answer = self.function(batch, places, path)
-        except Exception as error:  # whatever a person's code raises
+        except Exception as error:  # user code may raise anything
             raise UserError(
-                f"{_where(error, self.file)}: {_what(error)} (in {self.name}, {_rows(places, path)})"
+                f"{_where(error, self.file)}: {_what(error)} (in {self.name}, "
+                f"{_rows(places, path)})"
             ) from None
         return self._checked(answer, len(places), _rows(places, path))
 
@@ -66,7 +77,8 @@ class Mask:
             if pa.types.is_boolean(answer.type):
                 if answer.null_count:
                     raise UserError(
-                        f"{owner} returned {answer.null_count} nulls; each row needs true (keep) or false ({where})"
+                        f"{owner} returned {answer.null_count} nulls; each row needs true "
+                        f"(keep) or false ({where})"
                     )
                 answer = answer.to_numpy(zero_copy_only=False)
         else:
@@ -78,7 +90,8 @@ class Mask:
                 else ""
             )
             raise UserError(
-                f"{owner} returned {kind}{shape}, not a boolean Arrow or NumPy array of one dimension ({where})"
+                f"{owner} returned {kind}{shape}, not a boolean Arrow or NumPy array of one "
+                f"dimension ({where})"
             )
         if len(answer) != rows:
             raise UserError(f"{owner} returned {len(answer)} values for {rows} rows ({where})")
@@ -86,7 +99,9 @@ class Mask:
 
 
 def load_mask(spec: str) -> Mask:
-    """Load ``FILE.py:FUNCTION``. Raises UserError where there is no such file or function, or the file fails when it is run."""
+    """Load ``FILE.py:FUNCTION``. Raises UserError if the file or the function does not exist or if
+    executing the file fails.
+    """
     name, colon, function_name = spec.rpartition(":")
     if not colon or not name.endswith(".py") or not function_name.isidentifier():
         raise UserError(f"--mask is {spec!r}; it must be FILE.py:FUNCTION, such as dedup.py:keep")
@@ -101,7 +116,7 @@ def load_mask(spec: str) -> Mask:
     module.__file__ = str(file.absolute())
     try:
         exec(compile(source, str(file), "exec", dont_inherit=True), vars(module))
-    except Exception as error:  # whatever a person's code raises
+    except Exception as error:  # user code may raise anything
         raise UserError(f"{_where(error, file)}: {_what(error)} (--mask {spec})") from None
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -114,7 +129,8 @@ def load_mask(spec: str) -> Mask:
             or "none"
         )
         raise UserError(
-            f"{file} has no function {function_name!r} (it has: {defined}), asked for by --mask {spec}"
+            f"{file} has no function {function_name!r} (it has: {defined}), required by "
+            f"--mask {spec}"
         )
     return Mask(
         file,
@@ -148,7 +164,9 @@ def _digest(source: bytes, files: tuple[str, ...], file: Path) -> str:
 
 
 def _where(error: Exception, file: Path) -> str:
-    """FILE.py:LINE of the mask's innermost line in the error's traceback, or of the syntax error."""
+    """Return FILE.py:LINE of the mask's innermost line in the error's traceback, or of the syntax
+    error.
+    """
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"
     lines = [

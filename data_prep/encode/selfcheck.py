@@ -1,7 +1,9 @@
-"""data_prep: whether gigatoken gives what Hugging Face tokenizers gives with a tokenizer, found out in a process of its own.
+"""Self-check that compares gigatoken with Hugging Face tokenizers on one tokenizer, in a separate
+process.
 
-The process reads a tokenizer and sample documents from its standard input and answers on its standard output, so that gigatoken's crash
-on a tokenizer or a string is an answer too. Knows no file but the tokenizer's.
+The process reads a tokenizer and sample documents from standard input and writes the result to
+standard output. A crash of gigatoken on a tokenizer or a string is therefore also a result. The
+only file that is read is the tokenizer's.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from fem_common.errors import UserError
 from fem_common.signals import signal_name
 from fem_common.text import one_line
 
-STRINGS = 2500  # of random parts
-STEP = 23  # every how manyth code point is tried
+STRINGS = 2500  # number of random strings
+STEP = 23  # one in STEP code points is tried
 SAMPLE_CHARACTERS = 500_000
 SECONDS = 300.0
 
-# What tokenizers have been seen to differ in: space and line ends, controls, quotes, numbers, marks, joiners, scripts, unassigned points.
+# Known differences between tokenizers: spaces and line ends, controls, quotes, numbers, marks,
+# joiners, scripts, unassigned code points.
 PARTS = (
     *(
         " ",
@@ -184,7 +187,11 @@ RUNS = ("a", " ", "\n", "!", "1", "é", "漢", "▁", "ab", " a", "\U0010fffd", 
 
 @dataclass(frozen=True)
 class Found:
-    """gigatoken's ``name`` and version, how many ``strings`` were tried, and the first ``fault`` in one line, if any."""
+    """Result of the check: gigatoken's ``name`` and version, the number of ``strings`` compared,
+    and the first ``fault``.
+
+    ``fault`` is one line, or None if the encoders agree.
+    """
 
     name: str
     strings: int
@@ -192,7 +199,11 @@ class Found:
 
 
 def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Encode the battery and about SAMPLE_CHARACTERS of the samples with both, in a process of its own; takes about 2 CPU seconds."""
+    """Encode the battery and about SAMPLE_CHARACTERS of the samples with both encoders in a child
+    process.
+
+    The check takes about 2 CPU seconds.
+    """
     question = json.dumps(
         {"folder": asdict(folder) | {"path": str(folder.path)}, "samples": _clipped(samples)}
     )
@@ -212,19 +223,16 @@ def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
         return Found("gigatoken", 0, f"its self-check did not end within {SECONDS:.0f} seconds")
     if child.returncode:
         words = child.stderr.strip().splitlines()
-        killed = (
-            signal_name(-child.returncode)
-            if child.returncode < 0
-            else words[-1]
-            if words
-            else f"exit code {child.returncode}"
-        )
+        if child.returncode < 0:
+            killed = signal_name(-child.returncode)
+        else:
+            killed = words[-1] if words else f"exit code {child.returncode}"
         return Found("gigatoken", 0, f"it crashed in its self-check ({killed})")
     return Found(**json.loads(child.stdout.splitlines()[-1]))
 
 
 def _clipped(samples: Sequence[str]) -> list[str]:
-    """The first samples, the last of them cut, with SAMPLE_CHARACTERS in all."""
+    """Return the first samples, with SAMPLE_CHARACTERS in total. The last one is truncated."""
     taken, left = [], SAMPLE_CHARACTERS
     for text in samples:
         if left <= 0:
@@ -237,7 +245,11 @@ def _clipped(samples: Sequence[str]) -> list[str]:
 def battery(
     folder: TokenizerFolder, strings: int = STRINGS, step: int = STEP, seed: int = 0
 ) -> Iterator[str]:
-    """Strings, always the same: random ones of PARTS, the tokenizer's entries and any code points; runs; every ``step``-th code point."""
+    """Yield the test strings, which are the same for the same arguments.
+
+    They are random combinations of PARTS, vocabulary entries and code points; long runs; and every
+    ``step``-th code point.
+    """
     random_ = random.Random(seed)
     spec: dict[str, Any] = json.loads((folder.path / "tokenizer.json").read_bytes())
     own = [str(token["content"]) for token in spec.get("added_tokens") or ()]
@@ -264,20 +276,17 @@ def battery(
         parts = []
         for _ in range(random_.choice((1, 2, 3, 5, 8, 13))):
             kind = random_.random()
-            source = (
-                PARTS
-                if kind < 0.5
-                else entries
-                if kind < 0.7
-                else own
-                if kind < 0.8 and own
-                else None
-            )
-            parts.append(
-                random_.choice(source)
-                if source
-                else chr(points[random_.randrange(random_.choice(ends))])
-            )
+            source: Sequence[str] = ()
+            if kind < 0.5:
+                source = PARTS
+            elif kind < 0.7:
+                source = entries
+            elif kind < 0.8:
+                source = own
+            if source:
+                parts.append(random_.choice(source))
+            else:  # any code point
+                parts.append(chr(points[random_.randrange(random_.choice(ends))]))
         yield "".join(parts)
     for run in RUNS:
         yield from (run * length for length in (15, 16, 17, 31, 33, 63, 64, 65, 257, 1500))
@@ -288,7 +297,7 @@ def battery(
 
 
 def first_difference(expected: Encoded, found: Encoded) -> tuple[int, int] | None:
-    """(document, position in it) of the first id that differs, or None."""
+    """Return (document, position in the document) of the first id that differs, or None."""
     same = np.array_equal(expected.offsets, found.offsets)
     if same and np.array_equal(expected.ids, found.ids):
         return None
@@ -304,26 +313,34 @@ def first_difference(expected: Encoded, found: Encoded) -> tuple[int, int] | Non
 
 
 def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | None:
-    """The first difference between two encoders in one line, or None; the second one gets the strings in reverse order, too."""
+    """Return the first difference between two encoders as one line, or None.
+
+    Both encoders encode the strings in the given order and then in reverse order.
+    """
     for ordered in (strings, strings[::-1]):
         texts = pa.array(ordered, pa.large_string())
         difference = first_difference(expected.encode(texts), encoder.encode(texts))
         if difference:
             text = ordered[difference[0]]
             shown = repr(text) if len(text) <= 60 else f"{text[:60]!r}… ({len(text):,} characters)"
-            return f"{encoder.name} and {expected.name} differ on {shown} from token {difference[1]} on"
+            return (
+                f"{encoder.name} and {expected.name} differ on {shown} from token "
+                f"{difference[1]} on"
+            )
     return None
 
 
 def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Load gigatoken and compare it with Hugging Face tokenizers; to be called where it may crash."""
+    """Load gigatoken and compare it with Hugging Face tokenizers. Call this in a process that may
+    crash.
+    """
     try:
         encoder, name = Gigatoken(folder), gigatoken_name()
     except ModuleNotFoundError:
         return Found("gigatoken", 0, "it is not installed")
     except UserError as error:
         return Found("gigatoken", 0, str(error))
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         return Found("gigatoken", 0, f"it does not load this tokenizer ({one_line(error)})")
     strings = [*battery(folder), *samples]
     try:
@@ -333,7 +350,7 @@ def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def main() -> int:
-    """Answer the question on standard input."""
+    """Read the request from standard input and print the result."""
     question = json.load(sys.stdin)
     folder = TokenizerFolder(**question["folder"] | {"path": Path(question["folder"]["path"])})
     print(json.dumps(asdict(answer(folder, question["samples"]))))

@@ -1,4 +1,4 @@
-"""data_prep: which split a document belongs to, by its id alone. Knows no file and no text."""
+"""Assignment of documents to splits by their ids alone, independent of files and texts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Shares of the documents held out, in percent; a document's split depends on its id alone.
+    """Percentages of the documents in the valid and test splits. A document's split depends on its
+    id alone.
 
-    h = blake2b(id), 8 bytes read big-endian: below test's share of 2^64 it is test, below test's and valid's it is valid, else train.
+    h = blake2b(id), 8 bytes read big-endian. If h is below test's share of 2^64, the document is in
+    test. If h is below the sum of test's and valid's shares, it is in valid. Otherwise it is in
+    train.
     """
 
     valid_percent: float
@@ -38,20 +41,22 @@ class Split:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The splits that are written: train, and those with a share."""
+        """Splits that are written: train, and those with a percentage above 0."""
         return (
             ("train",) + ("valid",) * (self.valid_percent > 0) + ("test",) * (self.test_percent > 0)
         )
 
     def of(self, document_id: bytes) -> str:
-        """The split of a document."""
+        """Return the split of a document."""
         share = 100 * hash64(document_id) / 2**64
         if share < self.test_percent:
             return "test"
         return "valid" if share < self.test_percent + self.valid_percent else "train"
 
     def of_hashes(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        """The splits of documents whose ids hash to ``hashes`` [n], as indices into SPLITS [n]; the same as ``of`` gives."""
+        """Return the splits of documents whose ids hash to ``hashes`` [n], as indices into SPLITS
+        [n]. The result equals ``of``.
+        """
         starts = [
             _first_hash(self.test_percent),
             _first_hash(self.test_percent + self.valid_percent),
@@ -63,7 +68,9 @@ class Split:
 
 
 def _first_hash(percent: float) -> int:
-    """The first hash at or past a share below 100, with the arithmetic of ``Split.of`` so that no rounding differs."""
+    """Return the first hash at or above a share below 100. The arithmetic is that of ``Split.of``,
+    so no rounding differs.
+    """
     low, high = 0, 2**64 - 1
     while low < high:
         middle = (low + high) // 2
@@ -72,14 +79,16 @@ def _first_hash(percent: float) -> int:
 
 
 def hash64(document_id: bytes, purpose: bytes = b"") -> int:
-    """A 64-bit hash of a document's id, the same on every machine; ``purpose`` makes independent ones."""
+    """Return a 64-bit hash of a document's id, the same on every machine. Each ``purpose`` gives an
+    independent hash.
+    """
     return int.from_bytes(
         hashlib.blake2b(document_id, digest_size=8, person=purpose).digest(), "big"
     )
 
 
 def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.uint64]:
-    """``hash64`` of each id; [n] without nulls -> uint64 [n]."""
+    """Return ``hash64`` of each id: [n] without nulls -> uint64 [n]."""
     _, offset_buffer, data = ids.buffers()
     offsets = (
         np.frombuffer(offset_buffer, np.int64)[ids.offset : ids.offset + len(ids) + 1].tolist()
@@ -95,7 +104,11 @@ def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.u
 
 
 def fitting(split: Split, hashes: npt.NDArray[np.uint64]) -> Split | None:
-    """The nearest larger shares, test's first, with which no split of documents with these ``hashes`` [n] is empty; None without such."""
+    """Return the nearest larger percentages with which no split of documents with these ``hashes``
+    [n] is empty, or None.
+
+    The percentage of test is chosen first.
+    """
 
     def filled(split: Split) -> set[str]:
         return {SPLITS[number] for number in np.unique(split.of_hashes(hashes))}

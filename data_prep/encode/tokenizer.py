@@ -1,4 +1,6 @@
-"""data_prep: a Hugging Face tokenizer folder, checked. Encodes nothing."""
+"""Checked Hugging Face tokenizer folders. This module finds and validates them and does not encode
+text.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """A tokenizer on disk: its EOD (the folder's eos_token), ``vocab_size`` = largest id + 1, and the hash of tokenizer.json."""
+    """Tokenizer on disk.
+
+    ``eod_token`` is the folder's eos_token, ``vocab_size`` is the largest id + 1, and ``sha256`` is
+    the hash of tokenizer.json.
+    """
 
     path: Path
     eod_token: str
@@ -40,34 +46,42 @@ class TokenizerFolder:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that make up the tokenizer."""
+        """Names of the files that make up the tokenizer."""
         return tuple(name for name in TOKENIZER_FILES if (self.path / name).is_file())
 
 
 def load_folder(path: Path) -> TokenizerFolder:
-    """Read and check a tokenizer folder. Raises UserError where it is none, names no EOD, or encodes at random (dropout)."""
+    """Read and check a tokenizer folder.
+
+    Raises UserError if the folder is not a readable tokenizer, if it defines no EOD, or if its
+    model uses dropout and would therefore give random ids.
+    """
     existing_folder(
         path, "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer"
     )
     file = path / "tokenizer.json"
     if not file.is_file():
         raise UserError(
-            f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep train-tokenizer"
+            f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep "
+            "train-tokenizer"
         )
     try:
         vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises nothing narrower than Exception
+    except Exception as error:  # tokenizers raises no narrower type than Exception
         raise UserError(
-            f"{file} is not a tokenizer that this version of tokenizers ({tokenizers.__version__}) can read ({one_line(error)})"
+            f"{file} is not a tokenizer that this version of tokenizers "
+            f"({tokenizers.__version__}) can read ({one_line(error)})"
         ) from None
     if dropout := json.loads(file.read_bytes())["model"].get("dropout"):
         raise UserError(
-            f"{file}: its model has a dropout of {dropout}, so that ids would be random; set it to null"
+            f"{file}: its model has a dropout of {dropout}, so that ids would be random; set "
+            "it to null"
         )
     eod = _eod_token(path)
     if eod not in vocabulary:
         raise UserError(
-            f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json"
+            f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is "
+            "not in tokenizer.json"
         )
     return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256(file))
 
@@ -86,7 +100,8 @@ def _eod_token(path: Path) -> str:
         if isinstance(token, str):
             return token
     raise UserError(
-        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (documents could not be told apart without it)"
+        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (it "
+        "separates documents)"
     )
 
 
@@ -96,10 +111,14 @@ WHAT = "a Hugging Face tokenizer; make one with: python -m data_prep train-token
 
 
 def find_tokenizer(name_or_path: str) -> Path:
-    """The folder of a tokenizer: a folder as it is, ``ORG/NAME[@REVISION]`` from the Hub into huggingface_hub's cache.
+    """Return the folder of a tokenizer that is given as a local path or as a name on the Hugging
+    Face Hub.
 
-    A name whose first part is a folder here is a path; with ``hf://`` before it, it is the Hub's in any case. What the cache holds is found
-    without network too. Raises UserError where there is no such folder or repository, no access, or no tokenizer.json in it.
+    A local folder is returned unchanged. ``ORG/NAME[@REVISION]`` is downloaded into the cache of
+    huggingface_hub; cached files are also found without a network. A name without a prefix is a
+    path if it exists or if its first part is an existing folder. A name with the prefix ``hf://``
+    is always on the Hub. Raises UserError if the folder or the repository does not exist, if access
+    is denied, or if the repository has no tokenizer.json.
     """
     path = Path(expand_home(name_or_path))
     name = next(

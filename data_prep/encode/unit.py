@@ -1,4 +1,8 @@
-"""data_prep: one unit of a plan: rows to documents to ids to shards that are whole or absent. Knows no other unit, process or task."""
+"""Encoding of one unit of a plan: rows to documents to ids to shards. A shard is published complete
+or not published.
+
+This module does not depend on other units, processes or tasks.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,10 @@ Report = Callable[[int, Tally], None]
 
 
 class Engine:
-    """Does units of a plan, one after the other: what a worker is made of.
+    """Encoder of units of a plan, one after another, inside a worker.
 
-    ``encoder`` gives the ids; the settings' mask is loaded here. Raises UserError where it cannot be.
+    ``encoder`` converts text to ids. The constructor loads the mask of the settings and raises
+    UserError if that fails.
     """
 
     def __init__(self, out: Path, plan: Plan, encoder: Encoder) -> None:
@@ -42,9 +47,11 @@ class Engine:
         self.selection = Selection(self.settings)
 
     def encode_unit(self, unit: Unit, report: Report) -> UnitEntry:
-        """Write a unit's shards, then its entry; ``report(bytes of text read, tally so far)`` is called after every batch.
+        """Write a unit's shards, then its entry. ``report(bytes of text read, tally so far)`` is
+        called after every batch.
 
-        Raises UserError where the input is gone or not what was planned, OSError where the disk does not take the output.
+        Raises UserError if the input is missing or has changed since the plan was made, and OSError
+        if writing the output fails.
         """
         file, folder = self.plan.files[unit.file], temporary(self.out / SHARDS / unit.name)
         span = Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
@@ -67,13 +74,16 @@ class Engine:
                 report(read, work.tally)
             if unit.rows not in (None, work.tally.rows):
                 raise UserError(
-                    f"{file.path} has changed since it was planned; make the data again with --overwrite"
+                    f"{file.path} has changed since it was planned; make the data again with "
+                    "--overwrite"
                 )
             return work.publish(unit)
 
 
 class _Work:
-    """A unit's writers, in a folder of their own until they are published, and what they have been given."""
+    """Writers of a unit in a temporary folder until they are published, and the counts of the
+    documents added.
+    """
 
     def __init__(self, engine: Engine, path: str, folder: Path, stack: ExitStack) -> None:
         self.engine, self.path, self.folder, self.stack = engine, path, folder, stack
@@ -83,13 +93,14 @@ class _Work:
         self.bad: list[BadRow] = []
         self.writers: dict[str, IndexedWriter] = {}
         self.ids: dict[str, IdsWriter] = {}
-        self.have_ids = (
-            engine.settings.id_column != engine.settings.text_column
-        )  # else they would be the texts once more
+        # If the text column is the id column, the ids would repeat the texts.
+        self.have_ids = engine.settings.id_column != engine.settings.text_column
         self.text_bytes: Counter[str] = Counter()
 
     def drop(self, dropped: Counter[Drop], bad: list[BadRow], rows: int = 0) -> None:
-        """Count drops, among ``rows`` rows that were not counted yet, and keep the first places."""
+        """Count dropped rows and keep the first bad rows. ``rows`` is the number of rows to add to
+        the total.
+        """
         self.tally.rows += rows
         self.tally.dropped += dropped
         self.bad += sorted(bad, key=lambda row: row.place)[: PLACES_KEPT - len(self.bad)]
@@ -139,11 +150,12 @@ class _Work:
             self.tally.text_bytes += text_bytes
 
     def publish(self, unit: Unit) -> UnitEntry:
-        """Finish the files, give them their names, and write the entry last."""
+        """Finish the files, move them to their final names, and write the entry last."""
         out, plan, tally = self.engine.out, self.engine.plan, self.tally
         if tally.rows != tally.documents + tally.dropped.total():
             raise RuntimeError(
-                f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents and {tally.dropped}"
+                f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents "
+                f"and {tally.dropped}"
             )
         splits = {}
         for name in (name for name in SPLITS if name in self.writers):
@@ -163,9 +175,7 @@ class _Work:
             self.engine.encoder.name,
         )
         if read_plan(out).fingerprint != plan.fingerprint:
-            raise UserError(
-                f"{out} was planned anew while this run worked on it; give the command again"
-            )
+            raise UserError(f"{out} was planned again during this run; run the command again")
         for name, split in splits.items():
             for kind in split.sizes:
                 final = shard_prefix(out, unit, name)
@@ -176,7 +186,9 @@ class _Work:
 
 
 def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
-    """Reason -> numbers of the documents that cannot be written: no tokens, or EOD among them."""
+    """Return reason -> numbers of the documents that cannot be written: no tokens, or EOD among the
+    tokens.
+    """
     empty = np.flatnonzero(np.diff(encoded.offsets) == 0)
     found = np.flatnonzero(encoded.ids == eod)
     ending = np.unique(np.searchsorted(encoded.offsets, found, side="right") - 1)
@@ -190,7 +202,9 @@ def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
 def with_eod(
     encoded: Encoded, eod: int, dtype: np.dtype[np.generic]
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-    """All ids [total + n] as ``dtype``, EOD after each document, and the documents' lengths [n] with it."""
+    """Return all ids [total + n] as ``dtype`` with EOD after each document, and the documents'
+    lengths [n] including EOD.
+    """
     lengths = np.diff(encoded.offsets) + 1
     ids = np.empty(len(encoded.ids) + len(lengths), dtype=dtype)
     last = np.zeros(len(ids), dtype=bool)

@@ -1,7 +1,9 @@
-"""data_prep: worker processes, one unit at a time each, and the parent that hands out units and notices when one dies.
+"""Worker processes that encode one unit at a time, and the parent that assigns units and detects
+dead workers.
 
-Every worker is a fresh interpreter with a connection to its parent and the end of a pipe, the lifeline, that the parent holds open: a
-worker leaves when the lifeline breaks, however its parent ended. Knows neither how a unit is done nor what is shown of it.
+Every worker is a new interpreter with a connection to its parent and the read end of a pipe, the
+lifeline. The parent keeps the write end open. A worker exits when the lifeline closes, however its
+parent ended. This module depends neither on the encoding of a unit nor on the display of progress.
 """
 
 from __future__ import annotations
@@ -40,27 +42,28 @@ TICK_SECONDS = 0.5
 LEAVE_SECONDS = 10.0
 START = "import sys; from data_prep.encode.workers import work; work(*sys.argv[1:])"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-LEFT = "what is finished is kept: the same command goes on from there"
+LEFT = "finished units are kept: run the same command again to continue"
 
 
 class Step(NamedTuple):
-    """How far a worker is with its unit: bytes of text read, and what came of them."""
+    """Progress of a worker with its unit: bytes of text read, and the counts so far."""
 
     read: int
     tally: Tally
 
 
-Message = (
-    Step | UnitEntry | CommandError | None
-)  # a worker's: so far, done, given up, or it is dead
+# Message of a worker: progress, unit done, unit failed, or None if the worker is dead.
+Message = Step | UnitEntry | CommandError | None
 
 
 def run_units(
     out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, board: Board
 ) -> None:
-    """Do ``units`` in at most ``workers`` processes that encode with ``kind`` (see encoders.make); the board shows it.
+    """Encode ``units`` in at most ``workers`` processes with the encoder ``kind`` (see
+    encoders.make); the board shows progress.
 
-    Raises CommandError for the first unit that fails, Fault where its worker died, after the others have ended the unit they are at.
+    After a failure no new units start, and the workers finish their current units. Then the
+    function raises the CommandError of the first failed unit, or Fault if its worker died.
     """
     waiting = deque(units)
     problems: list[CommandError] = []
@@ -87,7 +90,7 @@ def run_units(
 
 
 class _Worker:
-    """The parent's side of a worker, and the unit it is at."""
+    """Parent's view of a worker process, and the worker's current unit."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], connection: Connection, unit: Unit
@@ -96,13 +99,15 @@ class _Worker:
         self.give(unit)
 
     def give(self, unit: Unit) -> None:
-        """Hand the next unit over; where the worker is gone, ``receive`` will tell."""
+        """Send the next unit to the worker. If the worker is dead, the next ``receive`` returns
+        None.
+        """
         self.unit = unit
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(unit.number)
 
     def receive(self) -> Message:
-        """The next message."""
+        """Return the next message of the worker, or None if it is dead."""
         try:
             message: Message = self.connection.recv()
         except (EOFError, OSError):
@@ -111,7 +116,7 @@ class _Worker:
 
 
 class _Crew:
-    """The workers of a run; none outlives it."""
+    """Workers of a run. None of them outlives this context manager."""
 
     def __init__(self, out: Path, plan: Plan, kind: str) -> None:
         self.out, self.plan, self.kind = out, plan, kind
@@ -122,7 +127,11 @@ class _Crew:
         return self
 
     def hire(self, unit: Unit) -> None:
-        """Start a worker on a unit. SIGINT, SIGTERM and SIGHUP are the parent's to handle: workers are born with them blocked."""
+        """Start a worker on a unit.
+
+        Workers start with SIGINT, SIGTERM and SIGHUP blocked, because the parent handles these
+        signals.
+        """
         ours, theirs = Pipe()
         command = [
             sys.executable,
@@ -152,28 +161,32 @@ class _Crew:
         self.workers.append(_Worker(process, ours, unit))
 
     def heard(self) -> list[_Worker]:
-        """The workers with a message, or with an end to notice; none after a tick's time."""
+        """Return the workers that have sent a message or have ended. The list is empty after a
+        timeout of TICK_SECONDS.
+        """
         ready = wait([worker.connection for worker in self.workers], TICK_SECONDS)
         return [worker for worker in self.workers if worker.connection in ready]
 
     def dismiss(self, worker: _Worker) -> None:
-        """Let an idle or dead worker go."""
+        """Close the connection to an idle or dead worker, wait for its end, and remove its
+        unfinished files.
+        """
         worker.connection.close()
         self.workers.remove(worker)
         _await_end(worker.process)
         remove_leftovers(self.out / SHARDS, worker.process.pid)
 
     def describe_death(self, worker: _Worker) -> str:
-        """One line on a worker that is dead: signal, unit and file."""
+        """Describe a dead worker in one line: signal or exit code, unit and file."""
         code = _await_end(worker.process)
         end, advice = f"ended with exit code {code}", ""
         if code < 0:
             name = signal_name(-code)
             end = f"was killed by {name}"
             if name == "SIGKILL":
-                advice = " (for want of memory? give fewer --workers)"
+                advice = " (out of memory? use fewer --workers)"
             elif self.kind != "hf" and name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL"):
-                advice = " (--encoder hf does without gigatoken)"
+                advice = " (--encoder hf avoids gigatoken)"
         return f"a worker {end} at {describe_unit(self.plan, worker.unit)}{advice}; {LEFT}"
 
     def __exit__(
@@ -197,7 +210,7 @@ def _await_end(process: subprocess.Popen[bytes]) -> int:
 
 
 def describe_unit(plan: Plan, unit: Unit) -> str:
-    """A unit as an error names it: number, file, and which part of it."""
+    """Return the description of a unit for error messages: number, file, and part of the file."""
     file = plan.files[unit.file]
     what = {
         "parquet": f", row groups {unit.start} to {unit.stop - 1}",
@@ -209,7 +222,9 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
 
 
 def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) -> None:
-    """A worker's life: units as they come, until the parent closes the connection or is gone."""
+    """Main loop of a worker: encode the units it receives until the parent closes the connection or
+    ends.
+    """
     parent = Connection(int(connection))
     engine: Engine | None = None
     try:
@@ -222,7 +237,7 @@ def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) 
                     ).start()
                     engine = _engine(Path(out), fingerprint, kind)
                 message: Message = engine.encode_unit(engine.plan.units[number], _reporter(parent))
-            except BaseException as error:  # a panic in a Rust library is no Exception
+            except BaseException as error:  # a Rust panic is not an Exception
                 message = _explain(error, Path(out), engine.plan if engine else None, number)
             parent.send(message)
     except (EOFError, OSError):
@@ -236,9 +251,7 @@ def _engine(out: Path, fingerprint: str, kind: str) -> Engine:
 
     plan, folder = read_plan(out), load_folder(out / TOKENIZER)
     if plan.fingerprint != fingerprint:
-        raise UserError(
-            f"{out} was planned anew while this run worked on it; give the command again"
-        )
+        raise UserError(f"{out} was planned again during this run; run the command again")
     if folder.sha256 != plan.tokenizer.sha256:
         raise UserError(
             f"{folder.path} is not the tokenizer of the plan; plan again with --overwrite"
@@ -260,13 +273,15 @@ def _reporter(parent: Connection) -> Callable[[int, Tally], None]:
 
 
 def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) -> CommandError:
-    """An error in a worker as one line; of a fault of ours the traceback is printed too."""
+    """Convert an error in a worker into a one-line CommandError. Unexpected errors also print their
+    traceback.
+    """
     if isinstance(error, CommandError):
         return error
     where = describe_unit(plan, plan.units[number]) if plan else f"unit {number}"
     if is_want_of_memory(error):
         return Fault(
-            f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}"
+            f"not enough memory for {where}: use fewer --workers, or a lower --max-bytes; {LEFT}"
         )
     if isinstance(error, OSError):
         if error.errno in FULL:

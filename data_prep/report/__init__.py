@@ -1,1 +1,1 @@
-"""data_prep: what is said of inputs and of a data folder."""
+"""Reports on inputs and data folders."""

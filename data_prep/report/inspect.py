@@ -1,9 +1,11 @@
-"""data_prep: the verb ``inspect``: what inputs hold, and what encoding them will take, before it is begun. Writes nothing.
+"""Verb ``inspect``: report the content of inputs and the cost of encoding them.
 
     python -m data_prep inspect INPUT... [--tokenizer DIR] [filters]
 
-Files and rows are counted from footers and sizes. The rest is measured on a sample, read from up to 8 places spread over the inputs, and
-scaled to all the text; the last lines say from how much. Speeds are those of one core of this machine; downloads are not in them.
+The verb writes no files. Files and rows are counted from footers and sizes. Other values are
+measured on a sample from up to 8 places spread over the inputs, and scaled to all of the text. The
+last lines report the size of the sample. Speeds are those of one core of this machine, without
+downloads.
 """
 
 from __future__ import annotations
@@ -38,17 +40,19 @@ PLACES = 8
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 160
 TIMED_BYTES = 8 << 20
 CHECKED_DOCUMENTS, CHECKED_BYTES = 64, 1_000_000
-IDX_BYTES = 20  # of a document in the .idx: length, pointer, document number
+IDX_BYTES = 20  # per document in the .idx: length, pointer, document number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     add = parser.add_argument
     add(
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME",
+        help=(
+            "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
+        ),
     )
     add("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
     add(
@@ -74,14 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="W",
-        help="processes that the hours are for (default: one a core)",
+        help="processes assumed for the hours (default: one per core)",
     )
     add("--json", action="store_true", help="print one JSON object instead")
 
 
 @dataclass
 class Sample:
-    """What was read: everything (``whole``), or from so many ``places``; rows, the bytes of their texts, drops, documents."""
+    """Sample of the inputs: all rows, or rows from ``places`` places spread over them.
+
+    It contains the numbers of files and rows, the bytes of the rows' texts, the dropped rows, and
+    the documents.
+    """
 
     whole: bool
     files: int = 0
@@ -93,7 +101,9 @@ class Sample:
 
 
 def evenly(number: int, most: int) -> list[int]:
-    """At most ``most`` of range(number), spread evenly: the middle of each of as many parts."""
+    """Return at most ``most`` numbers of range(number), spread evenly: the middle of each of that
+    many equal parts.
+    """
     taken = min(number, most)
     return [(2 * i + 1) * number // (2 * taken) for i in range(taken)]
 
@@ -101,9 +111,10 @@ def evenly(number: int, most: int) -> list[int]:
 def draw(
     files: list[SourceFile], selection: Selection, sample_bytes: float
 ) -> tuple[Sample, float | None]:
-    """Read the sample, everything where it is no more than asked for, else about the same from each place; and MB/s of reading a core.
+    """Read the sample and return it with the reading speed of one core in MB/s.
 
-    Raises UserError.
+    All rows are read if the inputs have at most ``sample_bytes`` of text. Otherwise about the same
+    amount is read from each place. Raises UserError.
     """
     total = sum(file.text_bytes for file in files)
     sample = Sample(whole=total <= sample_bytes)
@@ -119,7 +130,9 @@ def draw(
 def _draw_from(
     file: SourceFile, selection: Selection, share: float, sample: Sample, reading: Reading
 ) -> None:
-    """Add about ``share`` bytes of a file's text to the sample, from up to 8 of its spans, or from more where these are small."""
+    """Add about ``share`` bytes of a file's text to the sample, from up to 8 of its spans, or from
+    more if they are small.
+    """
     columns, started = selection.settings.columns, sample.read_bytes
     cuts = spans(file, columns, max(1, round(min(share, file.text_bytes) / PLACES)))
     order = (
@@ -158,9 +171,8 @@ def _draw_span(
             continue
         texts = part.batch.column(selection.settings.text_column)
         sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).cumsum()
-        number = min(
-            int(np.searchsorted(sizes, most - taken)) + 1, len(sizes)
-        )  # rows that hold what is missing, at least one
+        # The rows that reach ``most``, at least one.
+        number = min(int(np.searchsorted(sizes, most - taken)) + 1, len(sizes))
         documents, dropped, _ = selection.of(
             Rows(part.places[:number], part.batch.slice(0, number)), file.path
         )
@@ -176,7 +188,11 @@ def _draw_span(
 
 
 def _speed(file: SourceFile, selection: Selection) -> float | None:
-    """MB of text a second of CPU that reading and selecting take, at the beginning of a file, where whole row groups are read."""
+    """Return the MB of text per CPU second of reading and selecting, measured at the beginning of a
+    file.
+
+    Complete row groups are read for this measurement.
+    """
     clock, done = time.process_time(), 0
     for span in spans(file, selection.settings.columns, TIMED_BYTES)[:1]:
         for part in read_span(file, span, selection.settings.columns):
@@ -189,7 +205,9 @@ def _speed(file: SourceFile, selection: Selection) -> float | None:
 
 
 def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
-    """What footers and sizes tell; ``columns`` are those of the first file."""
+    """Return the facts from footers and file sizes. ``first`` describes the columns of the first
+    file.
+    """
     return {
         "kinds": dict(
             sum((Counter({file.kind: len(file.parts) or 1}) for file in files), Counter())
@@ -208,7 +226,10 @@ def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
 
 
 def first_file(file: SourceFile) -> dict[str, Any]:
-    """Columns with their types, and the row groups of a parquet file; of JSONL the keys of its first line; of .txt files none."""
+    """Return the columns with their types, and the number of row groups of a parquet file.
+
+    The columns of a JSONL file are the keys of its first line. A .txt file has no columns.
+    """
     if file.parts:
         return {"columns": {}, "row_groups": None}
     with open_input(file.path) as stream:
@@ -239,7 +260,9 @@ def _json_type(value: object) -> str:
 
 
 def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
-    """Rows, drops, sizes of the documents, and the first words of one of the first, the middle and the last batch."""
+    """Return rows, drops, document sizes, and the beginnings of up to 3 documents spread over the
+    batches.
+    """
     lengths = np.concatenate(
         [
             np.empty(0, np.int64),
@@ -276,7 +299,9 @@ def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
 
 
 def _one_line(value: pa.Scalar) -> str:
-    """The beginning of a text, its white space and control characters as single spaces."""
+    """Return the beginning of a text, with white space and control characters replaced by single
+    spaces.
+    """
     text = value.as_buffer()[: 16 * EXAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())[
         :EXAMPLE_CHARACTERS
@@ -284,9 +309,9 @@ def _one_line(value: pa.Scalar) -> str:
 
 
 def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> dict[str, Any]:
-    """The tokenizer, the encoder that would run, and what it does with the sample, of which the first half warms up and is not timed.
+    """Return the tokenizer, the encoder that would run, and its results on the sample.
 
-    Raises UserError.
+    The first half of the sample is a warm-up and is not timed. Raises UserError.
     """
     texts: list[str] = []
     for batch in batches:
@@ -320,7 +345,9 @@ def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> 
 def estimate(
     files: dict[str, Any], sample: dict[str, Any], encoder: dict[str, Any] | None, workers: int
 ) -> dict[str, Any]:
-    """The whole from the sample: rows, documents, and with an encoder tokens (EOD included), bytes on disk, hours."""
+    """Scale the sample to all inputs: rows, documents, and with an encoder tokens (including EOD),
+    bytes on disk, hours.
+    """
     by_text = 1.0 if sample["whole"] else files["text_bytes"] / max(sample["read_bytes"], 1)
     by_rows = (
         by_text
@@ -351,7 +378,7 @@ def estimate(
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what the inputs hold and will take. Raises UserError."""
+    """Print the content of the inputs and the cost of encoding them. Raises UserError."""
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
         raise UserError(f"--workers is {workers}; it must be at least 1")
@@ -383,13 +410,19 @@ FILES_SHOWN = 8
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report for people, line by line."""
+    """Yield the lines of the report in readable form."""
     encoder = report["encoding"]
     yield from _files(report["files"])
     yield from _sample(report["sample"])
     if encoder:
-        yield f"tokenizer: {encoder['path']}: {encoder['vocab_size']:,} entries, {encoder['dtype']} ids, EOD {encoder['eod']!r}"
-        rates = f"{encoder['bytes_per_token']:.2f} bytes a token, {encoder['mb_per_second']:.1f} MB/s a core"
+        yield (
+            f"tokenizer: {encoder['path']}: {encoder['vocab_size']:,} entries, "
+            f"{encoder['dtype']} ids, EOD {encoder['eod']!r}"
+        )
+        rates = (
+            f"{encoder['bytes_per_token']:.2f} bytes per token, {encoder['mb_per_second']:.1f} "
+            "MB/s per core"
+        )
         yield f"encoder: {encoder['encoder']} ({encoder['why']}): {rates}"
     yield from _estimate(report["files"], report["sample"], report["estimate"])
 
@@ -397,7 +430,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 def _files(files: dict[str, Any]) -> Iterator[str]:
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in files["kinds"].items())
     rows = counted(files["rows"], "row") if files["rows"] is not None else "rows not counted"
-    yield f"files: {kinds}; {size(files['bytes'])}; {rows}; about {size(files['text_bytes'])} of text"
+    yield (
+        f"files: {kinds}; {size(files['bytes'])}; {rows}; about {size(files['text_bytes'])} of text"
+    )
     for file in files["list"][:FILES_SHOWN]:
         rows = "" if file["rows"] is None else f" · {counted(file['rows'], 'row')}"
         yield f"  {file['path']} · {file['kind']} · {size(file['bytes'])}{rows}"
@@ -414,11 +449,14 @@ def _files(files: dict[str, Any]) -> Iterator[str]:
 def _sample(sample: dict[str, Any]) -> Iterator[str]:
     places = f"{counted(sample['places'], 'place')} of {counted(sample['files'], 'file')}"
     rate = (
-        f"; read at {sample['read_mb_per_second']:,.0f} MB/s a core"
+        f"; read at {sample['read_mb_per_second']:,.0f} MB/s per core"
         if sample["read_mb_per_second"]
         else ""
     )
-    yield f"sample: {counted(sample['rows'], 'row')}, {size(sample['read_bytes'])} of text, from {places}{rate}"
+    yield (
+        f"sample: {counted(sample['rows'], 'row')}, {size(sample['read_bytes'])} of text, from "
+        f"{places}{rate}"
+    )
     share = 100 * sample["documents"] / max(sample["rows"], 1)
     dropped = (
         ", ".join(
@@ -430,7 +468,10 @@ def _sample(sample: dict[str, Any]) -> Iterator[str]:
     yield f"  documents: {sample['documents']:,} ({share:.4g}% of the rows); left out: {dropped}"
     sizes = sample["document_bytes"]
     if sizes:
-        yield f"  bytes a document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the middle, {sizes['largest']:,} at most"
+        yield (
+            f"  bytes per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} at "
+            f"the median, {sizes['largest']:,} at most"
+        )
     for example in sample["examples"]:
         yield (
             f"  {example['text']}"
@@ -449,17 +490,26 @@ def _estimate(
     rows = "" if files["rows"] is not None else f"{count(whole['rows'])} rows, "
     tokens = f", {count(whole['tokens'])} tokens with EOD" if "tokens" in whole else ""
     about = "" if sample["whole"] else "about "
-    yield f"all ({basis}): {about}{rows}{count(whole['documents'])} documents, {size(whole['text_bytes'])} of text{tokens}"
+    yield (
+        f"all ({basis}): {about}{rows}{count(whole['documents'])} documents, "
+        f"{size(whole['text_bytes'])} of text{tokens}"
+    )
     if "tokens" in whole:
         disk = size(whole["bin_bytes"] + whole["idx_bytes"])
-        yield f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; until it is merged twice that ({disk} more)"
+        yield (
+            f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; twice "
+            f"that until the merge ({disk} more)"
+        )
         wall = duration(3600 * whole["hours"])
         workers = counted(whole["workers"], "worker")
-        yield f"  time: {_hours(whole['core_hours'])} on this machine's cores: {wall} with {workers}, downloads and writing not counted"
+        yield (
+            f"  time: {_hours(whole['core_hours'])} on this machine's cores: {wall} with "
+            f"{workers}, downloads and writing not counted"
+        )
     elif sample["documents"]:
         yield "  tokens, disk and time: name a --tokenizer"
     else:
-        yield "  no row of the sample is a document: see what is left out"
+        yield "  no row of the sample is a document: see the rows left out"
 
 
 def _hours(hours: float) -> str:

@@ -1,4 +1,6 @@
-"""data_prep: how long documents are: exact counts of every length, of any number of documents, and their picture."""
+"""Distribution of document lengths: exact counts of every length for any number of documents, and
+their picture.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,31 @@ from fem_common.text import count
 
 @dataclass(frozen=True)
 class Lengths:
-    """Distinct lengths (ids, EOD included) int64 [k], ascending, and how many documents have each int64 [k]."""
+    """Distinct lengths (ids including EOD) int64 [k], ascending, and the number of documents of
+    each int64 [k].
+    """
 
     values: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int64]
 
     @property
     def total(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return int(self.documents.sum())
 
     @property
     def tokens(self) -> int:
-        """Ids of all documents."""
+        """Number of ids of all documents."""
         return int((self.values * self.documents).sum())
 
     def quantile(self, share: float) -> int:
-        """The smallest length that at least ``share`` of the documents do not exceed."""
+        """Return the smallest length that at least ``share`` of the documents do not exceed."""
         return self._at(self.documents, share)
 
     def token_quantile(self, share: float) -> int:
-        """The smallest length such that documents up to it hold at least ``share`` of the tokens."""
+        """Return the smallest length such that documents up to it contain at least ``share`` of the
+        tokens.
+        """
         return self._at(self.values * self.documents, share)
 
     def _at(self, weights: npt.NDArray[np.int64], share: float) -> int:
@@ -45,14 +51,14 @@ class Lengths:
         )
 
     def at_most(self, length: int) -> tuple[float, float]:
-        """Shares of the documents, and of the tokens, in documents of at most this length."""
+        """Return the shares of documents and of tokens in documents of at most this length."""
         end = int(np.searchsorted(self.values, length, side="right"))
         tokens = int((self.values[:end] * self.documents[:end]).sum())
         return int(self.documents[:end].sum()) / self.total, tokens / self.tokens
 
 
 def joined(parts: Iterable[Lengths]) -> Lengths:
-    """The lengths of several sets of documents as one."""
+    """Return the combined lengths of several sets of documents."""
     values, documents = (
         np.concatenate(column)
         for column in zip(*((part.values, part.documents) for part in parts), strict=True)
@@ -64,7 +70,10 @@ def joined(parts: Iterable[Lengths]) -> Lengths:
 
 
 def count_lengths(lengths: npt.NDArray[np.int32], advance: Callable[[int], None]) -> Lengths:
-    """The distribution of lengths [n], which may be mapped: they are read in parts, and ``advance`` hears of bytes read."""
+    """Return the distribution of lengths [n], which may be memory-mapped.
+
+    The lengths are read in parts, and ``advance`` is called with the bytes of each part.
+    """
     found = []
     for start in range(0, max(1, len(lengths)), DOCUMENTS_AT_ONCE):
         part = lengths[start : start + DOCUMENTS_AT_ONCE]
@@ -74,12 +83,16 @@ def count_lengths(lengths: npt.NDArray[np.int32], advance: Callable[[int], None]
     return joined(found)
 
 
-MANY = 5000  # documents, from which on narrow bins show the shape rather than chance
-MARKS = {0.05: ":", 0.5: "--", 0.95: "-."}  # quantiles of the documents that are drawn, and how
+MANY = 5000  # with fewer documents, narrow bins are too noisy
+MARKS = {0.05: ":", 0.5: "--", 0.95: "-."}  # quantile of the documents -> line style
 
 
 def draw_lengths(lengths: Lengths, title: str) -> bytes:
-    """A PNG: above, shares of documents and of tokens by length with quantiles; below, what is in documents up to a length."""
+    """Draw a PNG with two plots.
+
+    The upper plot shows the shares of documents and tokens by length, with quantiles. The lower
+    plot shows the share of documents and tokens in documents up to a length.
+    """
     figure = new_figure((10, 7.5))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     edges = _edges(lengths)
@@ -124,10 +137,11 @@ def draw_lengths(lengths: Lengths, title: str) -> bytes:
     )
     above.legend(loc="upper left", frameon=False, fontsize=10)
     above.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
+    # All documents except the outermost.
     low, high = (
         max(lengths.quantile(0.0005) / 1.5, 0.7),
         lengths.quantile(0.9998) * 1.5,
-    )  # all but the outermost documents
+    )
     below.set_xscale("log", base=2)
     below.set_xlim(low, max(high, low * 16))
     below.xaxis.set_major_formatter(
@@ -147,7 +161,9 @@ def draw_lengths(lengths: Lengths, title: str) -> bytes:
 
 
 def _edges(lengths: Lengths) -> npt.NDArray[np.float64]:
-    """Edges between integers, six or three a doubling: every bin holds at least one possible length."""
+    """Return bin edges between integers, six or three per doubling. Every bin contains at least one
+    possible length.
+    """
     per_doubling = 6 if lengths.total >= MANY else 3
     last = np.ceil(np.log2(max(int(lengths.values[-1]), 2))) + 1
     return np.unique(np.round(2 ** np.arange(0, last, 1 / per_doubling))) - 0.5

@@ -1,4 +1,4 @@
-"""data_prep: what a verb shows of itself while it works: bytes read of known files, or units, their rate and the time left."""
+"""Progress displays of verbs: bytes read of known files, or units done, with rate and time left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from fem_common.text import count, counted, duration, size
 
 
 class Reading(Progress):
-    """Bytes read so far of ``total``, MB/s and time left; leaving it clears the line."""
+    """Progress line of bytes read of ``total``, with MB/s and time left. Leaving the context clears
+    the line.
+    """
 
     def __init__(self, title: str, total: int) -> None:
         super().__init__(total, "bytes", title)
@@ -21,13 +23,18 @@ class Reading(Progress):
         return self
 
     def line(self, note: str = "") -> str:
-        """``verifying · 1.2 GB of 3 GB · 900 MB/s · 2s left``."""
+        """Return the progress line: ``verifying · 1.2 GB of 3 GB · 900 MB/s · 2s left``."""
         left = "" if self.left is None else f" · {duration(self.left)} left"
-        return f"{self.title} · {size(self.done)} of {size(self.total or 0)} · {self.done / self.elapsed / 1e6:,.0f} MB/s{left}"
+        return (
+            f"{self.title} · {size(self.done)} of {size(self.total or 0)} · "
+            f"{self.done / self.elapsed / 1e6:,.0f} MB/s{left}"
+        )
 
 
 class Board:
-    """What a run shows: the units that are done, those in work, and the time left. ``entries``: those done at the start."""
+    """Progress of a run: units done, units in progress, and time left. ``entries`` are those done
+    at the start.
+    """
 
     def __init__(self, entries: dict[Unit, UnitEntry], units: Iterable[Unit]) -> None:
         self.entries = entries
@@ -38,23 +45,23 @@ class Board:
         self.working: dict[Unit, tuple[int, Tally]] = {}
 
     def step(self, unit: Unit, read: int, tally: Tally) -> None:
-        """A unit in work has got so far."""
+        """Record the progress of a unit."""
         self.working[unit] = min(read, unit.text_bytes), tally
 
     def done(self, unit: Unit, entry: UnitEntry) -> None:
-        """A unit's entry is written."""
+        """Record that a unit's entry is written."""
         self.working.pop(unit, None)
         self.entries[unit] = entry
         self.finished += tally_of([entry])
         self.read += unit.text_bytes
 
     def tick(self) -> None:
-        """Show the line if it is time."""
+        """Print the line if it is due."""
         if self.line.due:
             self.line.show(self.state())
 
     def state(self) -> str:
-        """How far all is, units in work included."""
+        """Return the progress of the run, including the units in progress."""
         done = self.read + sum(read for read, _ in self.working.values())
         rate = (done - self.at_start) / self.line.elapsed
         total = Tally()
@@ -70,15 +77,21 @@ class Board:
         return " · ".join(parts if left is None else [*parts, f"{duration(left)} left"])
 
     def result(self) -> str:
-        """What the units done come to, in a line; the rate is this run's."""
+        """Return one line with the totals of the units done. The rate is that of this run."""
         total, seconds = self.finished, self.line.elapsed
         rate = (self.read - self.at_start) / 1e6 / seconds
-        rows = f"{total.rows:,} rows = {total.documents:,} documents + {total.dropped.total():,} dropped"
-        return f"{counted(len(self.entries), 'unit')} done: {rows}, {count(total.tokens)} tokens; {duration(seconds)}, {rate:.1f} MB/s"
+        rows = (
+            f"{total.rows:,} rows = {total.documents:,} documents + {total.dropped.total():,} "
+            "dropped"
+        )
+        return (
+            f"{counted(len(self.entries), 'unit')} done: {rows}, {count(total.tokens)} tokens; "
+            f"{duration(seconds)}, {rate:.1f} MB/s"
+        )
 
 
 def tally_of(entries: Iterable[UnitEntry]) -> Tally:
-    """The counts of units together."""
+    """Return the total counts of units."""
     total = Tally()
     for entry in entries:
         splits = entry.splits.values()

@@ -1,8 +1,9 @@
-"""data_prep: the verb ``stats``: what a merged data folder holds: documents, tokens, how long documents are, what was dropped and why.
+"""Verb ``stats``: report documents, tokens, lengths and dropped rows of a merged data folder.
 
     python -m data_prep stats data/fineweb_edu --picture lengths.png
 
-Lengths are in tokens, EOD included. Reads the manifest and the .idx files, never a .bin.
+Lengths are in tokens, including EOD. The verb reads the manifest and the .idx files, but no .bin
+file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MARKS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="merged data folder")
     parser.add_argument(
         "--picture", type=Path, metavar="PATH.png", help="draw the distribution of the lengths"
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the figures, draw the picture. Raises UserError."""
+    """Print the statistics and draw the picture. Raises UserError."""
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.picture is not None and arguments.picture.suffix != ".png":
         raise UserError(f"{arguments.picture} does not end in .png; the picture is a PNG")
@@ -49,7 +50,10 @@ def main(arguments: argparse.Namespace) -> int:
         print("\n".join(as_text(folder, manifest, lengths)))
     if arguments.picture is not None:
         whole = joined(lengths.values())
-        title = f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, {_bytes_per_token(manifest):.2f} bytes a token"
+        title = (
+            f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, "
+            f"{_bytes_per_token(manifest):.2f} bytes per token"
+        )
         make_folder(arguments.picture.parent)
         write_whole(arguments.picture, draw_lengths(whole, title))
         print(f"{arguments.picture}: written", file=sys.stderr)
@@ -57,7 +61,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
-    """The lengths of each split. Raises UserError for an .idx that is not the manifest's."""
+    """Return the lengths of each split. Raises UserError for an .idx file that does not match the
+    manifest.
+    """
     lengths = {}
     with Reading(
         "reading lengths", 4 * sum(entry.documents for entry in manifest.splits.values())
@@ -72,13 +78,14 @@ def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
                 ) from None
             if (lengths[name].total, lengths[name].tokens) != (entry.documents, entry.tokens):
                 raise UserError(
-                    f"{path} is not the one that the manifest describes; see: python -m data_prep verify {folder}"
+                    f"{path} is not the one that the manifest describes; see: python -m "
+                    f"data_prep verify {folder}"
                 )
     return lengths
 
 
 def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> dict[str, Any]:
-    """All figures; shares are between 0 and 1."""
+    """Return all statistics as JSON. Shares are between 0 and 1."""
     splits = {
         name: {
             "documents": entry.documents,
@@ -121,13 +128,25 @@ def _bytes_per_token(manifest: Manifest) -> float:
 
 
 def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Iterator[str]:
-    """The same for people."""
-    yield f"{folder}: {manifest.dtype} ids of {manifest.tokenizer.vocab_size:,} entries, encoded by {manifest.source.encoder}"
-    yield f"{'':8}{'documents':>14}{'tokens':>18}{'text':>11}{'bytes/token':>13}{'mean':>9}{'median':>9}{'longest':>11}"
+    """Yield the lines of the statistics in readable form."""
+    yield (
+        f"{folder}: {manifest.dtype} ids of {manifest.tokenizer.vocab_size:,} entries, encoded "
+        f"by {manifest.source.encoder}"
+    )
+    yield (
+        f"{'':8}{'documents':>14}{'tokens':>18}{'text':>11}{'bytes/token':>13}{'mean':>9}"
+        f"{'median':>9}{'longest':>11}"
+    )
     for name, entry in manifest.splits.items():
         values = lengths[name]
-        row = f"{name:8}{entry.documents:>14,}{entry.tokens:>18,}{size(entry.text_bytes):>11}{entry.text_bytes / entry.tokens:>13.3f}"
-        yield f"{row}{values.tokens / values.total:>9,.0f}{values.quantile(0.5):>9,}{int(values.values[-1]):>11,}"
+        row = (
+            f"{name:8}{entry.documents:>14,}{entry.tokens:>18,}{size(entry.text_bytes):>11}"
+            f"{entry.text_bytes / entry.tokens:>13.3f}"
+        )
+        yield (
+            f"{row}{values.tokens / values.total:>9,.0f}{values.quantile(0.5):>9,}"
+            f"{int(values.values[-1]):>11,}"
+        )
     whole = joined(lengths.values())
     yield (
         f"{'':8}"

@@ -1,8 +1,9 @@
-"""data_prep: the verb ``status``: how far a data folder is, read off its plan and its units' entries. Opens no input and no shard.
+"""Verb ``status``: report the progress of a data folder.
 
     python -m data_prep status OUT [--tasks M]
 
-The rate is that of the units finished in the last quarter of an hour, by any process on any machine.
+The verb reads the plan and the unit entries, but no inputs and no shards. The rate is that of the
+units finished in the last 15 minutes by any process on any machine.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ RECENT_SECONDS = 900.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder that plan or run wrote")
-    parser.add_argument("--tasks", type=int, metavar="M", help="also how far each of M tasks is")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--tasks", type=int, metavar="M", help="also report the progress of each of M tasks"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print how far a folder is. Raises UserError where there is no plan."""
+    """Print the progress of a folder. Raises UserError if the folder has no plan."""
     folder = existing_folder(
         arguments.folder, "a folder that python -m data_prep plan or run wrote"
     )
@@ -50,9 +53,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], list[int]]:
-    """How far a folder is at the time ``now``, as --json shows it, and the numbers of the units that are not done.
+    """Return the progress of a folder at the time ``now``, as --json prints it, and the numbers of
+    the units not done.
 
-    ``text_bytes`` is about that of all units; ``rate``, in bytes of text a second, None where fewer than two units were done lately.
+    ``text_bytes`` is the approximate size of all units. ``rate`` is in bytes of text per second; it
+    is None if fewer than two units were finished recently.
     """
     plan = read_plan(folder)
     merged = is_merged(folder, plan)
@@ -60,10 +65,8 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
         entries = read_units(folder, read_manifest(folder))
     else:
         entries, _, _ = units_done(folder, plan)
-    found, total = (
-        {plan.units[entry.unit] for entry in entries},
-        sum(unit.text_bytes for unit in plan.units),
-    )
+    found = {plan.units[entry.unit] for entry in entries}
+    total = sum(unit.text_bytes for unit in plan.units)
     counts = tally_of(entries)
     done = sum(unit.text_bytes for unit in found)
     rate = None if merged else _rate(folder, found, now)
@@ -90,7 +93,9 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
 
 
 def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
-    """Bytes of text a second in the last quarter of an hour; None where fewer than two units were finished in it."""
+    """Return the bytes of text per second in the last 15 minutes, or None if fewer than two units
+    were finished in them.
+    """
     ends = sorted((entry_path(folder, unit).stat().st_mtime, unit.text_bytes) for unit in done)
     recent = [(end, text_bytes) for end, text_bytes in ends if end > now - RECENT_SECONDS]
     if len(recent) < 2:
@@ -105,19 +110,29 @@ def _lines(folder: Path, status: dict[str, Any], missing: Sequence[int]) -> Iter
     rows, documents, rate = status["rows"], status["documents"], status["rate"]
     text = f"about {size(status['text_bytes_done'])} of {size(status['text_bytes'])} of text"
     yield f"{folder}: {status['units_done']:,} of {counted(status['units'], 'unit')} done, {text}"
-    yield f"  {counted(rows, 'row')} = {counted(documents, 'document')} + {rows - documents:,} dropped ({drops})"
+    yield (
+        f"  {counted(rows, 'row')} = {counted(documents, 'document')} + {rows - documents:,} "
+        f"dropped ({drops})"
+    )
     yield f"  {count(status['tokens'])} tokens"
     for task in status["tasks"]:
-        yield f"  task {task['task']} of {len(status['tasks'])}: {task['units_done']} of {counted(task['units'], 'unit')} done"
+        yield (
+            f"  task {task['task']} of {len(status['tasks'])}: {task['units_done']} of "
+            f"{counted(task['units'], 'unit')} done"
+        )
     if status["merged"]:
         yield "merged: the data is complete"
     elif not missing:
         yield f"not merged yet; merge with: python -m data_prep merge {folder}"
     else:
         left = (
-            f"{rate / 1e6:.1f} MB/s in the last quarter of an hour: {duration(status['seconds_left'])} left at that rate"
+            f"{rate / 1e6:.1f} MB/s in the last 15 minutes: "
+            f"{duration(status['seconds_left'])} left at that rate"
             if rate
             else ""
         )
-        yield f"  {left or 'fewer than two units were finished in the last quarter of an hour'}"
-        yield f"not done: {shortened(ranges(missing))}; go on with: python -m data_prep run --out {folder}"
+        yield f"  {left or 'fewer than two units were finished in the last 15 minutes'}"
+        yield (
+            f"not done: {shortened(ranges(missing))}; continue with: python -m data_prep run "
+            f"--out {folder}"
+        )

@@ -1,6 +1,7 @@
-"""data_prep: what is read: parquet, JSONL and .txt, local or on the Hugging Face Hub, checked before any work starts, then span by span.
+"""Readers of parquet, JSONL and .txt inputs, local or on the Hugging Face Hub.
 
-Nothing in this room knows tokenizers, documents or the data folder.
+Inputs are checked before any work starts and then read span by span. This package does not depend
+on tokenizers, documents or the data folder.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ __all__ = [
     "unchanged",
 ]
 
-OPEN_AT_ONCE = 8  # waits of the network, mostly
+OPEN_AT_ONCE = 8  # opening mostly waits for the network
 
 
 def open_files(
     inputs: list[str], columns: Columns, subset: str | None = None, *, paragraphs: bool = False
 ) -> list[SourceFile]:
-    """Find the input files and check kind, columns and column types of each: files in the order given, sorted within folder and glob.
+    """Find the input files and check the kind, the columns and the column types of each.
 
-    Raises UserError for the first that is not as it should be.
+    The files are in the given order, sorted within each folder and glob. Raises UserError for the
+    first invalid file.
     """
     return open_found(find_files(inputs, subset), columns, paragraphs=paragraphs)
 
@@ -49,9 +51,11 @@ def open_files(
 def open_found(
     found: list[Found], columns: Columns, *, paragraphs: bool = False
 ) -> list[SourceFile]:
-    """``open_files`` of files that are found. The .txt files of an input are one source; a document is a file or one of its ``paragraphs``.
+    """Check files that are already found, as ``open_files`` does.
 
-    A file without the column ``id`` is no error: its name and a row's place are the row's id.
+    The .txt files of one input are one source; a document is a file, or a paragraph with
+    ``paragraphs``. A file may lack the column ``id``: a row's id is then the file's name and the
+    row's place.
     """
     if paragraphs and not any(file.is_text for file in found):
         raise UserError("--paragraphs goes with .txt inputs, and there are none")
@@ -97,7 +101,11 @@ def _open(found: Found, columns: Columns) -> SourceFile:
 
 
 def unchanged(file: SourceFile, columns: Columns) -> bool:
-    """Whether a local file is still what it was; one on the Hub is named by its commit. Raises UserError where it cannot be read."""
+    """Return True if a local file is unchanged. A file on the Hub is fixed by its commit, so the
+    result is True.
+
+    Raises UserError if the file cannot be read.
+    """
     if "://" in file.path:
         return True
     if file.parts:
@@ -109,7 +117,11 @@ def unchanged(file: SourceFile, columns: Columns) -> bool:
 
 
 def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
-    """Cut a file into spans of about ``unit_bytes`` of text, the same for the same content always. Raises UserError."""
+    """Divide a file into spans of about ``unit_bytes`` of text. The same content always gives the
+    same spans.
+
+    Raises UserError.
+    """
     if unit_bytes < 1:
         raise UserError(f"units of {unit_bytes} bytes; at least 1")
     if file.parts:
@@ -121,8 +133,12 @@ def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
 
 
 def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Rows of a span in order, in batches of at most about 4 MB of text (one row where that is larger); what cannot be read comes after the
-    rows before it. Raises UserError where the file is gone, has changed its size, or cannot be read at the moment."""
+    """Yield the rows of a span in order, in batches of at most about 4 MB of text, or of one larger
+    row.
+
+    Rows that cannot be read are reported after the rows before them. Raises UserError if the file
+    is missing, has another size than when it was planned, or cannot be read at the moment.
+    """
     if file.parts:
         yield from txt.read(file, span, columns)
         return
@@ -143,7 +159,7 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
 
 
 def _with_ids(rows: Rows, prefix: str, column: str) -> Rows:
-    """The rows with an id each: the file's name and the row's place in it."""
+    """Return the rows with ids added: the file's name and the row's place in the file."""
     ids = pa.array(
         [f"{prefix}:{place}".encode() for place in rows.places.tolist()], pa.large_binary()
     )

@@ -1,4 +1,6 @@
-"""data_prep: which files the inputs of a command line mean, and of what kind each is. Knows neither rows nor columns."""
+"""Input files of a command line, and the kind of each. This module does not depend on rows or
+columns.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ NO_TEXT = {
 
 @dataclass(frozen=True)
 class Found:
-    """An input file.
+    """Input file.
 
-    ``given``: the input that meant it; ``name``: its path below that folder, glob or repository, or its own; ``remote``: what the Hub says.
+    ``given``: the input that selected it; ``name``: its path relative to that folder, glob or
+    repository, or its file name; ``remote``: its metadata on the Hub.
     """
 
     path: str
@@ -45,19 +48,21 @@ class Found:
 
     @property
     def folder(self) -> str:
-        """The folder that ``name`` is below."""
+        """Folder that ``name`` is relative to."""
         return self.path.removesuffix(self.name).rstrip("/") or self.path[: -len(self.name)] or "."
 
     @property
     def is_text(self) -> bool:
-        """Whether it is plain text: a local .txt file."""
+        """True if the file is plain text: a local .txt file."""
         return self.remote is None and self.name.lower().endswith(TEXT)
 
 
 def find_files(inputs: Iterable[str], subset: str | None = None) -> list[Found]:
-    """The files of the inputs, in their order: files, folders (all data files below), globs, ``hf://`` addresses; sorted within each.
+    """Return the files of the inputs in the given order, sorted within each input.
 
-    Hidden names are left out. Raises UserError for a name without files, one that is not UTF-8, or a file twice.
+    An input is a file, a folder (all data files below it), a glob, or an ``hf://`` address. Hidden
+    names are skipped. Raises UserError for an input without files, a name that is not UTF-8, or a
+    file that is given twice.
     """
     inputs = list(map(expand_home, inputs))
     if subset is not None and not any(map(hub.is_hub, inputs)):
@@ -95,7 +100,7 @@ def _check_name(path: str) -> None:
 
 
 def _local(name: str) -> list[tuple[Path, Path]]:
-    """The files that a local name means, each with the folder that its own name counts from."""
+    """Return the files of a local input, each with the folder that its name is relative to."""
     path = Path(name)
     if path.is_dir():
         if not (files := _below(path)):
@@ -112,22 +117,23 @@ def _local(name: str) -> list[tuple[Path, Path]]:
         raise UserError(f"no file matches {name}")
     report_left_out(name, [f"{folder}/" for folder, below in found.items() if not below])
     plain = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-    return [
-        (file, plain) for file in dict.fromkeys(files)
-    ]  # dir/** matches a folder and what is in it
+    # dir/** matches a folder and its content, so files may occur twice.
+    return [(file, plain) for file in dict.fromkeys(files)]
 
 
 def _below(folder: Path) -> list[Path]:
-    """The data files below a folder; what else is there is named on stderr.
+    """Return the data files below a folder, and list the other files on stderr.
 
-    Links to folders are followed, unless they lead to a folder that they are below. Its .txt files count only where there is no other data:
-    beside data they are notes and licences. Raises UserError for a link to nothing, ConfigError or StorageError for an unreadable folder.
+    Links to folders are followed, unless they lead to one of their parent folders. .txt files are
+    data only if the folder has no other data; otherwise they are notes and licences. Raises
+    UserError for a broken link, and ConfigError or StorageError for a folder that cannot be read.
     """
     names, hidden = _walk(folder)
     gone = next((folder / name for name in sorted(names) if not (folder / name).exists()), None)
-    if gone is not None and gone.is_symlink():  # what it led to may be a folder of data
+    if gone is not None and gone.is_symlink():  # its target may be a folder of data
         raise UserError(
-            f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, or remove the link"
+            f"{gone} is a link to {os.readlink(gone)}, which does not exist; restore that, "
+            "or remove the link"
         )
     files = [name for name in names if (folder / name).is_file()]
     data = [name for name in files if is_data(name)] or [
@@ -139,7 +145,10 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> tuple[list[str], list[str]]:
-    """The files below a folder, links to nothing among them, and the hidden files and folders, which are not entered; paths from there."""
+    """Return the files below a folder, including broken links, and its hidden files and folders.
+
+    Hidden folders are not entered. All paths are relative to the folder.
+    """
     names, hidden = list[str](), list[str]()
 
     def failed(error: OSError) -> None:
@@ -159,32 +168,35 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _is_any(folder: Path, others: list[os.stat_result]) -> bool:
-    """Whether a folder, or what a link leads to, is one of the others."""
+    """Return True if a folder, or the target of a link, is one of the others."""
     found = folder.stat()
     return any(os.path.samestat(found, other) for other in others)
 
 
 def kind_of(path: str, file: BinaryIO) -> str:
-    """A file's kind by its first bytes. Raises UserError where it is empty, of no kind that is read, or of another than its name says."""
+    """Return a file's kind from its first bytes.
+
+    Raises UserError if the file is empty, has an unsupported kind, or has another kind than its
+    name indicates.
+    """
     begin = file.read(512)
     if not begin:
         raise UserError(f"{path} is empty")
     named, kind = kind_by_name(path.rsplit("/", 1)[-1]), _kind_by_content(begin)
     if kind is None:
-        raise UserError(
-            f"{path} is {f'not a {named}' if named else 'no parquet or JSONL'} file: it {_looks(begin)}"
-        )
+        raise UserError(f"{path} is not a {named or 'parquet or JSONL'} file: it {_looks(begin)}")
     if named is not None and named != kind:
         raise UserError(f"{path} is not a {named} file: its content is {kind}; rename it")
     return kind
 
 
 def check_text(path: str, begin: bytes) -> None:
-    """Look at the beginning of a .txt file. Raises UserError where it is something else."""
+    """Check the beginning of a .txt file. Raises UserError if the file is not text."""
     found = next((what for start, what in NO_TEXT.items() if begin.startswith(start)), None)
     if found or begin[:4] == b"PAR1" or _kind_by_content(begin) not in ("jsonl", None):
         raise UserError(
-            f"{path} is named .txt and {found or f'its content is {_kind_by_content(begin)}; rename it'}"
+            f"{path} is named .txt and "
+            f"{found or f'its content is {_kind_by_content(begin)}; rename it'}"
         )
 
 
@@ -200,10 +212,10 @@ def _kind_by_content(begin: bytes) -> str | None:
 
 
 def _looks(begin: bytes) -> str:
-    """What a file of no kind of ours seems to be, and what to do."""
+    """Return the probable format of an unsupported file, and the advice for it."""
     known = NO_TEXT | {
         b"<": "looks like an HTML or XML page; download the file again",
-        b"[": "looks like a JSON array; write one object a line",
+        b"[": "looks like a JSON array; write one object per line",
     }
     text = begin.removeprefix(BOM).lstrip(b" \t\r\n")
     found = next((what for start, what in known.items() if text.startswith(start)), None)

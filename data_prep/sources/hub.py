@@ -1,7 +1,9 @@
-"""data_prep: datasets on the Hugging Face Hub: the files that an hf:// address and a subset mean, at one commit, and their bytes.
+"""Datasets on the Hugging Face Hub: the files of an hf:// address and a subset at one commit, and
+their bytes.
 
-An address is ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, where PATH is a file, a folder or a glob. Without PATH the files are those of
-a subset, as the front matter of the dataset's card names them (``configs``: ``config_name``, ``data_files``).
+An address is ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, where PATH is a file, a folder or a
+glob. Without PATH, the files are those of a subset that the front matter of the dataset's card
+defines (``configs``: ``config_name``, ``data_files``).
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from fem_common.text import one_line
 SCHEME = "hf://"
 
 _ADDRESS = re.compile(
-    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+))?(?:/(?P<path>.*))?",
+    r"hf://datasets/(?P<id>[\w.-]+/[\w.-]+)"
+    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """``url``: ``hf://datasets/OWNER/NAME@COMMIT/PATH``; ``etag``: its content's hash, ``sha256:…`` of a large file, else ``git:…``."""
+    """File on the Hub. ``url``: ``hf://datasets/OWNER/NAME@COMMIT/PATH``.
+
+    ``etag``: the hash of its content, ``sha256:…`` for a large file, else ``git:…``.
+    """
 
     url: str
     bytes: int
@@ -40,12 +46,14 @@ class RemoteFile:
 
 
 def is_hub(address: str) -> bool:
-    """Whether an input is an address on the Hub rather than a local path."""
+    """Return True if an input is an address on the Hub rather than a local path."""
     return address.startswith(SCHEME)
 
 
 def resolve(url: str, subset: str | None = None) -> list[RemoteFile]:
-    """The files of an address, in order of their paths, with the commit that its revision is at now. Raises UserError."""
+    """Return the files of an address, sorted by path, with the current commit of its revision.
+    Raises UserError.
+    """
     repository, path = _parse(url)
     if path and subset is not None:
         raise UserError(f"{url} names a path and --subset {subset} another; give one of them")
@@ -58,7 +66,11 @@ def resolve(url: str, subset: str | None = None) -> list[RemoteFile]:
 
 
 def open_remote(url: str, *, ahead: bool = False) -> BinaryIO:
-    """A file of ``resolve`` for reading at any place; ``ahead``: much of it will be read: large blocks, the next in the background."""
+    """Open a file of ``resolve`` for random access.
+
+    ``ahead``: use large blocks and read the next blocks in the background, for reading much of the
+    file.
+    """
     repository, path = _parse(url)
     if not path:
         raise UserError(f"{url} names no file")
@@ -66,9 +78,11 @@ def open_remote(url: str, *, ahead: bool = False) -> BinaryIO:
 
 
 class HubFile(io.RawIOBase):
-    """One file at one commit, read only, by huggingface_hub's own file system. A broken read opens it anew and goes on where it was.
+    """Read-only file at one commit, opened with the file system of huggingface_hub.
 
-    Raises CommandError, never OSError, where the bytes do not come: a reader must not take a broken network for a damaged file.
+    After a failed read, the file is reopened and reading continues at the same position. Failures
+    raise CommandError instead of OSError, so that a reader can distinguish a broken network from a
+    damaged file.
     """
 
     def __init__(self, repository: Repository, path: str, *, ahead: bool = False) -> None:
@@ -84,7 +98,7 @@ class HubFile(io.RawIOBase):
             try:
                 return ask(self._file)
             except BaseException:
-                self._file = None  # its cache may hold the failure
+                self._file = None  # its cache may contain the failure
                 raise
 
         return patiently(attempt, self._repository, LONG_WAITS)
@@ -95,17 +109,20 @@ class HubFile(io.RawIOBase):
         kind, block, blocks = (
             ("background", 8 << 20, 4) if self._ahead else ("blockcache", 1 << 18, 8)
         )
-        where = f"{self._repository.kind}s/{self._repository.id}@{self._repository.revision}/{self._path}"
+        where = (
+            f"{self._repository.kind}s/{self._repository.id}@{self._repository.revision}"
+            f"/{self._path}"
+        )
         file = HfFileSystem().open(
             where, block_size=block, cache_type=kind, cache_options={"maxblocks": blocks}
         )
         address, fetch = file.url(), file.cache.fetcher
-        file.url = lambda: address  # which asks the Hub what the file is, each time
+        file.url = lambda: address  # file.url() requests the file's metadata at each call
 
         def whole(start: int, end: int) -> bytes:
             data: bytes = fetch(start, end := min(end, file.size))
             if len(data) != end - start:
-                came = f"{len(data)} bytes of {self._path} came where {end - start} were asked for"
+                came = f"{len(data)} bytes of {self._path} received, {end - start} requested"
                 raise UserError(f"{self._repository}: {came}; first {self._repository.download}")
             return data
 
@@ -113,22 +130,22 @@ class HubFile(io.RawIOBase):
         return file
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; the place."""
+        """Set the position and return it."""
         self._place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[
             whence
         ] + offset
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` as far as the file reaches; the number of bytes."""
+        """Fill ``buffer`` up to the end of the file and return the number of bytes."""
         target = memoryview(buffer).cast("B")
         start, size = self._place, max(0, min(len(target), self._size - self._place))
 
@@ -180,18 +197,19 @@ def _commit(repository: Repository) -> str:
         commit = patiently(ask, repository, SHORT_WAITS)
     except HFValidationError as error:
         raise UserError(
-            f"{repository.id} is no name of a dataset ({one_line(error).rstrip('.')})"
+            f"{repository.id} is not a valid dataset name ({one_line(error).rstrip('.')})"
         ) from None
-    except (ValueError, KeyError, TypeError):  # the answer is a page, or another JSON
+    except (ValueError, KeyError, TypeError):  # the response is a web page or other JSON
         commit = ""
     if re.fullmatch(r"[0-9a-f]{40,64}", commit) is None:
         raise UserError(
-            f"{repository}: {constants.ENDPOINT} does not answer as a Hugging Face Hub does; is HF_ENDPOINT right?"
+            f"{repository}: {constants.ENDPOINT} does not answer like a Hugging Face Hub; "
+            "check HF_ENDPOINT"
         )
     return commit
 
 
-# --- files --------------------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 Files = dict[str, tuple[int, str]]  # path -> bytes, etag
 
@@ -205,7 +223,7 @@ def _file(entry: Any) -> tuple[int, str]:
 
 
 def _entry(repository: Repository, path: str) -> Files | None:
-    """The file of that name; nothing in it where the name is a folder's; None where there is neither."""
+    """Return the file with this path, {} if the path is a folder, or None if it does not exist."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -223,7 +241,7 @@ def _entry(repository: Repository, path: str) -> Files | None:
 
 
 def _listed(repository: Repository, folder: str) -> Files:
-    """Every file below a folder ("" for all); none where there is no such folder."""
+    """Return every file below a folder ("" for all files), or {} if the folder does not exist."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import EntryNotFoundError
     from huggingface_hub.hf_api import RepoFile
@@ -247,7 +265,9 @@ def _listed(repository: Repository, folder: str) -> Files:
 
 
 def _readable(repository: Repository, files: Files) -> Files:
-    """Those that a folder is read for; the others, such as cards, licences and pictures, are named on stderr."""
+    """Return the data files, and list the other files, such as cards, licences and pictures, on
+    stderr.
+    """
     found = {path: file for path, file in files.items() if is_data(path)}
     if found:
         report_left_out(str(repository), [path for path in files if path not in found])
@@ -255,7 +275,9 @@ def _readable(repository: Repository, files: Files) -> Files:
 
 
 def _at_path(repository: Repository, path: str) -> Files:
-    """A file, all data files of a folder, or what matches a glob. Raises UserError where there are none."""
+    """Return a file, all data files of a folder, or the matches of a glob. Raises UserError if no
+    file is found.
+    """
     name = f"{repository.kind} {repository.id}"
     if _is_glob(path):
         if not (found := _matching(repository, [path])):
@@ -290,7 +312,11 @@ def _is_glob(path: str) -> bool:
 
 
 def _matching(repository: Repository, patterns: Iterable[str]) -> Files:
-    """Files that match a glob, as Python's glob reads it: ``*`` within a name, ``**`` any folders, no hidden names."""
+    """Return the files that match globs.
+
+    The rules are those of Python's glob: ``*`` matches within a name, ``**`` any folders, and
+    hidden names do not match.
+    """
     found: Files = {}
     for pattern in patterns:
         parts = _parts(pattern)
@@ -305,9 +331,8 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
         return not pattern and not path
     hidden = path[0].startswith(".") and not pattern[0].startswith(".")
     if pattern[0] == "**":
-        inside = len(path) == 1 and set(pattern) == {
-            "**"
-        }  # what is left is a file, and anything goes
+        # The rest of the path is a file name, and the rest of the pattern matches any name.
+        inside = len(path) == 1 and set(pattern) == {"**"}
         return _matches(path, pattern[1:]) or (
             not hidden and (inside or _matches(path[1:], pattern))
         )
@@ -316,17 +341,21 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
     )
 
 
-# --- subsets ------------------------------------------------------------------------------------------------------------------------
+# --- subsets --------------------------------------------------------------------------------------
 
 
 def _of_subset(repository: Repository, subset: str | None) -> Files:
-    """The files of a subset of the card, without subset of its default; where the card names none, those of the whole repository."""
+    """Return the files of a subset of the card, or of its default subset.
+
+    If the card defines no subsets, return the data files of the complete repository.
+    """
     configs = _configs(repository)
     name = f"{repository.kind} {repository.id}"
     if not configs:
         if subset is not None:
             raise UserError(
-                f"{name} names no subsets in its card; give a folder instead: hf://datasets/{repository.id}/FOLDER"
+                f"{name} names no subsets in its card; give a folder instead: "
+                f"hf://datasets/{repository.id}/FOLDER"
             )
         found = _training(repository, _readable(repository, _listed(repository, "")))
     else:
@@ -338,20 +367,22 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
         ]
         if patterns:
             matching = _matching(repository, patterns)
-            found = (
-                _readable(repository, matching) or matching
-            )  # of other names: the content tells what they are
+            # Files without a known suffix are kept: their kind is detected from the content.
+            found = _readable(repository, matching) or matching
         else:
             found = _training(repository, _readable(repository, _listed(repository, folder)))
     if not found:
         raise UserError(
-            f"{name}{f', subset {subset}' if subset else ''} has no .parquet, .jsonl, .jsonl.gz or .jsonl.zst file"
+            f"{name}{f', subset {subset}' if subset else ''} has no .parquet, .jsonl, "
+            ".jsonl.gz or .jsonl.zst file"
         )
     return found
 
 
 def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
-    """config_name -> its entry in the card's front matter; empty where there is no card or it names none."""
+    """Return config_name -> entry in the card's front matter. The result is empty without a card or
+    without configs.
+    """
     if not _entry(repository, "README.md"):
         return {}
     with HubFile(repository, "README.md") as file:
@@ -362,7 +393,8 @@ def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
     except yaml.YAMLError as error:
         problem = one_line(getattr(error, "problem", None) or error)
         raise UserError(
-            f"{repository}: the front matter of its README.md is not YAML ({problem}); give a path instead"
+            f"{repository}: the front matter of its README.md is not YAML ({problem}); give "
+            "a path instead"
         ) from None
     entries = data.get("configs") if isinstance(data, dict) else None
     return {
@@ -394,7 +426,9 @@ def _some(names: list[str]) -> str:
 
 
 def _patterns(data_files: Any) -> list[str]:
-    """The globs of ``data_files`` in any of its forms; of several splits ``train`` where there is one, otherwise all."""
+    """Return the globs of ``data_files`` in any of its forms: those of the split ``train`` if it
+    exists, otherwise all.
+    """
     if isinstance(data_files, str):
         return [data_files]
     if isinstance(data_files, dict):
@@ -413,7 +447,10 @@ def _patterns(data_files: Any) -> list[str]:
 
 
 def _training(repository: Repository, files: Files) -> Files:
-    """Those whose path has the word train (train/chunk1/…, data/train-00000-of-00010.parquet), where there are any; otherwise all."""
+    """Return the files whose path contains the word train, or all files if none does.
+
+    Examples: train/chunk1/…, data/train-00000-of-00010.parquet.
+    """
     training = {
         path: file
         for path, file in files.items()
@@ -423,6 +460,6 @@ def _training(repository: Repository, files: Files) -> Files:
         report_left_out(
             str(repository),
             [path for path in files if path not in training],
-            ", as other paths have the word train",
+            ", because other paths contain the word train",
         )
     return training or files

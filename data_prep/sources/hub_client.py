@@ -1,7 +1,8 @@
-"""data_prep: patience with the Hugging Face Hub, and its failures as one line. Knows no dataset's files and no tokenizer.
+"""Retries of requests to the Hugging Face Hub, and one-line errors for its failures.
 
-huggingface_hub is the only client and is imported inside functions: whoever reads local files does not wait for it. HF_ENDPOINT, HF_TOKEN,
-HF_HOME and HF_HUB_OFFLINE act as in any program that uses it; the token is sent by it, and nothing here reads, prints or writes it.
+huggingface_hub is the only client. It is imported inside functions, so reading local files does not
+wait for the import. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual effects. The
+token is sent only by huggingface_hub; this module does not read, print or write it.
 """
 
 from __future__ import annotations
@@ -17,22 +18,18 @@ from typing import TypeVar
 from fem_common.errors import Fault, UserError
 from fem_common.text import one_line
 
-SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a person waits for an answer
-LONG_WAITS = (
-    15.0,
-    30.0,
-    60.0,
-    60.0,
-)  # in the middle of hours of work, after half a minute of huggingface_hub's own attempts
-SAID_FROM = 10.0  # a wait as long as this is no stutter: one line says why nothing happens
-LONGEST_ASKED = 600.0  # a server that asks for a longer pause than this is given up
+SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a user waits
+# Seconds between attempts within long work, after half a minute of huggingface_hub's own retries.
+LONG_WAITS = (15.0, 30.0, 60.0, 60.0)
+SAID_FROM = 10.0  # seconds; a wait of at least this length prints a line
+LONGEST_ASKED = 600.0  # seconds; no retry if the server requests a longer pause
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A dataset or a model on the Hub, at a branch, tag or commit (None: its main branch)."""
+    """Dataset or model on the Hub at a branch, tag or commit. None is its main branch."""
 
     kind: str
     id: str
@@ -43,16 +40,20 @@ class Repository:
 
     @property
     def download(self) -> str:
-        """The command that brings it into a folder."""
-        return f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} --local-dir DIR"
+        """Command that downloads the repository into a folder."""
+        return (
+            f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} "
+            "--local-dir DIR"
+        )
 
 
 def patiently(
     call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...]
 ) -> Answer:
-    """What ``call`` returns; after a broken connection, 408, 429 or 5xx again, after each of ``waits`` [s] or as long as the server asks.
+    """Return the result of ``call``, and retry it after a broken connection, 408, 429 or 5xx.
 
-    Raises Fault where it goes on failing, UserError where it fails in a way that waiting does not mend.
+    Before each retry, wait for the next of ``waits`` [s], or longer if the server requests it.
+    Raises Fault if the last attempt fails, and UserError for a failure that retries cannot fix.
     """
     failures = hub_failures()
     for wait in (*waits, None):
@@ -62,9 +63,8 @@ def patiently(
             asked = _seconds_asked(error)
             if wait is None or not _passes(error) or asked > LONGEST_ASKED:
                 raise explain(error, repository) from None
-            seconds = max(
-                asked, wait * random.uniform(0.7, 1.3)
-            )  # not all workers at the same moment
+            # Random, so that workers do not retry simultaneously.
+            seconds = max(asked, wait * random.uniform(0.7, 1.3))
             if seconds >= SAID_FROM:
                 print(
                     f"data_prep: {explain(error, repository)} (trying again in {seconds:.0f} s)",
@@ -76,14 +76,15 @@ def patiently(
 
 
 def hub_failures() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the Hub or the way to it fails: its own errors and those of the HTTP library under it."""
+    """Return the exception types of failures of the Hub or the connection: those of huggingface_hub
+    and its HTTP library.
+    """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # its attempts are no news, and its last failure becomes one line
-    http_error = HfHubHTTPError.__mro__[
-        1
-    ]  # httpx.HTTPError or httpx2.HTTPError, whichever this version of huggingface_hub brings
+    logging.set_verbosity_error()  # the last failure is reported in one line
+    # httpx.HTTPError or httpx2.HTTPError, depending on the version of huggingface_hub.
+    http_error = HfHubHTTPError.__mro__[1]
     assert issubclass(http_error, Exception)
     return (http_error, OfflineModeIsEnabled, FileNotFoundError)
 
@@ -93,7 +94,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether the same request may do better later."""
+    """Return True if the same request may succeed later."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):
@@ -104,7 +105,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _seconds_asked(error: Exception) -> float:
-    """The pause that a 429 or 503 asks for, 0 where it names none."""
+    """Return the pause in seconds that a 429 or 503 response requests, or 0."""
     response = getattr(error, "response", None)
     if response is None:
         return 0.0
@@ -116,7 +117,7 @@ def _seconds_asked(error: Exception) -> float:
 
 
 def explain(error: Exception, repository: Repository) -> UserError | Fault:
-    """The failure as one line that names the repository and the nearest fix."""
+    """Return an error with one line: the repository, the failure and the nearest fix."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -129,27 +130,31 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
     name, server, status = f"{repository.kind} {repository.id}", constants.ENDPOINT, _status(error)
     first, nor = (
         f"first {repository.download}",
-        " and no such folder here" if repository.kind == "model" else "",
+        " and no local folder with this name" if repository.kind == "model" else "",
     )
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, hub_failures()):
         return explain(error.__cause__, repository)
     if isinstance(error, OfflineModeIsEnabled):
         return UserError(
-            f"{name}: HF_HUB_OFFLINE is set; unset it, or where there is network: {repository.download}, and give the folder"
+            f"{name}: HF_HUB_OFFLINE is set; unset it, or on a machine with a network run "
+            f"{repository.download}, and give the folder"
         )
     if isinstance(error, GatedRepoError):
         return UserError(
-            f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of that account"
+            f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of "
+            "that account"
         )
     if isinstance(error, RevisionNotFoundError):
         return UserError(
-            f"{name} has no revision {repository.revision!r}; name a branch, a tag or a whole commit hash"
+            f"{name} has no revision {repository.revision!r}; name a branch, a tag or a full "
+            "commit hash"
         )
     if isinstance(error, EntryNotFoundError | FileNotFoundError):
         return UserError(f"{repository} has no such file on {server} ({one_line(error)})")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return UserError(
-            f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN where it is private (a wrong one looks the same)"
+            f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN if it is "
+            "private (a wrong token gives the same error)"
         )
     if status == 403:
         return UserError(
@@ -157,10 +162,12 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
         )
     if status == 429:
         return Fault(
-            f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer workers, or {first}"
+            f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer "
+            f"workers, or {first}"
         )
     if status is not None:
         return Fault(f"{name}: {server} answers {status}; try again later, or {first}")
     return Fault(
-        f"{name}: no answer from {server} ({one_line(error)}); check the network, set HF_ENDPOINT to a mirror, or {first}"
+        f"{name}: no answer from {server} ({one_line(error)}); check the network, set "
+        f"HF_ENDPOINT to a mirror, or {first}"
     )

@@ -1,4 +1,6 @@
-"""data_prep: rows of JSON lines, plain or packed, in bounded memory. Each line is read alone: a bad one costs no other."""
+"""Rows of JSON lines, plain or compressed, in bounded memory. Lines are independent: a bad line
+affects no other line.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,27 @@ from data_prep.sources.rows import (
 from data_prep.sources.streams import DamagedStream, chunks, size_of
 from fem_common.errors import UserError
 
-MAX_LINE_BYTES = (
-    96 << 20
-)  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
-HEAD_BYTES = 1 << 20  # of lines, looked at before any work
-MAX_UNREADABLE = 1000  # held back while a batch fills
+# Python uses 12 times this memory for a line with escapes and a character above U+FFFF.
+MAX_LINE_BYTES = 96 << 20
+HEAD_BYTES = 1 << 20  # bytes of lines that are checked before any work
+MAX_UNREADABLE = 1000  # unreadable lines that are buffered while a batch fills
 BLANK, BOM = b" \t\r", b"\xef\xbb\xbf"
 MISSING = object()
 
-Line = tuple[
-    int, int, bytes | None
-]  # the byte it starts at, its size, its bytes without "\n" (None: above MAX_LINE_BYTES)
+# Byte offset, size, and bytes of a line without "\n" (None if larger than MAX_LINE_BYTES).
+Line = tuple[int, int, bytes | None]
 
 
 class Integer(str):
-    """A whole number as it is written: JSON knows no largest one, and Python is slow to read large ones."""
+    """Integer in its written form. JSON does not limit integers, and Python parses very large ones
+    slowly.
+    """
 
     __slots__ = ()
 
     @property
     def digits(self) -> str:
-        """The number as parquet's integers are given; -0 is 0."""
+        """The number in the form of parquet's integers; -0 is 0."""
         return "0" if self == "-0" else str(self)
 
 
@@ -62,23 +64,29 @@ WORDS = {
 
 
 class MalformedLine(ValueError):
-    """What is wrong with a line."""
+    """Error that describes the fault of a line."""
 
 
 def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, bool]:
-    """Bytes of text about, and whether there is the id, of a file whose first lines have the other columns. Raises UserError."""
+    """Return the approximate bytes of text of a file, and True if it has the id column.
+
+    The first lines of the file must have the other columns. Raises UserError.
+    """
     head = _head(file, kind)
     document = head.fault.startswith("line 1: ") and ".json" in [
         suffix.lower() for suffix in PurePath(path).suffixes
     ]
     if not head.objects or document:
         advice = (
-            "; a .json file must have one object a line: convert it (jq -c), or select the other files with a glob"
+            "; a .json file must have one object per line: convert it (jq -c), or select the "
+            "other files with a glob"
             if document
             else ""
         )
         raise UserError(
-            f"{path} is no JSONL: {head.fault}{advice}" if head.fault else f"{path} holds no line"
+            f"{path} is not JSONL: {head.fault}{advice}"
+            if head.fault
+            else f"{path} contains no line"
         )
     names = list(dict.fromkeys(name for item in head.objects for name in _names(item)))
     has_id = columns.id != ID or any(ID in item for item in head.objects)
@@ -94,11 +102,13 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
         found = [type(value) for value in values if value is not None and value is not MISSING]
         if name == columns.text and found and str not in found:
             raise UserError(
-                f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with --text-column"
+                f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with "
+                "--text-column"
             )
         if name == columns.id and found and not {str, Integer} & set(found):
             raise UserError(
-                f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; name the id column with --id-column"
+                f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; "
+                "name the id column with --id-column"
             )
     texts = (_value(item, head.path(columns.text)) for item in head.objects)
     text = sum(len(value.encode("utf-8", "surrogatepass")) for value in texts if type(value) is str)
@@ -106,7 +116,11 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
 
 
 def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
-    """Equal ranges of bytes with about ``unit_bytes`` of text, ten times as many bytes at most; all of a packed file."""
+    """Return equal ranges of bytes with about ``unit_bytes`` of text and at most ten times as many
+    bytes.
+
+    A compressed file is a single span.
+    """
     if kind != "jsonl":
         return [Span(0, 1, None, text_bytes)]
     number = max(1, min(size, round(max(text_bytes, size / 10) / unit_bytes)))
@@ -120,18 +134,19 @@ def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
 def read(
     path: str, file: BinaryIO, kind: str, span: Span, columns: Columns
 ) -> Iterator[Rows | Unreadable]:
-    """Rows of the lines that start within a span; of a damaged stream those before the damage. Places are bytes of the unpacked file.
+    """Yield the rows of the lines that start within a span. Places are byte offsets in the
+    uncompressed file.
 
-    A blank line is no row. Raises UserError.
+    Blank lines are not rows. Of a damaged stream, the rows before the damage are read. Raises
+    UserError.
     """
     head = (
         _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
     )
     gathered = Gathered(columns, head)
     plain = kind == "jsonl"
-    begin = (
-        max(0, span.start - 1) if plain else 0
-    )  # the byte before tells whether a line starts at the span's first
+    # The byte before the span shows if a line starts at the span's first byte.
+    begin = max(0, span.start - 1) if plain else 0
     place = begin
     file.seek(begin)
     try:
@@ -142,13 +157,19 @@ def read(
                 yield from gathered.add(place, line)
             place += size + 1
     except DamagedStream as damage:
-        message = f"{path} is damaged at byte {place} of its unpacked content ({damage}): what follows is lost; fetch or pack it again"
+        message = (
+            f"{path} is damaged at byte {place} of its uncompressed content ({damage}): the rest "
+            "is lost; fetch or compress it again"
+        )
         gathered.unreadable.append(Unreadable(place, 1, Drop.CUT_OFF, message))
     yield from gathered.flush()
 
 
 def lines(stream: Iterable[bytes], start: int) -> Iterator[Line]:
-    """The lines of a stream whose first byte is byte ``start``. One above MAX_LINE_BYTES is not held in memory."""
+    """Yield the lines of a stream whose first byte has the offset ``start``.
+
+    A line longer than MAX_LINE_BYTES is not held in memory.
+    """
     place, size, pieces = start, 0, list[bytes]()
     for chunk in stream:
         first, *others = chunk.split(b"\n")
@@ -171,11 +192,14 @@ def _joined(pieces: list[bytes], size: int) -> bytes | None:
     return line
 
 
-# --- a line -------------------------------------------------------------------------------------------------------------------------
+# --- a line ---------------------------------------------------------------------------------------
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object of a line; bytes that are not UTF-8 become lone surrogates, as Python has them. Raises MalformedLine."""
+    """Return the object of a line. Raises MalformedLine.
+
+    Bytes that are not UTF-8 become lone surrogates, as with Python's surrogateescape.
+    """
     try:
         value = DECODER.decode(_text(line))
     except RecursionError:
@@ -195,14 +219,17 @@ def _text(line: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """UTF-8, where there are lone surrogates not quite: bytes that were not UTF-8 stay so, and escaped surrogates never become UTF-8."""
+    """Encode text as UTF-8. Lone surrogates give bytes that are not valid UTF-8.
+
+    Bytes of the line that were not UTF-8 are restored. Escaped surrogates never become valid UTF-8.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError:
         pass
     try:
         raw = text.encode("utf-8", "surrogateescape")
-        raw.decode()  # bytes of the line would have been read as the UTF-8 they are
+        raw.decode()  # bytes of the line that are UTF-8 would have been decoded
     except UnicodeDecodeError:
         return raw
     except UnicodeEncodeError:
@@ -223,19 +250,25 @@ def _names(item: dict[str, Any], above: str = "") -> Iterator[str]:
             yield from _names(value, f"{above}{name}.")
 
 
-# --- the first lines ----------------------------------------------------------------------------------------------------------------
+# --- the first lines ------------------------------------------------------------------------------
 
 
 @dataclass
 class Head:
-    """Objects of a file's first lines; ``stored``: about the bytes of the file they take; ``fault``: of the first line that has none."""
+    """Objects of a file's first lines.
+
+    ``stored``: the approximate bytes of the file that they take; ``fault``: the fault of the first
+    line without an object.
+    """
 
     objects: list[dict[str, Any]] = field(default_factory=list)
     stored: float = 0
     fault: str = ""
 
     def path(self, name: str) -> tuple[str, ...]:
-        """Keys to descend: ``a.b`` is b within a, unless a line has that very key."""
+        """Return the keys of a column: ``a.b`` is the key b of the object a, unless a line has the
+        key ``a.b`` itself.
+        """
         return (
             (name,)
             if "." not in name or any(name in item for item in self.objects)
@@ -243,7 +276,9 @@ class Head:
         )
 
     def kind(self, name: str) -> pa.DataType | None:
-        """A column's type by its first value; None where there is none: then batch by batch."""
+        """Return a column's type from its first value. Without a value, return None; the type is
+        then chosen for each batch.
+        """
         values = (_value(item, self.path(name)) for item in self.objects)
         first = next(
             (value for value in values if value is not None and value is not MISSING), None
@@ -252,7 +287,7 @@ class Head:
 
 
 def first_object(file: BinaryIO, kind: str) -> dict[str, Any]:
-    """The object of the first line that has one."""
+    """Return the object of the first line that contains one, or {}."""
     return next(iter(_head(file, kind).objects), {})
 
 
@@ -295,7 +330,7 @@ def _parsed(line: bytes | None) -> dict[str, Any]:
     return parse(line)
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def _arrow_kind(value: Any) -> pa.DataType:
@@ -305,7 +340,7 @@ def _arrow_kind(value: Any) -> pa.DataType:
 
 
 class Gathered:
-    """Rows on their way into batches."""
+    """Accumulator of rows for batches."""
 
     def __init__(self, columns: Columns, head: Head) -> None:
         self.names, self.own = columns.all, 1 if columns.id == columns.text else 2
@@ -320,7 +355,7 @@ class Gathered:
         self._values: list[list[Any]] = [[] for _ in self.paths]
 
     def add(self, place: int, line: bytes | None) -> Iterator[Rows | Unreadable]:
-        """Take a line in; what is full comes out."""
+        """Add a line, and yield the batches and unreadable rows that are complete."""
         line = _stripped(place, line)
         if line == b"":
             return
@@ -341,7 +376,7 @@ class Gathered:
             column.append(value)
 
     def _of(self, item: dict[str, Any]) -> list[Any]:
-        """A row's values: text and id as bytes. Raises MalformedLine."""
+        """Return a row's values, with text and id as bytes. Raises MalformedLine."""
         names, own, values = self.names, self.own, [_value(item, path) for path in self.paths]
         if values[0] is MISSING:
             raise MalformedLine(f"it has no {names[0]!r}")
@@ -365,7 +400,7 @@ class Gathered:
         return row
 
     def flush(self) -> Iterator[Rows | Unreadable]:
-        """All that has been taken in."""
+        """Yield all rows that are not yielded yet."""
         if self._places:
             arrays = [pa.array(values, pa.large_binary()) for values in self._values[: self.own]]
             arrays += [
@@ -388,7 +423,11 @@ def _binary(value: Any, name: str, types: tuple[type, ...], wanted: str) -> byte
 
 
 def _extra(values: list[Any], kind: pa.DataType | None) -> pa.Array:
-    """A column of other values: as its type; without one null, float64 where all are numbers, else large_string."""
+    """Return an additional column as an array of the type ``kind``.
+
+    If ``kind`` is None, the type is inferred: null without values, the common type of all values,
+    else large_string.
+    """
     if kind is None:
         kinds = {_arrow_kind(value) for value in values if value is not None}
         if not kinds:
@@ -400,6 +439,6 @@ def _extra(values: list[Any], kind: pa.DataType | None) -> pa.Array:
 
 
 def _as_text(value: Any) -> str:
-    """Text as it is, without lone surrogates; a number as its digits; anything else as JSON."""
+    """Return text without lone surrogates, a number as its digits, and any other value as JSON."""
     text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()

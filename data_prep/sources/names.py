@@ -1,4 +1,4 @@
-"""data_prep: what the names of files say of their kind, and the message about files of a folder that are not read."""
+"""File kinds derived from file names, and the message about files in a folder that are not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fem_common.text import counted
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 PACKINGS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
-# Descriptions of a dataset that lie beside its data; the library `datasets` ignores them, too.
+# Descriptions of a dataset in the folder of its data. The library `datasets` ignores them too.
 DESCRIPTIONS = frozenset(
     {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
 )
@@ -18,7 +18,9 @@ SHOWN = 5
 
 
 def kind_by_name(name: str) -> str | None:
-    """parquet, jsonl, jsonl.gz or jsonl.zst, or None where the name says nothing; upper case counts as lower case."""
+    """Return parquet, jsonl, jsonl.gz or jsonl.zst, or None if the name has no known suffix. Case
+    is ignored.
+    """
     suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
     packing = PACKINGS.get(suffixes[-1], "") if suffixes else ""
     if packing:
@@ -28,7 +30,9 @@ def kind_by_name(name: str) -> str | None:
 
 
 def is_data(path: str) -> bool:
-    """Whether a file below a folder is read, by its path: hidden names and descriptions of datasets are not."""
+    """Return True if a file with this path below a folder is read. Hidden names and dataset
+    descriptions are not.
+    """
     parts = PurePath(path).parts
     return (
         kind_by_name(path) is not None
@@ -38,11 +42,14 @@ def is_data(path: str) -> bool:
 
 
 def report_left_out(given: str, paths: Sequence[str], reason: str = "") -> None:
-    """Print one line on stderr that names files of the input ``given`` that are not read, those without a hidden name first."""
+    """Print one line to stderr with the files of the input ``given`` that are not read. Hidden
+    names are listed last.
+    """
     if paths:
         named = sorted(paths, key=lambda path: (path.startswith("."), path))
         more = f" and {len(named) - SHOWN:,} more" if len(named) > SHOWN else ""
         print(
-            f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: {', '.join(named[:SHOWN])}{more}",
+            f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: "
+            f"{', '.join(named[:SHOWN])}{more}",
             file=sys.stderr,
         )

@@ -1,6 +1,8 @@
-"""data_prep: the sizes of a parquet column's pages, by their headers alone: what a read of so many rows may hold in memory.
+"""Page sizes of a parquet column, read from the page headers, to bound the memory that a read of a
+number of rows uses.
 
-Arrow reads a fixed number of rows at a time, decodes whole pages and does not tell their sizes.
+Arrow reads a fixed number of rows at a time, decodes complete pages and does not report their
+sizes.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow.parquet as pq
 
-HEADER_BYTES = 1 << 12  # read at first; statistics may make one longer
+HEADER_BYTES = 1 << 12  # size of the first read; statistics may make a header longer
 DICTIONARY_PAGE = 2
 STOP, TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 0, 1, 2, 3, 7, 8, 12
 
 
 class BadHeader(ValueError):
-    """Bytes that are no page header."""
+    """Error for bytes that are not a valid page header."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Data pages of a column chunk: ``rows`` and unpacked ``bytes`` of each; ``dictionary``: bytes of its dictionary, 0 without."""
+    """Data pages of a column chunk: ``rows`` and uncompressed ``bytes`` of each page.
+
+    ``dictionary``: bytes of the chunk's dictionary page, 0 if it has none.
+    """
 
     rows: list[int]
     bytes: list[int]
@@ -30,25 +35,30 @@ class Pages:
 
     @property
     def largest(self) -> int:
-        """Unpacked bytes of the largest page."""
+        """Uncompressed bytes of the largest page."""
         return max([self.dictionary, *self.bytes])
 
     def held(self, rows: int) -> int:
-        """The most bytes that ``rows`` rows in a row can have: those of the pages they lie in, or as often the whole dictionary."""
+        """Return an upper bound of the bytes that ``rows`` consecutive rows use in memory.
+
+        This is the size of the pages that contain them or, if larger, the size of the dictionary
+        times ``rows``.
+        """
         if not self.rows:
             return 0
         ends, total = np.cumsum(self.rows), np.cumsum(self.bytes)
         first = np.arange(len(ends))
+        # The worst window starts at the last row of a page.
         last = np.minimum(
             np.searchsorted(ends, ends[first] + rows - 2, side="right"), len(ends) - 1
-        )  # a window from a page's last row on
+        )
         return max(
             int((total[last] - total[first] + np.array(self.bytes)).max()), rows * self.dictionary
         )
 
 
 def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Pages:
-    """The pages of a column chunk. Raises BadHeader for a damaged one."""
+    """Return the pages of a column chunk. Raises BadHeader for a damaged header."""
     position = chunk.data_page_offset
     if chunk.has_dictionary_page and chunk.dictionary_page_offset:
         position = min(position, chunk.dictionary_page_offset)
@@ -95,13 +105,16 @@ def _header(file: BinaryIO, position: int) -> tuple[dict[int, Any], int]:
 
 
 class _Compact:
-    """Reads Thrift's compact protocol: structs as {field: value}. Raises IndexError where the bytes end, BadHeader for other faults."""
+    """Reader of Thrift's compact protocol, which returns structs as {field: value}.
+
+    Raises IndexError at the end of the bytes and BadHeader for other faults.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.data, self.position = data, 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """One struct."""
+        """Read one struct."""
         if depth > 8:
             raise BadHeader
         fields: dict[int, Any] = {}
@@ -143,6 +156,6 @@ class _Compact:
         if kind == STRUCT:
             return self.struct(depth + 1)
         if kind not in (BYTE, DOUBLE, BINARY):
-            raise BadHeader  # lists, sets and maps: page headers have none
+            raise BadHeader  # page headers contain no lists, sets or maps
         self._skip(self._unsigned() if kind == BINARY else 1 if kind == BYTE else 8)
         return None

@@ -1,4 +1,7 @@
-"""data_prep: rows of parquet files, a few at a time: no row group and no value is too large for a worker's memory, but a page must fit."""
+"""Rows of parquet files in small batches.
+
+Row groups and values may be larger than a worker's memory, but each page must fit.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,20 @@ from data_prep.sources.rows import (
 from fem_common.errors import UserError
 from fem_common.text import one_line
 
-BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
-READ_BYTES = (
-    1 << 15
-)  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean
+BUFFER_BYTES = 1 << 20  # read buffer of a column chunk
+# Target size of one read, by the mean size of a row. Small, because rows may far exceed the mean.
+READ_BYTES = 1 << 15
 MAX_ROWS = 1 << 14
-HELD_BYTES = 256 << 20  # that one read may hold, or one row's where that is more
-MAX_PAGE_BYTES = 640 << 20  # Arrow holds a page whole, packed and unpacked
+HELD_BYTES = 256 << 20  # limit of the memory of one read, unless a single row is larger
+MAX_PAGE_BYTES = 640 << 20  # Arrow holds a complete page, compressed and uncompressed
 FAULTS = (pa.ArrowException, OSError, UnicodeError)
 
 
 def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
-    """Rows, bytes of text about, and whether there is the id, of a file whose other columns are as they should be. Raises UserError."""
+    """Return the rows and approximate bytes of text of a file, and True if it has the id column.
+
+    Raises UserError if another column is missing or has the wrong type.
+    """
     reader = _reader(path, file)
     schema = reader.schema_arrow
     has_id = columns.id != ID or ID in schema.names
@@ -47,17 +52,23 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
         kind = _kind(_field(path, schema, name, columns).type)
         if name == columns.text and not is_text(kind):
             raise UserError(
-                f"{path}: column {name!r} is {kind}, not text; name the text column with --text-column"
+                f"{path}: column {name!r} is {kind}, not text; name the text column with "
+                "--text-column"
             )
         if name == columns.id and not (is_text(kind) or pa.types.is_integer(kind)):
             raise UserError(
-                f"{path}: column {name!r} is {kind}, neither text nor integer; name the id column with --id-column"
+                f"{path}: column {name!r} is {kind}, neither text nor integer; name the id "
+                "column with --id-column"
             )
     return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
 
 
 def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[Span]:
-    """Runs of row groups, each closed by the group that brings it to ``unit_bytes`` of text or more. Raises UserError."""
+    """Return runs of row groups, each closed by the group that brings it to ``unit_bytes`` of text
+    or more.
+
+    Raises UserError.
+    """
     found: list[Span] = []
     metadata = _reader(path, file).metadata
     start, rows, text = 0, 0, 0
@@ -70,14 +81,17 @@ def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[
 
 
 def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Rows of row groups [start, stop); of a damaged group those before the damage. Places: row numbers of the file.
+    """Yield the rows of row groups [start, stop), up to the damage in a damaged group. Places are
+    row numbers of the file.
 
-    Raises UserError, and MemoryError where there is too little: that is no damage."""
+    Raises UserError, and MemoryError if memory is exhausted, which does not count as damage.
+    """
     reader = _reader(path, file)
     metadata = reader.metadata
     if span.stop > metadata.num_row_groups:
         raise UserError(
-            f"{path} has {metadata.num_row_groups} row groups, {span.stop} when it was planned: it has changed"
+            f"{path} has {metadata.num_row_groups} row groups, {span.stop} when it was "
+            "planned: it has changed"
         )
     place = sum(metadata.row_group(group).num_rows for group in range(span.start))
     for group in range(span.start, span.stop):
@@ -96,7 +110,10 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
             raise_if_memory(error)
             fault = one_line(error).rstrip(".")
         if done < rows:
-            message = f"{path}: row group {group} of {metadata.num_row_groups} cannot be read from its row {done} on ({fault})"
+            message = (
+                f"{path}: row group {group} of {metadata.num_row_groups} cannot be read from its "
+                f"row {done} on ({fault})"
+            )
             yield Unreadable(place + done, rows - done, Drop.UNREADABLE, message)
         place += rows
 
@@ -109,11 +126,12 @@ def _reader(path: str, file: BinaryIO) -> pq.ParquetFile:
     except FAULTS as error:
         raise_if_memory(error)
         raise UserError(
-            f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch or write it again"
+            f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch "
+            "or write it again"
         ) from None
 
 
-# --- columns ------------------------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 def _field(path: str, schema: pa.Schema, name: str, columns: Columns) -> pa.Field:
@@ -148,7 +166,7 @@ def _kind(kind: pa.DataType) -> pa.DataType:
 
 
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
-    """Numbers of the physical columns that make up the named ones."""
+    """Return the numbers of the physical columns that make up the named columns."""
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     return [
         i
@@ -158,23 +176,25 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
 
 
 def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
-    """Unpacked bytes of a column, for each row group."""
+    """Return the uncompressed bytes of a column for each row group."""
     wanted = _leaves(metadata, [column])
     groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
     return [sum(group.column(i).total_uncompressed_size for i in wanted) for group in groups]
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, columns: Columns) -> int:
-    """Rows that are read at once so that no read holds more than HELD_BYTES. Raises pa.ArrowInvalid for a page too large to be read."""
+    """Return a number of rows for which one read uses at most HELD_BYTES.
+
+    Raises pa.ArrowInvalid if a page is too large to be read.
+    """
     chunks = [metadata.row_group(group).column(i) for i in _leaves(metadata, columns.all)]
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     rows = min(MAX_ROWS, max(1, READ_BYTES * metadata.row_group(group).num_rows // max(1, size)))
-    encoded = any(
-        "DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings
-    )  # rows may all be its largest value
+    # With a dictionary, every row may be the largest value.
+    encoded = any("DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings)
     if size * (rows if encoded else 1) <= HELD_BYTES:
         return rows
     try:
@@ -184,7 +204,8 @@ def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, column
     largest = max(page.largest for page in pages)
     if largest > MAX_PAGE_BYTES:
         raise pa.ArrowInvalid(
-            f"it has a page of {largest >> 20} MiB, the limit is {MAX_PAGE_BYTES >> 20}; write it with smaller pages"
+            f"it has a page of {largest >> 20} MiB, the limit is {MAX_PAGE_BYTES >> 20}; "
+            "write it with smaller pages"
         )
     while rows > 1 and sum(page.held(rows) for page in pages) > HELD_BYTES:
         rows //= 2
@@ -212,7 +233,7 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
-    """The pieces as one batch, text and id as large_binary."""
+    """Return the parts as one batch, with text and id as large_binary."""
     together = list(zip(*(piece.columns for piece in pieces), strict=True))
     arrays = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in together]
     for i in range(1 if columns.id == columns.text else 2):
@@ -222,7 +243,10 @@ def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
 
 
 def _gathered(pieces: Iterator[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of at most BATCH_BYTES of text, or one row; what was read before a fault comes before it is raised."""
+    """Yield the same rows in batches of at most BATCH_BYTES of text, or of one larger row.
+
+    Rows that were read before a fault are yielded before it is raised.
+    """
     held: list[pa.RecordBatch] = []
     size = 0
     fault: Exception | None = None

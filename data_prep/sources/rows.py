@@ -1,4 +1,4 @@
-"""data_prep: what the readers take and give. Knows no file format."""
+"""Input and output types of the readers, independent of the file format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from fem_common.cli import is_want_of_memory
 from fem_common.errors import UserError
 from fem_common.text import nearest, one_line
 
-ID = "id"  # the id column that a file may lack; one of another name must be there
-BATCH_BYTES = 4 << 20  # in a batch, where no single row is larger
-ROW_BYTES = 100  # that a row counts for beside its text: rows of empty texts fill a batch too
+ID = "id"  # only an id column with this name may be missing
+BATCH_BYTES = 4 << 20  # maximum size of a batch, unless a single row is larger
+ROW_BYTES = 100  # added to the size of each row, so that empty texts fill a batch too
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that are read; ``extra`` are those that filters and the mask need beside text and id.
+    """Names of the columns that are read. ``extra`` are those that filters and the mask require
+    besides text and id.
 
-    ``a.b`` is the field b of the column a, unless there is a column of that very name.
+    ``a.b`` is the field b of the column a, unless a column has the name ``a.b`` itself.
     """
 
     text: str = "text"
@@ -35,7 +36,7 @@ class Columns:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every name once: text, id, then the others."""
+        """All names without duplicates: text, id, then the extra columns."""
         return tuple(dict.fromkeys((self.text, self.id, *self.extra)))
 
 
@@ -43,12 +44,16 @@ class Columns:
 class SourceFile:
     """One input file, or the .txt files of one input.
 
-    ``path``: local path, or ``hf://…@COMMIT/…``; ``kind``: parquet, jsonl, jsonl.gz, jsonl.zst, or of .txt files what is a document: txt (a
-    file) or paragraphs; ``bytes``: its size; ``rows``: from a parquet footer, None where only reading tells; ``text_bytes``: about how much
-    text it holds; ``fingerprint``: identity of its content that takes milliseconds: size and footer of parquet, size and blocks spread over
-    other files, size and the Hub's hash of a remote file.
-    ``id_prefix``: the file's name, where its rows have no id: their ids are this and their place, ``NAME:PLACE``.
-    ``parts``: name below ``path`` and size of each .txt file.
+    - ``path``: local path, or ``hf://…@COMMIT/…``.
+    - ``kind``: parquet, jsonl, jsonl.gz, jsonl.zst; for .txt files txt (a document is a file) or
+      paragraphs.
+    - ``bytes``: the file's size.
+    - ``rows``: from a parquet footer; None if the rows must be read to be counted.
+    - ``text_bytes``: approximate bytes of text.
+    - ``fingerprint``: identity of the content, computed in milliseconds: size and footer of
+      parquet, size and sampled blocks of other files, size and the Hub's hash of a remote file.
+    - ``id_prefix``: the file's name if its rows have no ids; their ids are then ``NAME:PLACE``.
+    - ``parts``: name below ``path`` and size of each .txt file.
     """
 
     path: str
@@ -62,7 +67,9 @@ class SourceFile:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """What of it decides the rows: its fingerprint, and names where they are in ids."""
+        """Properties of the file that decide the rows: its fingerprint, and the names that are part
+        of ids.
+        """
         return (
             self.fingerprint,
             *filter(None, (self.id_prefix,)),
@@ -70,7 +77,7 @@ class SourceFile:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The file as JSON, without what it does not have."""
+        """Return the file as JSON, without empty ``id_prefix`` and ``parts``."""
         value = asdict(self) | {"parts": [list(part) for part in self.parts]}
         return {
             name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")
@@ -78,7 +85,7 @@ class SourceFile:
 
     @staticmethod
     def from_json(value: Any) -> SourceFile:
-        """The inverse of ``as_json``. Raises ValueError that says what is wrong with it."""
+        """Read a file that ``as_json`` wrote. Raises ValueError with a description of the fault."""
         file: SourceFile = read(
             SourceFile,
             {"id_prefix": None, "parts": []} | value if isinstance(value, dict) else value,
@@ -88,10 +95,12 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file: row groups [start, stop) of parquet; lines of plain JSONL that start at bytes [start, stop); [0, 1), all, if packed;
-    documents of .txt files that start at places [start, stop).
+    """Part of a file.
 
-    ``rows``: None where only reading tells; ``text_bytes``: about how much text it holds.
+    ``start`` and ``stop`` delimit row groups [start, stop) of parquet, lines of plain JSONL that
+    start at bytes [start, stop), or documents of .txt files that start at places [start, stop). A
+    compressed file has the span [0, 1). ``rows``: None if the rows must be read to be counted;
+    ``text_bytes``: approximate bytes of text.
     """
 
     start: int
@@ -102,10 +111,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive readable rows [n]. ``places`` int64 [n] as in BadRow; ``batch`` has a column for each of Columns.all.
+    """Consecutive readable rows [n]. ``places`` int64 [n] as in BadRow; ``batch`` has a column for
+    each of Columns.all.
 
-    Text and id are large_binary with null where the row has none, an integer id as its decimal digits; text need not be UTF-8. The others
-    are as stored, of JSON: float64, bool or large_string, null where a line lacks them.
+    Text and id are large_binary, null if the row has none. An integer id is its decimal digits.
+    Text may be invalid UTF-8. Other columns have their stored type; those of JSON are float64, bool
+    or large_string, null if a line lacks them.
     """
 
     places: npt.NDArray[np.int64]
@@ -114,7 +125,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """``rows`` rows from ``place`` on that could not be read; reason is UNREADABLE or MALFORMED."""
+    """Run of ``rows`` rows from ``place`` on that could not be read. The reason is UNREADABLE,
+    CUT_OFF or MALFORMED.
+    """
 
     place: int
     rows: int
@@ -123,7 +136,7 @@ class Unreadable:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text, or bytes that may be text."""
+    """Return True if a column of this type contains text, or bytes that may be text."""
     types = pa.types
     tests = (
         types.is_string,
@@ -142,7 +155,11 @@ NAMED = 20
 def missing_column(
     path: str, name: str, columns: Columns, names: Sequence[str], where: str
 ) -> UserError:
-    """The error for a column that is not among ``names``: with the nearest of them, or the option. ``where``: " in its first line"."""
+    """Return the error for a column that is not among ``names``, with the nearest name or the
+    option to use.
+
+    ``where``: the part of the file that was searched, for example " in its first line".
+    """
     near = nearest(name, names)
     listed = ", ".join(names[:NAMED]) + (
         f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -155,22 +172,23 @@ def missing_column(
             f"name it with --id-column, or --id-column {columns.text} to split by the text itself"
         ]
     else:
-        hints = hints or ["a filter or the mask asks for it"]
+        hints = hints or ["a filter or the mask requires it"]
     return UserError(f"{path} has no column {name!r}{where} (it has: {listed}); {' '.join(hints)}")
 
 
 class Drop(StrEnum):
-    """Why a row was not written: first what is wrong with it, then what the settings asked to leave out."""
+    """Reason why a row was not written: first faults of rows, then filters of the settings."""
 
     NULL_TEXT = "null_text"
     EMPTY_TEXT = "empty_text"
     INVALID_UTF8 = "invalid_utf8"  # lone surrogates too
     NULL_ID = "null_id"
     NO_TOKENS = "no_tokens"
-    CONTAINS_EOD = "contains_eod"  # a tokenizer that makes EOD from plain text
+    CONTAINS_EOD = "contains_eod"  # the tokenizer encodes plain text as EOD
     UNREADABLE = "unreadable"  # the rest of a damaged row group
-    CUT_OFF = "cut_off"  # the rest of a truncated or damaged stream: one for all its rows, whose number nothing tells
-    MALFORMED = "malformed"  # a line that is no JSON object with these columns
+    # The rest of a truncated or damaged stream: one drop for an unknown number of rows.
+    CUT_OFF = "cut_off"
+    MALFORMED = "malformed"  # a line that is not a JSON object with these columns
     ABOVE_MAX_BYTES = "above_max_bytes"
     BELOW_MIN_BYTES = "below_min_bytes"
     BELOW_MIN_SCORE = "below_min_score"
@@ -179,7 +197,9 @@ class Drop(StrEnum):
 
     @property
     def asked_for(self) -> bool:
-        """Whether a filter left the row out, rather than a fault of the row: these do not count against ``--max-bad``."""
+        """True if a filter dropped the row. Filtered rows do not count against ``--max-bad``,
+        unlike faulty rows.
+        """
         return self in FILTERED
 
 
@@ -194,7 +214,9 @@ FILTERED = (
 
 @dataclass(frozen=True)
 class BadRow:
-    """A bad row: ``place`` is its row number in a parquet file, or the byte its line starts at in (uncompressed) JSONL."""
+    """Bad row. ``place`` is its row number in a parquet file, or the byte offset of its line in
+    uncompressed JSONL.
+    """
 
     place: int
     reason: Drop
@@ -203,9 +225,10 @@ class BadRow:
 
 @dataclass
 class Tally:
-    """Rows read, documents and tokens (EOD included) written, UTF-8 bytes of the documents written, rows dropped by reason.
+    """Counts of rows read, documents and tokens (including EOD) written, their UTF-8 bytes, and
+    rows dropped by reason.
 
-    ``rows == documents + dropped.total()`` once a unit is done.
+    ``rows == documents + dropped.total()`` after a unit is done.
     """
 
     rows: int = 0
@@ -216,7 +239,7 @@ class Tally:
 
     @property
     def bad(self) -> int:
-        """Rows dropped for a fault of theirs."""
+        """Rows dropped because of a fault."""
         return sum(number for reason, number in self.dropped.items() if not reason.asked_for)
 
     def __iadd__(self, other: Tally) -> Tally:
@@ -229,6 +252,9 @@ class Tally:
 
 
 def raise_if_memory(error: Exception) -> None:
-    """Raises MemoryError where that is what a library's error means: what counts as damaged must not depend on the machine."""
+    """Raise MemoryError if a library's error means that memory is exhausted.
+
+    Otherwise the rows that count as damaged would depend on the machine.
+    """
     if is_want_of_memory(error):
         raise MemoryError(one_line(error)) from None

@@ -1,4 +1,8 @@
-"""data_prep: an input as bytes, local or on the Hugging Face Hub, packed or not, and its identity. Knows neither rows nor columns."""
+"""Bytes of an input, local or on the Hugging Face Hub, compressed or not, and fingerprints of its
+content.
+
+This module does not depend on rows or columns.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ SAMPLE_BYTES, SAMPLES = 1 << 16, 64
 
 
 class LocalFile(io.FileIO):
-    """A file whose reads raise UserError or StorageError, never OSError: a reader must not take a failing disk for a damaged file."""
+    """File whose reads raise UserError or StorageError instead of OSError.
+
+    A reader can therefore distinguish a failing disk from a damaged file.
+    """
 
     def __init__(self, path: str) -> None:
         try:
@@ -30,21 +37,21 @@ class LocalFile(io.FileIO):
             raise _unreadable(path, error) from None
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """At most ``size`` bytes, none at the end."""
+        """Read at most ``size`` bytes, or none at the end of the file."""
         try:
             return super().read(-1 if size is None else size) or b""
         except OSError as error:
             raise _unreadable(str(self.name), error) from None
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill ``buffer`` as far as one read goes; the number of bytes."""
+        """Fill ``buffer`` with one read and return the number of bytes."""
         try:
             return super().readinto(buffer) or 0
         except OSError as error:
             raise _unreadable(str(self.name), error) from None
 
     def readall(self) -> bytes:
-        """All bytes to the end."""
+        """Read all bytes up to the end of the file."""
         try:
             return super().readall() or b""
         except OSError as error:
@@ -58,23 +65,27 @@ def _unreadable(path: str, error: OSError) -> CommandError:
 
 
 def open_input(path: str, *, ahead: bool = False) -> BinaryIO:
-    """A local file or an ``hf://`` one, for reading at any place. Opening and reading raise CommandError where the bytes do not come."""
+    """Open a local or an ``hf://`` file for random access. Opening and reading raise CommandError
+    on failure.
+    """
     return (
         hub.open_remote(path, ahead=ahead) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
     )
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file, which is then at its beginning."""
+    """Return the size of an open file in bytes and seek to its beginning."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     return size
 
 
 def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """The bytes from where ``file`` stands on, unpacked as its kind (jsonl, jsonl.gz, jsonl.zst) says, in chunks of 1 MiB at most.
+    """Yield the bytes from the current position of ``file``, decompressed, in chunks of at most 1
+    MiB.
 
-    Several members or frames in a row are one stream. Raises DamagedStream after what could be unpacked.
+    ``kind`` is jsonl, jsonl.gz or jsonl.zst. Consecutive gzip members or zstd frames are one
+    stream. Raises DamagedStream after the last bytes that could be decompressed.
     """
     if kind.endswith(".gz"):
         yield from gunzip(file)
@@ -86,7 +97,10 @@ def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 
 def sampled(file: BinaryIO) -> str:
-    """``sample:SIZE:SHA256`` over 64 blocks of 64 KiB spread evenly over a file: milliseconds. A change between the blocks goes unseen."""
+    """Return ``sample:SIZE:SHA256``, the hash of 64 blocks of 64 KiB spread evenly over a file.
+
+    This takes milliseconds. A change between the blocks is not detected.
+    """
     size, digest = size_of(file), hashlib.sha256()
     for number in range(SAMPLES):
         file.seek(max(number * SAMPLE_BYTES, number * (size - SAMPLE_BYTES) // (SAMPLES - 1)))
@@ -96,9 +110,11 @@ def sampled(file: BinaryIO) -> str:
 
 
 def parquet_footer(file: BinaryIO) -> str:
-    """``footer:SIZE:SHA256`` of a parquet file's size and footer: schema, row counts, places, sizes and statistics of all column chunks.
+    """Return ``footer:SIZE:SHA256``, the size of a parquet file and the hash of its footer.
 
-    Unseen: another content of the pages with the same sizes and statistics, such as a flipped bit.
+    The footer contains the schema, row counts, and the offsets, sizes and statistics of all column
+    chunks. A change of the pages that keeps sizes and statistics, for example a flipped bit, is not
+    detected.
     """
     size = size_of(file)
     file.seek(max(0, size - 8))
@@ -109,34 +125,35 @@ def parquet_footer(file: BinaryIO) -> str:
     return f"footer:{size}:{hashlib.sha256(footer).hexdigest()}"
 
 
-CHUNK_BYTES = 1 << 20  # unpacked by zlib at once, at most
-PACKED_BYTES = 1 << 16  # fed to zlib at once: what is lost where it finds damage
-READ_BYTES = (
-    1 << 12
-)  # asked of Arrow at once: what is lost where it finds damage, beside the damaged block
-_WIDE = (
-    "requires too much memory"  # zstd's words for a frame whose window is above its limit, 128 MiB
-)
+CHUNK_BYTES = 1 << 20  # maximum output of one call of zlib
+PACKED_BYTES = 1 << 16  # input of one call of zlib; lost if it is damaged
+# Output of one read from Arrow; lost, in addition to the damaged block, if the stream is damaged.
+READ_BYTES = 1 << 12
+# Message of zstd for a frame whose window exceeds its limit of 128 MiB.
+_WIDE = "requires too much memory"
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class DamagedStream(Exception):
-    """A packed stream that ends early or cannot be unpacked further."""
+    """Error for a compressed stream that ends early or cannot be decompressed further."""
 
 
 def is_skippable(begin: bytes) -> bool:
-    """Whether a frame of a zstd file that begins so is one that is skipped."""
+    """Return True if the frame of a zstd file with this beginning is a skippable frame."""
     return begin[1:4] == b"\x2a\x4d\x18" and 0x50 <= begin[0] <= 0x5F
 
 
 def gunzip(file: BinaryIO) -> Iterator[bytes]:
-    """The content of all members, zeros between and behind them left out. Raises DamagedStream after what could be unpacked."""
+    """Yield the content of all gzip members, without zero padding between and after them.
+
+    Raises DamagedStream after the last bytes that could be decompressed.
+    """
     packed, member, members = b"", None, 0
     while True:
         packed = packed or file.read(PACKED_BYTES)
         ended = not packed
         if member is None:
-            packed = packed.lstrip(b"\0") if members else packed  # some tools pad
+            packed = packed.lstrip(b"\0") if members else packed  # some tools add padding
             if not packed:
                 if ended:
                     return
@@ -157,7 +174,11 @@ def gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """The content of all frames. Raises DamagedStream after what could be unpacked, UserError for a window that Arrow does not allow."""
+    """Yield the content of all zstd frames.
+
+    Raises DamagedStream after the last bytes that could be decompressed, and UserError for a window
+    larger than Arrow supports.
+    """
     with pa.CompressedInputStream(_Unclosed(file), "zstd") as stream:
         while True:
             try:
@@ -168,7 +189,8 @@ def unzstd(file: BinaryIO) -> Iterator[bytes]:
                     name = getattr(file, "name", "it")
                     advice = "unpack it first: zstd -d --long=31 FILE.zst"
                     raise UserError(
-                        f"{name} was packed by zstd with a window above 128 MiB (--long=28 or more); {advice}"
+                        f"{name} was packed by zstd with a window above 128 MiB (--long=28 "
+                        f"or more); {advice}"
                     ) from None
                 raise DamagedStream(one_line(error)) from None
             if not chunk:
@@ -177,7 +199,7 @@ def unzstd(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _Unclosed(io.RawIOBase):
-    """A file that Arrow reads and does not close."""
+    """Wrapper of a file that Arrow reads but does not close."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()

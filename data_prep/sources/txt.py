@@ -1,7 +1,8 @@
-"""data_prep: documents of .txt files: a file each, or a paragraph each. Knows no other format.
+"""Documents of .txt files: one document per file or per paragraph.
 
-The .txt files of an input are one source. A place in it is a byte of all files one after the other, with one byte between two files: so a
-place tells the file even where a file is empty.
+The .txt files of one input are one source. A place in the source is a byte offset in the
+concatenation of all files with one additional byte between two files. A place therefore identifies
+its file even if a file is empty.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ from data_prep.sources.rows import (
 from data_prep.sources.streams import chunks, open_input, sampled, size_of
 from fem_common.errors import UserError
 
-FILE, PARAGRAPH = "txt", "paragraphs"  # the kinds: what is a document
+FILE, PARAGRAPH = "txt", "paragraphs"  # kinds of sources: one document per file or per paragraph
 
 
 def open_files(
     folder: str, names: Sequence[str], columns: Columns, *, paragraphs: bool
 ) -> SourceFile:
-    """The files ``names`` below ``folder`` as one source. Raises UserError for one that is no text, or for columns that text has not."""
+    """Open the files ``names`` in ``folder`` as one source.
+
+    Raises UserError for a file that is not text, or for columns that text files do not have.
+    """
     for name in (*columns.extra, *[columns.id] * (columns.id not in (ID, columns.text))):
         raise missing_column(
             str(PurePath(folder, names[0])),
             name,
             columns,
             [columns.text, ID],
-            ", as no .txt file has",
+            ", like every .txt file",
         )
     parts = tuple((name, _check(str(PurePath(folder, name)))) for name in names)
     size = sum(size for _, size in parts)
@@ -65,13 +69,16 @@ def _check(path: str) -> int:
                 pass
             else:
                 raise UserError(
-                    f"{path} is named .txt and begins with a JSON object; name it .jsonl if it has one a line"
+                    f"{path} is named .txt and begins with a JSON object; name it .jsonl if "
+                    "it has one per line"
                 )
         return size_of(file)
 
 
 def fingerprint(folder: str, kind: str, names: Sequence[str]) -> str:
-    """Of the contents of files: their sizes and blocks spread over each, all of a file up to 4 MiB."""
+    """Return a hash of the files' contents: sizes and blocks spread over each file. Up to 4 MiB,
+    all bytes are hashed.
+    """
     digest = hashlib.sha256()
     for name in names:
         with open_input(str(PurePath(folder, name))) as file:
@@ -80,7 +87,7 @@ def fingerprint(folder: str, kind: str, names: Sequence[str]) -> str:
 
 
 def _placed(file: SourceFile) -> Iterator[tuple[str, int, int]]:
-    """Name, size and first place of each file."""
+    """Yield the name, size and first place of each file."""
     first = 0
     for name, size in file.parts:
         yield name, size, first
@@ -88,7 +95,7 @@ def _placed(file: SourceFile) -> Iterator[tuple[str, int, int]]:
 
 
 def locate(file: SourceFile, place: int) -> tuple[str, int]:
-    """The file of a place, and the byte in it."""
+    """Return the file of a place and the byte offset in this file."""
     name, first = next(
         (name, first) for name, size, first in _placed(file) if place <= first + size
     )
@@ -96,7 +103,10 @@ def locate(file: SourceFile, place: int) -> tuple[str, int]:
 
 
 def spans(file: SourceFile, unit_bytes: int) -> list[Span]:
-    """Runs of files, each closed by the file that brings it to ``unit_bytes``; of paragraphs, a file may be cut between two."""
+    """Return runs of files, each closed by the file that brings it to ``unit_bytes``.
+
+    If documents are paragraphs, a file may also be divided between two paragraphs.
+    """
     cuts, rows = [0], [0]
     for name, size, first in _placed(file):
         if first - cuts[-1] >= unit_bytes:
@@ -120,10 +130,12 @@ def spans(file: SourceFile, unit_bytes: int) -> list[Span]:
 
 
 def _next_paragraph(path: str, offset: int) -> int | None:
-    """Where the first paragraph begins that a blank line behind byte ``offset`` precedes."""
+    """Return the offset of the first paragraph that follows a blank line after byte ``offset``, or
+    None.
+    """
     with open_input(path) as stream:
         stream.seek(offset)
-        blank = None  # the first line may be the rest of one
+        blank = None  # the first line may be incomplete
         for place, _, line in lines(chunks(stream, FILE), offset):
             if blank and not _is_blank(line):
                 return place
@@ -136,7 +148,11 @@ def _is_blank(line: bytes | None) -> bool:
 
 
 def read(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """The documents that start within a span. Their id is the file's name, of a paragraph with the byte it starts at. Raises UserError."""
+    """Yield the documents that start within a span. Raises UserError.
+
+    The id of a document is the file's name. The id of a paragraph is the file's name and the byte
+    offset of its beginning.
+    """
     held: list[tuple[int, str, bytes]] = []
     size = 0
     for place, name, text in _documents(file, span):
@@ -170,7 +186,9 @@ def _rows(held: list[tuple[int, str, bytes]], columns: Columns) -> Rows:
 
 
 def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes | None]]:
-    """Place, id and text of each document of a span; None for a text above MAX_LINE_BYTES."""
+    """Yield the place, id and text of each document of a span. The text is None if it is larger
+    than MAX_LINE_BYTES.
+    """
     for name, size, first in _placed(file):
         if first + size < span.start or first >= span.stop:
             continue
@@ -194,7 +212,7 @@ def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes |
 
 
 def _paragraphs(stream: BinaryIO, start: int) -> Iterator[tuple[int, bytes | None]]:
-    """Where each paragraph begins, and its lines as they are, without the last line's end."""
+    """Yield the offset and the unchanged lines of each paragraph, without the last line end."""
     stream.seek(start)
     begin, held, size = 0, list[bytes](), 0
     for place, length, line in lines(chunks(stream, FILE), start):

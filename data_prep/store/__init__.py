@@ -1,1 +1,1 @@
-"""data_prep: what lies in a data folder: files of ids, the plan, entries and the manifest."""
+"""Files of a data folder: token ids, the plan, unit entries and the manifest."""

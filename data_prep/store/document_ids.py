@@ -1,7 +1,10 @@
-"""data_prep: ``PREFIX.ids``: the id of each document of a .bin/.idx pair, a UTF-8 line each, in the pair's order.
+"""``PREFIX.ids`` files: the id of each document of a .bin/.idx pair, one UTF-8 line each, in the
+order of the pair.
 
-In a line a backslash is two, a newline is backslash and n, and a byte that is not UTF-8 is backslash, x and its number. A document is
-found by its number or its id by reading the file once. numpy alone; knows nothing of splits, units or manifests.
+In a line, a backslash is written as two backslashes, a newline as backslash and n, and a byte that
+is not UTF-8 as backslash, x and its hexadecimal number. One pass over the file finds a document by
+its number or its id. The module requires only numpy and does not depend on splits, units or
+manifests.
 """
 
 from __future__ import annotations
@@ -27,18 +30,18 @@ class IdsEntry:
 
 
 class IdsWriter:
-    """Writes a .ids file as documents come."""
+    """Incremental writer of a .ids file."""
 
     def __init__(self, path: Path) -> None:
         self._hash, self._bytes = hashlib.sha256(), 0
         self._stream: BinaryIO = path.open("wb", buffering=0)
 
     def add(self, ids: Iterable[bytes]) -> None:
-        """Append documents' ids."""
+        """Append the ids of documents."""
         self.copy(b"".join([line_of(each) + b"\n" for each in ids]))
 
     def copy(self, lines: bytes | memoryview) -> None:
-        """Append what a .ids file holds."""
+        """Append content of another .ids file."""
         raw = memoryview(lines)
         self._hash.update(raw)
         self._bytes += len(raw)
@@ -49,18 +52,18 @@ class IdsWriter:
             raise OSError(error.errno, error.strerror, self._stream.name) from None
 
     def close(self) -> None:
-        """Close the file; nothing more is written."""
+        """Close the file. No more ids can be written."""
         self._stream.close()
 
     def finish(self) -> IdsEntry:
-        """Wait until the file is on the disk, and say what it is."""
+        """Flush the file to disk, close it, and return its size and hash."""
         os.fsync(self._stream.fileno())
         self.close()
         return IdsEntry(self._bytes, self._hash.hexdigest())
 
 
 def line_of(document_id: bytes) -> bytes:
-    """An id as its line holds it, without the newline."""
+    """Return the line of an id, without the newline."""
     line = (
         document_id.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
         if b"\\" in document_id or b"\n" in document_id
@@ -70,13 +73,11 @@ def line_of(document_id: bytes) -> bytes:
 
 
 def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
-    """Number of a document (from 0) -> its line, of those ``numbers`` that the file has."""
-    wanted, found, first, rest = (
-        np.unique(np.fromiter(numbers, np.int64, len(numbers))),
-        dict[int, str](),
-        0,
-        b"",
-    )
+    """Return number of a document (from 0) -> its line, for those of ``numbers`` that the file
+    contains.
+    """
+    wanted = np.unique(np.fromiter(numbers, np.int64, len(numbers)))
+    found, first, rest = dict[int, str](), 0, b""
     with path.open("rb") as stream:
         while len(found) < len(wanted) and (block := stream.read(BLOCK_BYTES)):
             block = rest + block
@@ -90,13 +91,10 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
 
 
 def numbers_of(path: Path, line: bytes) -> list[int]:
-    """The numbers of the documents that have this line, ascending."""
-    found, first, rest, sought = (
-        list[int](),
-        0,
-        b"\n",
-        b"\n" + line + b"\n",
-    )  # ``rest`` begins with the newline before document ``first``
+    """Return the numbers of the documents that have this line, ascending."""
+    # ``rest`` begins with the newline before document ``first``.
+    found, first, rest = list[int](), 0, b"\n"
+    sought = b"\n" + line + b"\n"
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             block, at = rest + block, -1
@@ -108,5 +106,5 @@ def numbers_of(path: Path, line: bytes) -> list[int]:
 
 
 def count_lines(block: bytes | memoryview) -> int:
-    """The newlines in a part of a file."""
+    """Return the number of newlines in a block of a file."""
     return int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))

@@ -1,6 +1,6 @@
-"""data_prep: the entries of a plan's units taken together: which are missing, and what they say of the whole.
+"""Entries of all units of a plan: missing units, totals, and the manifest that they give.
 
-Reads entries and units.jsonl; no shard and no input is opened here.
+This module reads entries and units.jsonl. It opens no shard and no input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fem_common.files import write_whole
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as people write them: ``1, 3-5, 9``."""
+    """Format numbers as ranges: ``1, 3-5, 9``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -46,12 +46,18 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """A list as text, cut between two of its members where it is longer than a line bears."""
+    """Truncate a list in text form between two of its items if it has more than ``longest``
+    characters.
+    """
     return text if len(text) <= longest else text[: text.rindex(", ", 0, longest)] + ", ..."
 
 
 def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
-    """A unit's entry. Raises FileNotFoundError where it is not done, UserError where it is not the entry that the plan asks for."""
+    """Return a unit's entry.
+
+    Raises FileNotFoundError if the unit is not done, and UserError if the entry does not match the
+    plan.
+    """
     path = entry_path(out, unit)
     entry, fault = read_entry(path), ""
     if entry.plan != plan.fingerprint:
@@ -62,13 +68,16 @@ def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
         fault = f"accounts for {entry.rows} rows, the plan for {unit.rows}"
     if fault:
         raise UserError(
-            f"{path} {fault}; remove it and do the unit again with: python -m data_prep run --out {out}"
+            f"{path} {fault}; remove it and do the unit again with: python -m data_prep run "
+            f"--out {out}"
         )
     return entry
 
 
 def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[str]]:
-    """The sound entries, in order; the numbers of the units that have none; what is wrong with the others."""
+    """Return the valid entries in order, the numbers of the units without an entry, and the faults
+    of invalid entries.
+    """
     entries, missing, faults = [], [], []
     for unit in plan.units:
         try:
@@ -81,7 +90,11 @@ def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[
 
 
 def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEntry]:
-    """The entries of all units, in order. Raises UserError where one is missing (and names its task of so many ``tasks``) or another's."""
+    """Return the entries of all units, in order.
+
+    Raises UserError if an entry is missing or does not match the plan. With ``tasks``, the error
+    names the tasks of the missing units.
+    """
     entries, missing, faults = units_done(out, plan)
     if faults or missing:
         raise UserError(faults[0] if faults else missing_units(out, plan, missing, tasks))
@@ -89,7 +102,7 @@ def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEn
 
 
 def missing_units(out: Path, plan: Plan, missing: Sequence[int], tasks: int | None = None) -> str:
-    """What to say of units that are not done, and how to do them."""
+    """Return the error text for units that are not done, with the command that completes them."""
     whose = (
         f" (of {tasks} tasks, those of {ranges({number % tasks for number in missing})})"
         if tasks
@@ -97,16 +110,21 @@ def missing_units(out: Path, plan: Plan, missing: Sequence[int], tasks: int | No
     )
     total = len(plan.units)
     how = f"do them with: python -m data_prep run --out {out}"
-    return f"{out}: {len(missing)} of {total} units are not done: {shortened(ranges(missing))}{whose}; {how}"
+    return (
+        f"{out}: {len(missing)} of {total} units are not done: "
+        f"{shortened(ranges(missing))}{whose}; {how}"
+    )
 
 
 def units_bytes(entries: Iterable[UnitEntry]) -> bytes:
-    """units.jsonl: an entry a line, in the units' order."""
+    """Return the content of units.jsonl: one entry per line, in the units' order."""
     return "".join(json.dumps(entry.as_json()) + "\n" for entry in entries).encode()
 
 
 def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
-    """DIR/units.jsonl. Raises UserError where it is missing, damaged or not the manifest's."""
+    """Read DIR/units.jsonl. Raises UserError if it is missing, damaged or does not match the
+    manifest.
+    """
     path = folder / manifest.units.file
     if not path.is_file():
         raise UserError(f"{path} is missing")
@@ -125,7 +143,7 @@ def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
 
 
 def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
-    """Rows dropped, by reason, in the reasons' fixed order."""
+    """Return the dropped rows by reason, in the fixed order of the reasons."""
     total: Counter[str] = Counter()
     for entry in entries:
         total.update(entry.dropped)
@@ -135,7 +153,7 @@ def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
 def manifest_of(
     plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, MergedEntry]
 ) -> Manifest:
-    """The manifest of merged units. A file's rows are those that its units read."""
+    """Return the manifest of merged units. A file's rows are the rows that its units read."""
     rows: Counter[int] = Counter()
     for unit, entry in zip(plan.units, entries, strict=True):
         rows[unit.file] += entry.rows
@@ -165,13 +183,20 @@ PRINTED = 20
 
 @dataclass(frozen=True)
 class MaxBad:
-    """Bad rows that are still accepted: ``number`` of them, or percent of all rows where ``percent``."""
+    """Limit of accepted bad rows: ``number`` is a percentage of all rows if ``percent``, else a
+    number of rows.
+    """
 
     number: float
     percent: bool
 
     def allows(self, dropped: Counter[Drop], rows: int) -> bool:
-        """Whether these bad rows of so many are accepted; at the limit they are. What was cut off may be any number: it takes 100%."""
+        """Return True if this number of bad rows among ``rows`` rows is accepted. The limit itself
+        is accepted.
+
+        Rows that were cut off with a damaged stream are accepted only at 100%, because their number
+        is unknown.
+        """
         if self.percent and self.number == 100:
             return True
         return not dropped[Drop.CUT_OFF] and dropped.total() <= (
@@ -180,7 +205,7 @@ class MaxBad:
 
 
 def parse_max_bad(text: str) -> MaxBad:
-    """``12`` (rows) or ``0.1%`` (of all rows). Raises UserError."""
+    """Parse ``12`` (rows) or ``0.1%`` (of all rows). Raises UserError."""
     percent = text.endswith("%")
     try:
         number = float(text[:-1]) if percent else int(text)
@@ -188,26 +213,30 @@ def parse_max_bad(text: str) -> MaxBad:
         number = math.nan
     if not 0 <= number < math.inf or (percent and number > 100):
         raise UserError(
-            f"--max-bad is {text!r}; give a number of rows, such as 100, or a share of them, such as 0.1%"
+            f"--max-bad is {text!r}; give a number of rows, such as 100, or a share of them, "
+            "such as 0.1%"
         )
     return MaxBad(number, percent)
 
 
 def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
-    """``--max-bad``, for the verbs that end a job."""
+    """Add ``--max-bad``, for the verbs that end a job."""
     parser.add_argument(
         "--max-bad",
         default=DEFAULT,
         metavar="N|N%",
-        help="end with exit code 1 and their places where more rows than this are bad: null, not UTF-8, unreadable ... (default: 0.1%%); "
-        "a truncated stream, of which nothing tells how many rows it lost, passes at 100%% alone",
+        help="accepted bad rows (null, not UTF-8, unreadable ...); with more, exit with code 1 and "
+        "list their places (default: 0.1%%); "
+        "a truncated stream, which loses an unknown number of rows, is accepted only at 100%%",
     )
 
 
 def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad: str) -> bool:
-    """Write the bad rows' places to OUT/bad_rows.jsonl (no such file where there are none); whether there are few enough.
+    """Write the places of the bad rows to OUT/bad_rows.jsonl and return True if their number is
+    accepted.
 
-    Where there are not, says so on stderr with the first places. Raises UserError where ``max_bad`` is neither a number nor a share.
+    Without bad rows, the file is removed. If their number is not accepted, print an error and the
+    first places to stderr. Raises UserError if ``max_bad`` is neither a number nor a percentage.
     """
     limit = parse_max_bad(max_bad)
     rows, dropped, places = 0, Counter[Drop](), []
@@ -236,9 +265,15 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     reasons = ", ".join(f"{dropped[reason]:,} {reason}" for reason in Drop if dropped[reason])
     verdict = f"{dropped.total():,} of {rows:,} rows are bad ({reasons})"
     if dropped[Drop.CUT_OFF]:
-        verdict += ", and how many more were cut off with a damaged stream nothing tells: fetch it again, or accept all with --max-bad 100%"
+        verdict += (
+            ", and a damaged stream lost an unknown number of further rows: fetch it again, or "
+            "accept all with --max-bad 100%"
+        )
     else:
-        verdict += f", more than --max-bad {max_bad} allows: mend the inputs, or give the command again with a higher --max-bad"
+        verdict += (
+            f", more than --max-bad {max_bad} allows: fix the inputs, or run the command again "
+            "with a higher --max-bad"
+        )
     print(f"data_prep: error: {verdict}; their places are in {path}", file=sys.stderr)
     places.sort(key=lambda place: place["reason"] != Drop.CUT_OFF)
     for place in places[:PRINTED]:

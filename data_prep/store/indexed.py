@@ -1,8 +1,10 @@
-"""data_prep: Megatron's indexed format, byte for byte that of megatron.core.datasets.indexed_dataset, in numpy alone.
+r"""Megatron's indexed format, byte for byte that of megatron.core.datasets.indexed_dataset, written
+with numpy alone.
 
-``.bin``: the ids of all documents, one after the other. ``.idx``, little-endian: ``MMIDIDX\\0\\0``, version u64 = 1, dtype code u8,
-sequences u64, documents + 1 u64, lengths int32 [n] (ids), pointers int64 [n] (bytes into .bin), document indices int64 [n + 1].
-Here a document is one sequence. Knows nothing of splits, units or manifests.
+``.bin``: the ids of all documents, concatenated. ``.idx``, little-endian: ``MMIDIDX\0\0``, version
+u64 = 1, dtype code u8, sequences u64, documents + 1 u64, lengths int32 [n] (ids), pointers int64
+[n] (bytes into .bin), document indices int64 [n + 1]. In these files each document is one sequence.
+The module does not depend on splits, units or manifests.
 """
 
 from __future__ import annotations
@@ -30,28 +32,31 @@ DOCUMENTS_AT_ONCE = 1 << 20
 
 
 class FormatError(ValueError):
-    """An .idx file that Megatron would not read, or would read wrongly."""
+    """Fault of an .idx file that Megatron would reject or misread."""
 
 
 def dtype_name(vocab_size: int) -> str:
-    """Megatron's choice of id width: uint16 where the vocabulary is below 65500 entries, else int32."""
+    """Return Megatron's dtype of ids: uint16 for a vocabulary below 65500 entries, else int32."""
     return "uint16" if vocab_size < UINT16_BELOW else "int32"
 
 
 def with_ending(prefix: Path, kind: str) -> Path:
-    """``PREFIX.bin`` or ``PREFIX.idx``, whatever dots the prefix has."""
+    """Return ``PREFIX.bin`` or ``PREFIX.idx``. The prefix may contain dots."""
     return prefix.with_name(f"{prefix.name}.{kind}")
 
 
 def index_bytes_of(documents: int) -> int:
-    """Size of the .idx file of so many documents."""
+    """Return the size of the .idx file of ``documents`` documents."""
     return HEADER.size + 20 * documents + 8
 
 
 def index_parts(
     documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
 ) -> Iterator[bytes]:
-    """The .idx file in parts of at most 8 MB; ``lengths()`` gives the documents' lengths (ids) in order, in parts, and is called twice."""
+    """Yield the .idx file in parts of at most 8 MB.
+
+    ``lengths()`` returns the documents' lengths (ids) in order, in parts. It is called twice.
+    """
     yield HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], documents, documents + 1)
     for part in _cut(lengths()):
         yield part.astype("<i4").tobytes()
@@ -73,14 +78,16 @@ def _cut(parts: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
 
 
 def index_bytes(lengths: npt.NDArray[Any], dtype: str) -> bytes:
-    """The whole .idx file of documents with these lengths [n] (ids)."""
+    """Return the complete .idx file of documents with these lengths [n] (ids)."""
     return b"".join(index_parts(len(lengths), dtype, lambda: (lengths,)))
 
 
 def write_index(
     path: Path, documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
 ) -> tuple[int, str]:
-    """Write an .idx file as ``index_parts`` makes it, in a few MB of memory, and wait until it is on the disk: its size and SHA-256."""
+    """Write the .idx file of ``index_parts`` with a few MB of memory, flush it to disk, and return
+    its size and SHA-256.
+    """
     digest, size = hashlib.sha256(), 0
     try:
         with path.open("wb") as stream:
@@ -97,7 +104,9 @@ def write_index(
 
 @dataclass(frozen=True)
 class Index:
-    """An .idx file, mapped: id type, lengths int32 [n] (ids), pointers int64 [n] (bytes), document indices int64 [documents + 1]."""
+    """Memory-mapped .idx file: id dtype, lengths int32 [n] (ids), pointers int64 [n] (bytes),
+    document indices int64 [documents + 1].
+    """
 
     dtype: str
     lengths: npt.NDArray[np.int32]
@@ -106,7 +115,9 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """Map an .idx file; nothing but its header is read here. Raises FormatError where header or size is wrong."""
+    """Map an .idx file. Only its header is read immediately. Raises FormatError if the header or
+    the size is wrong.
+    """
     size = path.stat().st_size
     with path.open("rb") as stream:
         head = stream.read(HEADER.size)
@@ -116,7 +127,8 @@ def read_index(path: Path) -> Index:
     names = {code: name for name, code in DTYPE_CODES.items()}
     if version != VERSION or code not in names:
         raise FormatError(
-            f"has version {version} and dtype code {code}, expected {VERSION} and one of {sorted(names)}"
+            f"has version {version} and dtype code {code}, expected {VERSION} and one of "
+            f"{sorted(names)}"
         )
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size != expected:
@@ -137,7 +149,9 @@ def _mapped(raw: npt.NDArray[np.uint8], dtype: str, number: int, at: int) -> npt
 
 @dataclass(frozen=True)
 class Written:
-    """A finished pair: documents, tokens (ids, EOD included), and size and hash of both files."""
+    """Summary of a finished pair: documents, tokens (ids including EOD), and size and hash of both
+    files.
+    """
 
     documents: int
     tokens: int
@@ -148,7 +162,9 @@ class Written:
 
 
 class IndexedWriter:
-    """Writes one ``PREFIX.bin`` as documents come, and ``PREFIX.idx`` at the end; remembers four bytes a document."""
+    """Incremental writer of ``PREFIX.bin``, which writes ``PREFIX.idx`` at the end. It uses four
+    bytes of memory per document.
+    """
 
     def __init__(self, prefix: Path, dtype: str) -> None:
         self.prefix = prefix
@@ -160,19 +176,24 @@ class IndexedWriter:
         self._stream: BinaryIO = with_ending(prefix, "bin").open("wb", buffering=0)
 
     def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Append documents: their ids, EOD in place [sum of lengths], integer; and each one's length in ids, EOD included [n].
+        """Append documents.
 
-        Raises ValueError where an id does not fit the files' type or lengths and ids disagree, UserError for a document over 2^31 ids.
+        ids: the documents' integer ids including EOD [sum of lengths]; lengths: each document's
+        number of ids including EOD [n]. Raises ValueError if an id does not fit the dtype of the
+        files or if lengths and ids disagree, and UserError for a document of more than 2^31 - 1
+        ids.
         """
         if not len(lengths):
             return
         if int(lengths.min()) < 1 or int(lengths.sum(dtype=np.int64)) != len(ids):
             raise ValueError(
-                f"{len(ids)} ids for documents of {int(lengths.sum(dtype=np.int64))}, the shortest of {int(lengths.min())}"
+                f"{len(ids)} ids for documents of {int(lengths.sum(dtype=np.int64))}, the "
+                f"shortest of {int(lengths.min())}"
             )
         if int(lengths.max()) > LONGEST:
             raise UserError(
-                f"{with_ending(self.prefix, 'idx')}: a document of {int(lengths.max())} ids, more than the format's {LONGEST}"
+                f"{with_ending(self.prefix, 'idx')}: a document of {int(lengths.max())} ids, "
+                f"more than the format's {LONGEST}"
             )
         limits = np.iinfo(self.dtype)
         if int(ids.min()) < 0 or int(ids.max()) > limits.max:
@@ -191,11 +212,11 @@ class IndexedWriter:
         self.documents += len(lengths)
 
     def close(self) -> None:
-        """Close .bin; nothing more is written."""
+        """Close the .bin file. No more documents can be written."""
         self._stream.close()
 
     def finish(self) -> Written:
-        """Write .idx, wait until both files are on the disk, and say what they hold."""
+        """Write the .idx file, flush both files to disk, and return their summary."""
         os.fsync(self._stream.fileno())
         self.close()
         idx_bytes, idx_sha256 = write_index(
@@ -217,7 +238,11 @@ BLOCKS = 64
 
 
 def sample_digest(path: Path) -> str:
-    """``SIZE:SHA256`` of a file's size and 64 blocks of 64 KiB spread evenly over it (all of it up to 4 MiB); the same after a copy."""
+    """Return ``SIZE:SHA256``: the file's size, and the hash of 64 blocks of 64 KiB spread evenly
+    over the file.
+
+    Files of up to 4 MiB are hashed completely. A copy of the file has the same digest.
+    """
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as stream:

@@ -1,15 +1,17 @@
-"""data_prep: the names in a data folder, and the plan that says what is done in it. Reads no input and knows no tokenizer.
+"""File names in a data folder, and the plan of the work in it.
 
-OUT/plan.json                      inputs, settings, units and their fingerprint: written first
-OUT/tokenizer/                     a copy of the tokenizer
-OUT/shards/00007.json              what unit 7 wrote; there only when its files are
-OUT/shards/00007-train.{bin,idx,ids}   until they are merged
-OUT/{train,valid,test}.{bin,idx}   the merged pairs
-OUT/{train,valid,test}.ids         their documents' ids
-OUT/units.jsonl                    the units' entries, in order
-OUT/bad_rows.jsonl                 where the bad rows are, if there are any
+This module reads no inputs and no tokenizer.
+
+OUT/plan.json                      inputs, settings, units and their fingerprint; written first
+OUT/tokenizer/                     copy of the tokenizer
+OUT/shards/00007.json              entry of unit 7; written after the unit's files
+OUT/shards/00007-train.{bin,idx,ids}   shards of unit 7 until the merge
+OUT/{train,valid,test}.{bin,idx}   merged pairs
+OUT/{train,valid,test}.ids         ids of their documents
+OUT/units.jsonl                    entries of the units, in order
+OUT/bad_rows.jsonl                 places of the bad rows, if any
 OUT/manifest.json                  written last: the data is complete
-OUT/.lock                          empty: who works here holds it
+OUT/.lock                          empty; locked by the process that writes in the folder
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Unit:
-    """What is done, and done again after a kill, as a whole: span [start, stop) of file number ``file`` of the plan (see sources.Span)."""
+    """Unit of work, done completely or repeated: span [start, stop) of file number ``file`` of the
+    plan (see sources.Span).
+    """
 
     number: int
     file: int
@@ -49,13 +53,15 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """How its files begin."""
+        """Prefix of the names of the unit's files."""
         return f"{self.number:05d}"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What of a tokenizer decides the bytes; ``sha256`` is that of tokenizer.json."""
+    """Properties of a tokenizer that decide the bytes of the data. ``sha256`` is the hash of
+    tokenizer.json.
+    """
 
     vocab_size: int
     eod_id: int
@@ -64,9 +70,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be made.
+    """Plan of the data to make.
 
-    ``fingerprint`` identifies all that decides the bytes; ``unit_bytes``: UTF-8 bytes of text a unit was cut for.
+    ``fingerprint`` identifies everything that decides the bytes. ``unit_bytes`` is the target size
+    of a unit in UTF-8 bytes of text.
     """
 
     fingerprint: str
@@ -79,7 +86,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Plan:
-    """As plan.json holds it; of a unit all but its number."""
+    """Content of plan.json. Each unit is stored without its number."""
 
     fingerprint: str
     settings: Any
@@ -90,17 +97,19 @@ class _Plan:
 
 
 def entry_path(out: Path, unit: Unit) -> Path:
-    """Where a unit's entry is, once its files are there."""
+    """Return the path of a unit's entry, which is written after the unit's files."""
     return out / SHARDS / f"{unit.name}.json"
 
 
 def shard_prefix(out: Path, unit: Unit, split: str) -> Path:
-    """A unit's part of a split, without .bin and .idx."""
+    """Return the path of a unit's shard of a split, without .bin, .idx or .ids."""
     return out / SHARDS / f"{unit.name}-{split}"
 
 
 def fingerprint_of(plan: Plan) -> str:
-    """Of all that decides the bytes: the files in their order, where they are cut, settings, tokenizer."""
+    """Return the hash of everything that decides the bytes: the files in order, the unit
+    boundaries, settings, tokenizer.
+    """
     return sha256_json(
         {
             "format": FORMAT,
@@ -113,7 +122,7 @@ def fingerprint_of(plan: Plan) -> str:
 
 
 def write_plan(out: Path, plan: Plan) -> None:
-    """Write OUT/plan.json, whole or not at all; a file and a unit take a line each."""
+    """Write OUT/plan.json atomically. Each file and each unit is one line."""
     units = [list(asdict(unit).values())[1:] for unit in plan.units]
     files = [file.as_json() for file in plan.files]
     fields = {
@@ -138,11 +147,15 @@ def _lines(value: Any) -> str:
 
 
 def read_plan(out: Path) -> Plan:
-    """OUT/plan.json. Raises UserError where it is absent, damaged, altered or of another format."""
+    """Read OUT/plan.json.
+
+    Raises UserError if it is absent, damaged, altered or of another format.
+    """
     path = out / PLAN
     if not path.is_file():
         raise UserError(
-            f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... --tokenizer DIR --out {out}"
+            f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... "
+            f"--tokenizer DIR --out {out}"
         )
     try:
         raw = json.loads(path.read_bytes())

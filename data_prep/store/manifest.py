@@ -1,6 +1,7 @@
-"""data_prep: what a data folder says of itself: a unit's entry, and manifest.json, the last file written and the first one read.
+"""Unit entries and manifest.json, which is the last file written to a data folder and the first one
+read.
 
-Records and their strict reading; no file of tokens is opened here.
+This module contains the records and their strict parsing. It opens no files of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PLACES_KEPT = 100
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """The tokenizer's copy in the data folder; ``sha256`` is that of tokenizer.json."""
+    """Copy of the tokenizer in the data folder. ``sha256`` is the hash of tokenizer.json."""
 
     path: str
     vocab_size: int
@@ -35,9 +36,11 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """One .bin/.idx pair; ``tokens`` counts EOD, ``text_bytes`` is the UTF-8 size of the documents written.
+    """One .bin/.idx pair. ``tokens`` includes EOD; ``text_bytes`` is the UTF-8 size of the
+    documents written.
 
-    ``ids``: the file of the documents' ids; None in older data, and where the text is its own id.
+    ``ids``: the file of the documents' ids. It is None in older data, and if the text column is
+    also the id column.
     """
 
     documents: int
@@ -51,13 +54,13 @@ class SplitEntry:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Its files' endings -> bytes."""
+        """Sizes in bytes of the pair's files, by file ending."""
         return {"bin": self.bin_bytes, "idx": self.idx_bytes} | (
             {"ids": self.ids.bytes} if self.ids else {}
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The entry as files hold it: without ``ids`` where there are none."""
+        """Return the entry as JSON. ``ids`` is omitted if it is None."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -67,17 +70,20 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class MergedEntry(SplitEntry):
-    """A merged pair; ``bin_sample`` (samples.sample_digest) tells another .bin of the same size in milliseconds."""
+    """Merged pair. ``bin_sample`` (indexed.sample_digest) detects another .bin of the same size in
+    milliseconds.
+    """
 
     bin_sample: str
 
 
 @dataclass(frozen=True)
 class UnitEntry:
-    """What one unit wrote: OUT/shards/00007.json, later a line of units.jsonl.
+    """Output of one unit: OUT/shards/00007.json, later one line of units.jsonl.
 
-    ``plan``: the plan's fingerprint. rows == documents of all splits + drops. ``bad``: the first places of bad rows, at most PLACES_KEPT.
-    ``splits`` holds those with documents. Nothing in it tells the time, the machine or the process.
+    ``plan``: the plan's fingerprint. rows == documents of all splits + drops. ``bad``: the first
+    bad rows, at most PLACES_KEPT. ``splits`` contains the splits with documents. The entry is
+    independent of time, machine and process.
     """
 
     unit: int
@@ -94,7 +100,7 @@ class UnitEntry:
         return sum(split.documents for split in self.splits.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The entry as its file holds it; drops and splits in their own fixed order."""
+        """Return the entry as JSON, with drops and splits in their fixed order."""
         value = asdict(self)
         value["dropped"] = {
             str(reason): self.dropped[reason] for reason in Drop if self.dropped.get(reason)
@@ -110,12 +116,13 @@ class UnitEntry:
 
     @staticmethod
     def from_json(raw: Any) -> UnitEntry:
-        """The reverse. Raises ValueError that says what is wrong with it."""
+        """Parse an entry from ``as_json``. Raises ValueError with a description of the fault."""
         entry: UnitEntry = read(UnitEntry, raw)
         _check_names(entry.dropped, entry.splits)
         if entry.rows != entry.documents + sum(entry.dropped.values()):
             raise ValueError(
-                f"{entry.rows} rows are not {entry.documents} documents and {sum(entry.dropped.values())} drops"
+                f"{entry.rows} rows are not {entry.documents} documents and "
+                f"{sum(entry.dropped.values())} drops"
             )
         listed = Counter(row.reason for row in entry.bad)
         if len(entry.bad) > PLACES_KEPT or any(
@@ -127,7 +134,7 @@ class UnitEntry:
 
 @dataclass(frozen=True)
 class Input:
-    """One input: as in the plan, but for its rows, which are those that were read."""
+    """Input file as in the plan, except that ``rows`` is the number of rows read."""
 
     path: str
     kind: str
@@ -138,7 +145,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the data came from. ``settings`` as in the plan; ``encoder``: the encoders that ran; ``fingerprint``: the plan's."""
+    """Origin of the data.
+
+    ``settings`` are those of the plan, ``encoder`` lists the encoders that ran, and ``fingerprint``
+    is the plan's.
+    """
 
     files: list[Input]
     rows: int
@@ -150,7 +161,7 @@ class Source:
 
 @dataclass(frozen=True)
 class UnitsEntry:
-    """The file of the units' entries: its name, lines and SHA-256."""
+    """File of the units' entries: its name, number of lines and SHA-256."""
 
     file: str
     count: int
@@ -159,7 +170,10 @@ class UnitsEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A data folder that is complete. It names no time: the same plan, encoded by the same encoder, gives the same manifest."""
+    """Description of a complete data folder.
+
+    It contains no times: the same plan, encoded by the same encoder, gives the same manifest.
+    """
 
     tokenizer: TokenizerEntry
     dtype: str
@@ -168,7 +182,7 @@ class Manifest:
     units: UnitsEntry
 
     def as_json(self) -> dict[str, Any]:
-        """The manifest as manifest.json holds it."""
+        """Return the content of manifest.json."""
         return {
             "format": FORMAT,
             **asdict(self),
@@ -177,7 +191,9 @@ class Manifest:
 
     @staticmethod
     def from_json(raw: Any) -> Manifest:
-        """The reverse. Raises ValueError that says what is wrong with it."""
+        """Parse a manifest that ``as_json`` wrote. Raises ValueError with a description of the
+        fault.
+        """
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise ValueError("not of this format")
         manifest: Manifest = read(
@@ -188,38 +204,48 @@ class Manifest:
 
 
 def read_entry(path: Path) -> UnitEntry:
-    """A unit's entry, OUT/shards/00007.json. Raises UserError where it is damaged, OSError where it is not there."""
+    """Read a unit's entry, OUT/shards/00007.json. Raises UserError if it is damaged, OSError if it
+    does not exist.
+    """
     try:
         return UnitEntry.from_json(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        again = f"remove it and do the unit again with: python -m data_prep run --out {path.parent.parent}"
+        again = (
+            "remove it and do the unit again with: python -m data_prep run --out "
+            f"{path.parent.parent}"
+        )
         raise UserError(f"{path} is damaged ({error}); {again}") from None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read DIR/manifest.json. Raises UserError where it is absent, damaged or of another format."""
+    """Read DIR/manifest.json. Raises UserError if it is absent, damaged or of another format."""
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / PLAN).is_file() or (folder / SHARDS).is_dir():
             raise UserError(
-                f"no {MANIFEST} in {folder}: it is not complete; go on with: python -m data_prep run --out {folder}"
+                f"no {MANIFEST} in {folder}: it is not complete; continue with: python -m "
+                f"data_prep run --out {folder}"
             )
         raise UserError(f"no {MANIFEST} in {folder}; write it with: python -m data_prep run")
     try:
         raw = json.loads(path.read_bytes())
         if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
             raise UserError(
-                f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}: make the data again with its run"
+                f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}: "
+                "make the data again with its run"
             )
         return Manifest.from_json(raw)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} is damaged ({error}); remove it and go on with: python -m data_prep run --out {folder}"
+            f"{path} is damaged ({error}); remove it and continue with: python -m data_prep "
+            f"run --out {folder}"
         ) from None
 
 
 def size_fault(folder: Path, manifest: Manifest) -> str | None:
-    """The first file of a merged pair that is missing or of another size; None where all are there."""
+    """Return the fault of the first file of a merged pair that is missing or has the wrong size, or
+    None.
+    """
     for name, entry in manifest.splits.items():
         for kind, size in entry.sizes.items():
             file = folder / f"{name}.{kind}"
@@ -229,7 +255,7 @@ def size_fault(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _check_names(dropped: Iterable[str], splits: Iterable[str]) -> None:
-    """Raises ValueError for a reason or a split that there is not."""
+    """Raise ValueError for an unknown reason or split."""
     for reason in dropped:
         Drop(reason)
     for name in splits:

@@ -1,6 +1,8 @@
-"""data_prep: JSON read strictly into dataclasses, by the types of their fields: every field is there, nothing else is. Knows no record.
+"""Strict conversion of JSON into dataclasses by the types of their fields. Missing and unknown
+fields are errors.
 
-A field that is given by its name alone (``kw_only``) came later: older files lack it.
+A keyword-only field (``kw_only``) was added later and may be missing, because older files do not
+contain it.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
-LARGEST = 2**63 - 1  # of a number: what numpy and the file system can hold
+LARGEST = 2**63 - 1  # largest number: the limit of numpy and the file system
 
 
 def read(kind: Any, value: Any) -> Any:
-    """A JSON value as what a type says: a dataclass or an enum, text, int (a count), float, Any; tuples, lists, dicts of them, or None.
+    """Convert a JSON value to a type.
 
-    Raises ValueError that says what is wrong with the value.
+    Supported types are dataclasses, enums, str, int (a count), float and Any; tuples, lists and
+    dicts of them; and unions with None. Raises ValueError with a description of the fault.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (tuple, list):
@@ -82,5 +85,5 @@ def _record(cls: Any, raw: Any) -> Any:
 
 
 def sha256_json(value: Any) -> str:
-    """SHA-256 of a JSON value, independent of the order of its keys."""
+    """Return the SHA-256 of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,6 @@
-"""data_prep: who may write in a data folder, and how new content gets its final names there. Nothing here knows what is in a file."""
+"""Locks on data folders, and publication of new content under its final names, independent of the
+files' content.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,31 @@ LOCK = ".lock"
 
 @contextmanager
 def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
-    """A folder, created where it is missing, that one process alone may write in; or, ``shared``, any number of them that all share it.
+    """Lock a folder, exclusively or ``shared`` with other shared holders, and create it if it is
+    missing.
 
-    Raises InUse when others hold it. A file system without locks is told of, and the work goes on: the answer is False.
+    Yields True if the lock is held. On a file system without locks, print a warning and yield
+    False. Raises InUse if another process holds the lock.
     """
     make_folder(folder)
     busy = f"another data_prep process is writing {folder}; wait for it or choose another --out"
     with locked(folder / LOCK, busy, shared=shared) as held:
         if not (held or shared):
             print(
-                f"data_prep: {folder} cannot be locked; start no second run on it", file=sys.stderr
+                f"data_prep: {folder} cannot be locked; do not start a second run on it",
+                file=sys.stderr,
             )
         yield held
 
 
 class Staging:
-    """A folder's new content, gathered in a folder of its own in ``OUT/.unfinished`` and moved to its final names at the end.
+    """New content of a folder, collected in a subfolder of ``OUT/.unfinished`` and moved to its
+    final names at the end.
 
-    ``.unfinished`` beside final names and no seal: a publication was cut short there, and those names are ours to replace.
-    One process may stage in a folder at a time; where locks do not work, several do each other no harm. Raises InUse when another
-    stages; UserError, StorageError when the folder cannot be written.
+    If ``.unfinished`` exists together with final names but without a seal, a publication was
+    interrupted and the final names may be replaced. One process can stage in a folder at a time; if
+    locks do not work, several processes do not damage each other's files. Raises InUse if another
+    process is staging, and UserError or StorageError if the folder cannot be written.
     """
 
     def __init__(self, out: Path) -> None:
@@ -64,22 +71,24 @@ class Staging:
     def _remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
-            self.path.parent.rmdir()  # another's is in it where locks do not work
+            self.path.parent.rmdir()  # without locks, it may contain another process's folder
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def publish(self, names: Iterable[str], *, seal: str, stale: Iterable[str] = ()) -> None:
-        """Remove the old ``seal`` and the ``stale`` names, then move the staged ``names`` to their final names, and the new seal last.
+        """Remove the old ``seal`` and the ``stale`` names, then move the staged ``names`` and
+        finally the new seal into place.
 
-        A seal of the same content stays: it vouches for the new names as well. Raises InUse, and changes nothing, where a staged file
-        is gone.
+        An old seal with the same content is not removed first, because it is also valid for the new
+        files. Raises InUse, without changes, if a staged file is missing.
         """
         names = list(names)
         for name in (*names, seal):
             if not (self.path / name).is_file():
                 raise InUse(
-                    f"{self.path / name} is gone: another process works on {self.out}; give the command again after it"
+                    f"{self.path / name} is gone: another process works on {self.out}; run "
+                    "the command again after it ends"
                 )
         old = self.out / seal
         if old.is_file() and old.read_bytes() != (self.path / seal).read_bytes():
@@ -96,7 +105,9 @@ class Staging:
 
 
 def existing_folder(path: Path, what: str) -> Path:
-    """``path`` if it is a folder. Raises UserError that names ``what`` it should have been."""
+    """Return ``path`` if it is a folder. Otherwise raise UserError, which mentions ``what`` was
+    expected.
+    """
     if not path.exists():
         raise UserError(f"no such folder: {path} ({what})")
     if not path.is_dir():

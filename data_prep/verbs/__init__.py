@@ -1,1 +1,1 @@
-"""data_prep: the verbs of the command line that make something, a file each."""
+"""Command-line verbs that create files, one module each."""

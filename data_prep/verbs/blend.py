@@ -1,9 +1,10 @@
-"""data_prep: the verb ``blend``: several data folders and their weights as one data section that pretrain reads.
+"""Verb ``blend``: write several data folders with weights as one data section for pretrain.
 
     python -m data_prep blend blend.yaml data/fineweb_edu=0.7 data/slimpajama=0.3
     python -m pretrain CONFIG data=blend.yaml
 
-Without weights each folder has the share of its training tokens, so that all are read equally often. Reads manifests alone.
+Without weights, each folder is weighted by its training tokens, so that all are read equally often.
+The verb reads only manifests.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SEQ_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Source:
-    """One folder of the blend: its absolute path, its weight, what it holds."""
+    """Folder of the blend: its absolute path, its weight and its manifest."""
 
     folder: Path
     weight: float
@@ -44,26 +45,26 @@ class Source:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("out", metavar="OUT.yaml", type=Path, help="file to write")
     parser.add_argument(
         "folders",
         nargs="+",
         metavar="DIR[=WEIGHT]",
-        help="merged data folder; weights are relative; all have one, or none",
+        help="merged data folder; weights are relative; give one to all folders or to none",
     )
     parser.add_argument(
         "--seq-length",
         type=int,
         default=SEQ_LENGTH,
         metavar="N",
-        help=f"tokens a sequence (default: {SEQ_LENGTH})",
+        help=f"tokens per sequence (default: {SEQ_LENGTH})",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT.yaml")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the data section and say what it means. Raises UserError."""
+    """Write the data section and print a description of it. Raises UserError."""
     out: Path = arguments.out
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"{out} does not end in .yaml; pretrain reads YAML")
@@ -76,20 +77,23 @@ def main(arguments: argparse.Namespace) -> int:
     if out.is_dir():
         raise UserError(f"{out} is a folder; name the file to write")
     if out.exists() and not arguments.overwrite and out.read_bytes() != content:
-        raise UserError(
-            f"{out} exists and holds something else; choose another name or add --overwrite"
-        )
+        raise UserError(f"{out} exists with other content; choose another name or add --overwrite")
     make_folder(out.parent)
     write_whole(out, content)
     print(
-        f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} tokens a sequence"
+        f"{out}: {len(sources)} source{'s' * (len(sources) > 1)}, {arguments.seq_length} "
+        "tokens per sequence"
     )
     print("\n".join(describe(sources, section)))
     return 0
 
 
 def read_sources(given: Sequence[str]) -> list[Source]:
-    """The folders of a command line. Raises UserError: no manifest, other tokenizers, a folder twice, a weight that is none."""
+    """Return the folders of a command line.
+
+    Raises UserError for a missing manifest, different tokenizers, a duplicate folder, or an invalid
+    weight.
+    """
     folders: dict[Path, tuple[float | None, Manifest]] = {}
     for text in given:
         folder, weight = _parse(text)
@@ -108,13 +112,14 @@ def read_sources(given: Sequence[str]) -> list[Source]:
             raise UserError(f"{path} has another tokenizer {theirs}; a blend needs one tokenizer")
         if one.eod_id != other.eod_id:
             raise UserError(
-                f"{path} ends its documents in id {other.eod_id}, {first} in {one.eod_id}; a blend needs one EOD"
+                f"{path} ends its documents in id {other.eod_id}, {first} in {one.eod_id}; a "
+                "blend needs one EOD"
             )
     weights = [weight for weight, _ in folders.values()]
     without = [path for path, (weight, _) in folders.items() if weight is None]
     if without and len(without) < len(weights):
         raise UserError(
-            f"{without[0]} has no weight and others have one; give each a weight, or none"
+            f"{without[0]} has no weight but others do; give a weight to all folders or to none"
         )
     tokens = sum(manifest.splits["train"].tokens for _, manifest in folders.values())
     total = math.fsum(weight for weight in weights if weight is not None)
@@ -137,23 +142,26 @@ def _parse(text: str) -> tuple[Path, float | None]:
     except ValueError:
         raise UserError(f"{text}: the weight {number!r} is not a number; write DIR=0.3") from None
     if not (math.isfinite(weight) and weight > 0):
-        raise UserError(
-            f"{text}: the weight must be above 0; leave out a folder that is not wanted"
-        )
+        raise UserError(f"{text}: the weight must be above 0; to exclude a folder, omit it")
     return Path(name), weight
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
     if "train" not in manifest.splits:
         raise UserError(
-            f"{folder / MANIFEST} has no train split; make the data again with: python -m data_prep run"
+            f"{folder / MANIFEST} has no train split; make the data again with: python -m "
+            "data_prep run"
         )
     if fault := size_fault(folder, manifest):
         raise UserError(f"{fault}; see: python -m data_prep verify {folder}")
 
 
 def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
-    """The data section: each split from the folders in which it fills a sequence, with weights. Raises UserError for a short train."""
+    """Return the data section. Each split has the weighted folders in which it fills at least one
+    sequence.
+
+    Raises UserError if a train split is shorter than a sequence.
+    """
     if seq_length < 1:
         raise UserError(f"--seq-length is {seq_length}; it must be at least 1")
     section: dict[str, Any] = {}
@@ -164,7 +172,10 @@ def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
             if tokens > seq_length:
                 having.append(source)
             elif split == "train":
-                short = f"{source.folder / split} has {tokens} tokens, a sequence of {seq_length} takes {seq_length + 1}"
+                short = (
+                    f"{source.folder / split} has {tokens} tokens, a sequence of {seq_length} "
+                    f"takes {seq_length + 1}"
+                )
                 raise UserError(f"{short}; lower --seq-length, or leave the folder out")
         total = math.fsum(source.weight for source in having)
         section[split] = [
@@ -175,11 +186,15 @@ def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
 
 
 def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str]:
-    """Tokens, weights, and how far they reach: how often each source is read while as many tokens are drawn as there are."""
+    """Yield lines with tokens and weights, and the number of times each folder is read while the
+    total tokens are drawn.
+    """
     total = sum(source.tokens for source in sources)
     for source in sources:
         often = f"read {source.weight * total / source.tokens:.3g} times in {count(total)}"
-        yield f"  {source.folder}: {count(source.tokens)} tokens, weight {source.weight:.4g}, {often}"
+        yield (
+            f"  {source.folder}: {count(source.tokens)} tokens, weight {source.weight:.4g}, {often}"
+        )
     for split in SPLITS[1:]:
         without = [
             str(source.folder)
@@ -187,8 +202,17 @@ def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str
             if not any(s["prefix"] == str(source.folder / split) for s in section[split])
         ]
         if without:
-            yield f"  {split} is without {', '.join(without)}: no such split there, or shorter than a sequence"
+            yield (
+                f"  {split} is without {', '.join(without)}: the split is missing or shorter "
+                "than a sequence"
+            )
     first = min(sources, key=lambda source: source.tokens / source.weight)
     last = max(sources, key=lambda source: source.tokens / source.weight)
-    yield f"  {count(first.tokens / first.weight)} tokens can be drawn before any repeats ({first.folder} is the first)"
-    yield f"  {count(last.tokens / last.weight)} until every one of the {count(total)} is read once ({last.folder} is the last)"
+    yield (
+        f"  {count(first.tokens / first.weight)} tokens can be drawn before any repeats "
+        f"({first.folder} is the first)"
+    )
+    yield (
+        f"  {count(last.tokens / last.weight)} until all {count(total)} are read once "
+        f"({last.folder} is the last)"
+    )

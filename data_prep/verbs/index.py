@@ -1,8 +1,9 @@
-"""data_prep: the verb ``index``: prebuild the index cache of a run, so that no GPU waits for it.
+"""Verb ``index``: build the index cache of a run in advance, so that no GPU waits for it.
 
-It starts ``python -m pretrain RUN.yaml [section.key=value ...] --index`` with this Python and passes on what that says: which samples a run
-reads in which order is the trainer's business. Give the same settings as for the training. Needs no GPU; run it where the data is
-visible under the path that the training will use.
+The verb runs ``python -m pretrain RUN.yaml [section.key=value ...] --index`` with the same Python
+and passes its output through, because the trainer decides which samples a run reads and in which
+order. Use the same settings as for the training. No GPU is required. The data must be visible under
+the path that the training will use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fem_common.signals import signal_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument(
         "config", metavar="RUN.yaml", help="a run of pretrain, such as configs/run/demo.yaml"
     )
@@ -31,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Build the run's index cache: the exit code of ``pretrain``. Raises UserError where that is not installed, or was killed."""
+    """Build the run's index cache and return the exit code of ``pretrain``.
+
+    Raises UserError if pretrain is not installed or was killed.
+    """
     for module, package in (
         ("pretrain", "this project"),
         ("megatron", "megatron-core"),
@@ -39,7 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         if find_spec(module) is None:
             raise UserError(
-                f"index needs {package}, which {sys.executable} does not find; install it with: pip install -c constraints.txt -e . "
+                f"index needs {package}, which {sys.executable} does not find; install it "
+                "with: pip install -c constraints.txt -e . "
                 "(or start from the project's folder)"
             )
     with subprocess.Popen(
@@ -48,11 +53,11 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            process.terminate()  # it removes what it has half built
+            process.terminate()  # pretrain removes its incomplete files
             raise
     if code < 0:
         reason = (
-            "; the memory it needs: about 37 bytes a document" if -code == signal.SIGKILL else ""
+            "; it needs about 37 bytes of memory per document" if -code == signal.SIGKILL else ""
         )
         raise UserError(
             f"the index was not built: pretrain was ended by {signal_name(-code)}{reason}"

@@ -1,7 +1,8 @@
-"""data_prep: the verb ``merge``: the units' shards, in order, become one pair a split; manifest.json is written last.
+"""Verb ``merge``: merge the units' shards into one pair per split, then write manifest.json.
 
-Every shard is compared with its entry's hash while it is copied. A merge that was killed is done again from the start by the same command;
-until it is through, no final name is there that is not whole, and the shards stay.
+The shards are merged in order. Every shard is compared with the hash in its entry during the copy.
+After a kill, the same command repeats the merge from the start. Until the merge is complete, all
+files with final names are complete and the shards are kept.
 """
 
 from __future__ import annotations
@@ -65,22 +66,24 @@ from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, size
 
 COPY_BYTES = 1 << 22
+# Names of data_prep's files in OUT/shards.
 OURS = re.compile(
-    rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+"
-)  # in OUT/shards
+    rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))"
+    rf"|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder whose units are all done")
     parser.add_argument(
-        "--tasks", type=int, metavar="M", help="name the tasks, of M, whose units are missing"
+        "--tasks", type=int, metavar="M", help="report which of M tasks have missing units"
     )
     add_max_bad_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Merge a folder: 0, or 1 with too many bad rows. Raises UserError."""
+    """Merge a folder and return 0, or 1 if it has too many bad rows. Raises UserError."""
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.tasks is not None and arguments.tasks < 1:
         raise UserError(f"--tasks is {arguments.tasks}; it must be at least 1")
@@ -88,17 +91,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
-    """Merge a folder whose units are all done: 0, or 1 where it has more bad rows than ``max_bad``. Takes the folder's lock.
+    """Merge a folder whose units are all done and return 0, or 1 if it has more bad rows than
+    ``max_bad``.
 
-    A folder that is merged stays as it is, but for shards left from a kill. Raises UserError: units are missing (``tasks``: of which of so
-    many tasks), a shard is damaged, a split is empty, the disk is too small.
+    The folder is locked. If it is already merged, only remaining shards are removed. Raises
+    UserError if units are missing (with ``tasks``, the error names their tasks), a shard is
+    damaged, or a split is empty, and StorageError if the disk is too small.
     """
     plan = read_plan(out)
     with Staging(out) as staging:
         if is_merged(out, plan):
             remove_shards(out)
             print(
-                f"{out}: unchanged; all units are merged (check it with: python -m data_prep verify {out})"
+                f"{out}: unchanged; all units are merged (check it with: python -m data_prep "
+                f"verify {out})"
             )
             return 0
         entries = read_entries(out, plan, tasks)
@@ -124,7 +130,10 @@ def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
 
 
 def is_merged(out: Path, plan: Plan) -> bool:
-    """Whether OUT holds the merged data of this plan. Raises UserError where it does and a file is missing or of another size."""
+    """Return True if OUT contains the merged data of this plan.
+
+    Raises UserError if a file of this data is missing or has another size.
+    """
     if not (out / MANIFEST).is_file():
         return False
     manifest = read_manifest(out)
@@ -132,7 +141,8 @@ def is_merged(out: Path, plan: Plan) -> bool:
         return False
     if fault := size_fault(out, manifest):
         raise UserError(
-            f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep run --out {out}"
+            f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep "
+            f"run --out {out}"
         )
     return True
 
@@ -140,7 +150,9 @@ def is_merged(out: Path, plan: Plan) -> bool:
 def _merge_split(
     split: str, target: Path, out: Path, plan: Plan, entries: Sequence[UnitEntry], reading: Reading
 ) -> MergedEntry:
-    """Write the pair ``target``.bin/.idx of a split and wait until it is on the disk. Raises UserError naming a damaged shard."""
+    """Write the pair ``target``.bin/.idx of a split and flush it to disk. Raises UserError that
+    names a damaged shard.
+    """
     dtype = dtype_name(plan.tokenizer.vocab_size)
     shards = [
         (unit, entry.splits[split])
@@ -181,7 +193,9 @@ def _merge_split(
 def _merge_ids(
     split: str, target: Path, out: Path, shards: Sequence[tuple[Unit, SplitEntry]]
 ) -> IdsEntry | None:
-    """Write a split's file of ids, where all its shards have theirs. Raises UserError naming a damaged one."""
+    """Write a split's file of ids, or return None if a shard has no ids. Raises UserError that
+    names a damaged file.
+    """
     parts = [(unit, part.ids) for unit, part in shards if part.ids]
     if len(parts) < len(shards):
         return None
@@ -199,7 +213,8 @@ def _merge_ids(
 def _again(out: Path, unit: Unit, error: FormatError | FileNotFoundError) -> UserError:
     what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
     return UserError(
-        f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
+        f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m "
+        f"data_prep run --out {out}"
     )
 
 
@@ -219,12 +234,15 @@ def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
         part.bin_bytes,
     ):
         raise FormatError(
-            f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says"
+            f"{path} contains {documents} documents and {tokens} {index.dtype} tokens, not what "
+            "its entry says"
         )
 
 
 def _blocks(path: Path, total: int, expected: str) -> Iterator[memoryview]:
-    """A shard's file in blocks. Raises FormatError at its end where it is not what its entry says."""
+    """Yield a shard's file in blocks. After the last block, raise FormatError if the file does not
+    match its entry.
+    """
     digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
     with path.open("rb", buffering=0) as stream:
         while number := stream.readinto(buffer):
@@ -269,14 +287,16 @@ def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
     )
     free = shutil.disk_usage(out).free
     if wanted > free:
-        sizes = f"merging takes {size(wanted)} beside the shards and {size(free)} are free"
+        sizes = f"merging needs {size(wanted)} in addition to the shards, and {size(free)} are free"
         raise StorageError(
-            f"{out}: {sizes}; make room and merge again with: python -m data_prep merge {out}"
+            f"{out}: {sizes}; free disk space and merge again with: python -m data_prep merge {out}"
         )
 
 
 def remove_shards(out: Path) -> None:
-    """Remove what units have written, finished or not, entries first, and OUT/shards with it where nothing else is in it."""
+    """Remove the files of units, finished or not, entries first, and OUT/shards if it is then
+    empty.
+    """
     with suppress(FileNotFoundError):
         ours = [path for path in (out / SHARDS).iterdir() if OURS.fullmatch(path.name)]
         for path in sorted(ours, key=lambda path: (path.suffix != ".json", path.name)):
@@ -286,11 +306,12 @@ def remove_shards(out: Path) -> None:
 
 
 def _report(out: Path, manifest: Manifest) -> None:
-    """What was written, and that every row is accounted for."""
+    """Print the written splits and the account of all rows."""
     for name, entry in manifest.splits.items():
         tokens = f"{count(entry.tokens)} tokens, {size(entry.text_bytes)} of text"
         print(
-            f"{out / name}: {entry.documents:,} documents, {tokens} ({entry.text_bytes / entry.tokens:.2f} bytes a token)"
+            f"{out / name}: {entry.documents:,} documents, {tokens} "
+            f"({entry.text_bytes / entry.tokens:.2f} bytes per token)"
         )
     written = sum(entry.documents for entry in manifest.splits.values())
     drops = (
@@ -299,12 +320,17 @@ def _report(out: Path, manifest: Manifest) -> None:
     )
     rows = manifest.source.rows
     print(
-        f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); {manifest.source.encoder}"
+        f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); "
+        f"{manifest.source.encoder}"
     )
 
 
 def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
-    """Of units that were done before ids were recorded, where others have theirs: no part of a split's ids is written."""
+    """Print the splits without a file of ids, and the units that cause this.
+
+    These units were encoded before ids were recorded, while other units have ids. A split's ids are
+    never written in part.
+    """
     without = [
         entry.unit for entry in entries if any(part.ids is None for part in entry.splits.values())
     ]
@@ -315,5 +341,6 @@ def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
         )
         whose = f"units {shortened(ranges(without))} were encoded before ids were recorded"
         print(
-            f"{out}: no ids of documents beside {', '.join(splits)}: {whose}; to have them, run again with --overwrite"
+            f"{out}: no document ids for {', '.join(splits)}: {whose}; to get them, run "
+            "again with --overwrite"
         )

@@ -1,8 +1,9 @@
-"""data_prep: the verb ``plan``: what is to be read, how, and the units it is cut into; run and merge follow it.
+"""Verb ``plan``: write the inputs, the settings and the units of work that run and merge follow.
 
     python -m data_prep plan INPUT... --tokenizer DIR --out OUT
 
-The same inputs, tokenizer and settings give the same plan.json, and leave one that is there alone. Nothing is encoded here.
+The same inputs, tokenizer and settings give the same plan.json; an existing plan.json is then not
+changed. The verb does not encode text.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from fem_common.files import write_whole
 from fem_common.text import count, counted, size
 
 UNIT_MB = 256.0
-BYTES_PER_TOKEN = 4  # of text, about; what the disk's estimate rests on
+BYTES_PER_TOKEN = 4  # approximate; used for estimates of disk space
 PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in KINDS)
 OWN = (PLAN, MANIFEST, *PAIRS, UNITS, BAD_ROWS)
 OPTIONS = {"languages": "language"}
@@ -58,12 +59,12 @@ AGAIN = "choose another --out or add --overwrite"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     add_plan_arguments(parser, required=True)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """What a plan is made from; ``run`` has the same options, none of them ``required``."""
+    """Add the options that define a plan. ``run`` has the same options without ``required``."""
     what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
     parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
     tokenizer = (
@@ -80,13 +81,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
         type=float,
         default=UNIT_MB,
         metavar="MB",
-        help="text in a unit of work, about (default: 256)",
+        help="approximate text in a unit of work (default: 256)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the data in --out")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write OUT/plan.json and the tokenizer's copy, and print what is ahead. Raises UserError."""
+    """Write OUT/plan.json and the copy of the tokenizer, and print a summary of the work. Raises
+    UserError.
+    """
     plan, tokenizer = make_plan(arguments)
     with lock(arguments.out, shared=not arguments.overwrite):
         unchanged = settle(arguments.out, plan, tokenizer, overwrite=arguments.overwrite)
@@ -96,12 +99,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
-    """The plan of a command line, and the tokenizer it uses; nothing is written. Raises UserError."""
+    """Return the plan of a command line and its tokenizer. Writes no files. Raises UserError."""
     if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
         raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
     if not arguments.tokenizer:
         raise UserError(
-            "inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub"
+            "inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME "
+            "on the Hub"
         )
     settings = settings_of(arguments)
     tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
@@ -122,7 +126,8 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
     )
     if all(unit.rows == 0 for unit in units):
         raise UserError(
-            f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}"
+            "no rows in "
+            f"{files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}"
         )
     plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
     check_splits(plan)
@@ -130,23 +135,23 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
 
 
 def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
-    """The documents of a unit without asking the mask, which is the user's code: it may be slow or fail, and runs in the workers."""
-    settings, file = (
-        replace(plan.settings, mask=None, mask_sha256=None, mask_columns=()),
-        plan.files[unit.file],
-    )
+    """Yield the documents of a unit without applying the mask.
+
+    The mask is the user's code: it may be slow or fail, and runs only in the workers.
+    """
+    settings = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=())
+    file, span = plan.files[unit.file], Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
     selection = Selection(settings)
-    for rows in read_span(
-        file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns
-    ):
+    for rows in read_span(file, span, settings.columns):
         if isinstance(rows, Rows):
             yield selection.of(rows, file.path)[0]
 
 
 def check_splits(plan: Plan) -> None:
-    """Read documents, without encoding them, until each split has one. Raises UserError where all are read and one has none.
+    """Read documents, without encoding them, until each split has one.
 
-    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly.
+    Raises UserError if all documents are read and a split is empty. For a large input, usually only
+    the beginning is read; the complete input is read only if a split is empty or nearly empty.
     """
     split = plan.settings.split
     wanted = {SPLITS.index(name) for name in split.names}
@@ -156,23 +161,23 @@ def check_splits(plan: Plan) -> None:
         wanted -= set(documents.splits.tolist())
         if not wanted:
             return
-    if any(map(len, hashes)):  # where all rows are bad, run says where they are
+    if any(map(len, hashes)):  # if all rows are bad, run reports their places
         raise UserError(_empty(split, wanted, np.concatenate(hashes), plan))
 
 
 def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: Plan) -> str:
-    """That splits would be empty, and shares with which they would not be."""
+    """Return the error text for empty splits, with percentages that would fill them."""
     names = " and ".join(SPLITS[number] for number in sorted(empty))
     wishes = (split, Split(split.valid_percent, 0.0), Split(0.0, 0.0))
     fits = next(filter(None, (fitting(wish, hashes) for wish in wishes)))
     advice = f"give --valid-percent {fits.valid_percent:g} --test-percent {fits.test_percent:g}"
     if any(file.kind == "txt" for file in plan.files):
-        advice += ", or --paragraphs for a document of each paragraph"
-    return f"{names} would be empty: {counted(len(hashes), 'document')} in all; {advice}"
+        advice += ", or --paragraphs to make each paragraph a document"
+    return f"{names} would be empty: {counted(len(hashes), 'document')} in total; {advice}"
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """What a person may not expect of the inputs, a line each."""
+    """Yield notes on unexpected properties of the inputs, one line each."""
     unnamed = [file for file in plan.files if file.id_prefix is not None]
     if unnamed and plan.settings.id_column != plan.settings.text_column:
         which = (
@@ -180,7 +185,10 @@ def notes(plan: Plan) -> Iterator[str]:
             if len(unnamed) == 1
             else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
         )
-        yield f"{which} no column {ID!r}: a document's id, which decides its split, is its file and place there (see --id-column)"
+        yield (
+            f"{which} no column {ID!r}: a document's id, which decides its split, is its file "
+            "and its place in the file (see --id-column)"
+        )
     large = [
         name
         for file in plan.files
@@ -189,13 +197,17 @@ def notes(plan: Plan) -> Iterator[str]:
         if size > plan.settings.max_bytes
     ]
     if large:
-        yield f"{counted(len(large), '.txt file')} above --max-bytes left out, {large[0]} first; --paragraphs makes documents of paragraphs"
+        yield (
+            f"{counted(len(large), '.txt file')} above --max-bytes left out (first: {large[0]}); "
+            "--paragraphs makes each paragraph a document"
+        )
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Found]:
-    """The inputs' files, without what data_prep itself has written into an OUT that lies in an input folder or glob.
+    """Return the inputs' files without the files that data_prep wrote to an OUT inside an input
+    folder or glob.
 
-    Raises UserError for a file in a place that data_prep writes in OUT.
+    Raises UserError for an input file at a path that data_prep writes in OUT.
     """
     out = arguments.out
     own, folders = (
@@ -214,19 +226,20 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
             ]
             if not files:
                 raise UserError(
-                    f"{name} holds only what data_prep has written into {out}; name the inputs"
+                    f"{name} contains only files that data_prep wrote to {out}; name the inputs"
                 )
             for file in files:
                 if _lies_at(file.path, [*own, *folders]):
                     raise UserError(
-                        f"the input {file.path} lies where data_prep writes in --out {out}; move it, or choose another --out"
+                        f"the input {file.path} is at a path that data_prep writes in --out "
+                        f"{out}; move it, or choose another --out"
                     )
         found += files
     return found
 
 
 def _lies_at(file: str, places: Iterable[Path]) -> bool:
-    """Whether a file, or what it links to, is at one of these places or below."""
+    """Return True if a file, or the target of a link, is at or below one of these places."""
     path = Path(file)
     return any(
         lies.is_relative_to(place)
@@ -236,20 +249,20 @@ def _lies_at(file: str, places: Iterable[Path]) -> bool:
 
 
 def identity(tokenizer: TokenizerFolder) -> Identity:
-    """What of a tokenizer decides the bytes, as the plan has it."""
+    """Return the properties of a tokenizer that decide the bytes, as stored in the plan."""
     return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 
 def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
-    """Make ``plan`` the plan of OUT, with a copy of the tokenizer; whether it was that before.
+    """Write ``plan`` and a copy of the tokenizer to OUT. Return True if OUT already has this plan.
 
-    Of the same plan only the files' paths are brought up to date, where they are still to be read. Raises UserError where OUT holds data of
-    another plan, or of none. With ``overwrite`` such data goes, and also complete data of the same plan; what a killed run of the same plan
-    has finished stays.
+    If OUT has the same plan, the paths of its files are updated if inputs remain to be read. Raises
+    UserError if OUT contains data of another plan or of none. ``overwrite`` removes this data, and
+    also complete data of the same plan. Finished units of an interrupted run of the same plan are
+    kept.
     """
-    taken = (
-        [] if overwrite else _taken(out, tokenizer)
-    )  # before the plan is looked for: another task may be writing both
+    # Checked before the plan is read, because another task may be writing both.
+    taken = [] if overwrite else _taken(out, tokenizer)
     old: Plan | None = None
     with suppress(UserError) if overwrite else nullcontext():
         old = read_plan(out) if (out / PLAN).exists() else None
@@ -262,22 +275,27 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
             write_plan(out, plan)
         return True
     if overwrite:
-        for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):  # what vouches for the data first
+        for name in (
+            MANIFEST,
+            *PAIRS,
+            UNITS,
+            BAD_ROWS,
+        ):  # the manifest first: it marks the data as complete
             (out / name).unlink(missing_ok=True)
         remove_shards(out)
     elif old:
-        raise UserError(
-            f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}"
-        )
+        raise UserError(f"{out} contains a plan with {', '.join(differences(old, plan))}; {AGAIN}")
     elif taken:
-        raise UserError(f"{taken[0]} exists and no {PLAN} says what it is; {AGAIN}")
+        raise UserError(f"{taken[0]} exists without a {PLAN} that describes it; {AGAIN}")
     _copy_tokenizer(tokenizer, out)
     write_plan(out, plan)
     return False
 
 
 def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
-    """Names in OUT that a plan would write to, other than a tokenizer of the same content."""
+    """Return the paths in OUT that a plan would overwrite, except a tokenizer with the same
+    content.
+    """
     copy = out / TOKENIZER
     foreign = [
         copy / name
@@ -296,7 +314,9 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
-    """Make OUT/tokenizer the tokenizer, file by file, each whole; other files there stay."""
+    """Copy the tokenizer to OUT/tokenizer, each file atomically. Other files in that folder are
+    kept.
+    """
     copy = out / TOKENIZER
     if copy.exists() and copy.samefile(tokenizer.path):
         return
@@ -309,10 +329,10 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
 
 
 def differences(old: Plan, new: Plan) -> Iterator[str]:
-    """What makes ``old`` another plan than ``new``, each as a person reads it."""
+    """Yield the differences between two plans in readable form."""
     contents = [[(file.kind, *file.content) for file in plan.files] for plan in (old, new)]
     if len(old.files) != len(new.files):
-        yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
+        yield f"other inputs ({len(old.files)} in the plan, {len(new.files)} now)"
     elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
         yield "the same inputs in another order"
     elif {file.kind for file in old.files} ^ {file.kind for file in new.files} == {
@@ -324,7 +344,7 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
         number = next(
             i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other
         )
-        yield f"other inputs ({old.files[number].path} there, {new.files[number].path} now)"
+        yield f"other inputs ({old.files[number].path} in the plan, {new.files[number].path} now)"
     if old.tokenizer != new.tokenizer:
         yield "another tokenizer"
     there, now = (plan.settings.deciding() for plan in (old, new))
@@ -332,43 +352,57 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
     for name in differing:
         if not name.startswith("mask"):
             option = OPTIONS.get(name, name).replace("_", "-")
-            yield f"another --{option} ({_shown(there.get(name))} there, {_shown(now[name])} now)"
+            yield (
+                f"another --{option} ({_shown(there.get(name))} in the plan, {_shown(now[name])} "
+                "now)"
+            )
     if any(name.startswith("mask") for name in differing):
         yield "another --mask"
     if old.unit_bytes != new.unit_bytes:
-        yield f"another --unit-mb ({old.unit_bytes / 1e6:g} there, {new.unit_bytes / 1e6:g} now)"
+        yield (
+            f"another --unit-mb ({old.unit_bytes / 1e6:g} in the plan, {new.unit_bytes / 1e6:g} "
+            "now)"
+        )
     if contents[0] == contents[1] and old.unit_bytes == new.unit_bytes and old.units != new.units:
         yield "other cuts of the same inputs, by another version of data_prep"
 
 
 def _shown(value: Any) -> str:
-    return (
-        ",".join(map(str, value)) or "none"
-        if isinstance(value, list)
-        else "none"
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:
-    """About how much disk the ids of so much text take."""
+    """Return the approximate disk space of the ids of ``text_bytes`` bytes of text."""
     return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize
 
 
 def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
-    """What is ahead, for people: files, rows, text, units, shards and disk."""
+    """Yield the lines of the plan's summary: files, rows, text, units, shards and disk space."""
     text = sum(file.text_bytes for file in plan.files)
     rows = [file.rows for file in plan.files]
     known = f"{sum(filter(None, rows)):,} rows" + (
-        " and those that only reading tells" if None in rows else ""
+        " and rows that are counted when read" if None in rows else ""
     )
     names, longest = plan.settings.split.names, max(unit.text_bytes for unit in plan.units)
     tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
     yield f"{out / PLAN}: {'unchanged' if unchanged else 'written'} ({plan.fingerprint[:12]})"
     files = sum(len(file.parts) or 1 for file in plan.files)
-    yield f"  {files:,} files, {size(sum(file.bytes for file in plan.files))}: {known}, about {size(text)} of text"
-    yield f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the largest {size(longest)}"
-    yield f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into {len(names)} pairs of .bin and .idx"
-    yield f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} of disk, twice that while they are merged"
-    yield f"do it with: python -m data_prep run --out {out}"
+    yield (
+        f"  {files:,} files, {size(sum(file.bytes for file in plan.files))}: {known}, about "
+        f"{size(text)} of text"
+    )
+    yield (
+        f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the "
+        f"largest {size(longest)}"
+    )
+    yield (
+        f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into "
+        f"{len(names)} pairs of .bin and .idx"
+    )
+    yield (
+        f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} "
+        "of disk, twice that while they are merged"
+    )
+    yield f"run it with: python -m data_prep run --out {out}"

@@ -1,10 +1,15 @@
-"""data_prep: the verb ``run``: text into train/valid/test .bin/.idx, in as many processes as there are cores, through kills and bad rows.
+"""Verb ``run``: encode text into train/valid/test .bin/.idx in parallel, and resume after kills.
 
-    python -m data_prep run INPUT... --tokenizer DIR --out OUT          plan, encode and merge
-    python -m data_prep run --out OUT                                   go on with the plan in OUT
-    python -m data_prep run --out OUT --task-id 3 --tasks 8             the units whose number leaves 3 when divided by 8; merge afterwards
+    plan, encode and merge:
+        python -m data_prep run INPUT... --tokenizer DIR --out OUT
+    continue with the plan in OUT:
+        python -m data_prep run --out OUT
+    encode the units with number % 8 == 3, to be merged afterwards:
+        python -m data_prep run --out OUT --task-id 3 --tasks 8
 
-In a Slurm job array (SLURM_ARRAY_TASK_ID) a task takes its share without being told. Units that are done are not done again.
+The default number of processes is the number of cores. Bad rows are dropped and reported. In a
+Slurm job array (SLURM_ARRAY_TASK_ID), each task takes its share automatically. Finished units are
+not encoded again.
 """
 
 from __future__ import annotations
@@ -58,40 +63,48 @@ SAMPLE_BYTES = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     add_plan_arguments(parser, required=False)
     add_max_bad_argument(parser)
-    parser.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core)")
+    parser.add_argument(
+        "--workers", type=int, metavar="W", help="processes (default: one per core)"
+    )
     parser.add_argument(
         "--encoder",
         choices=("auto", "gigatoken", "hf"),
         default="auto",
         help="default: gigatoken where it is exact",
     )
-    parser.add_argument("--task-id", type=int, metavar="N", help="which of --tasks this is, from 0")
+    parser.add_argument(
+        "--task-id", type=int, metavar="N", help="number of this task among --tasks, from 0"
+    )
     parser.add_argument(
         "--tasks",
         type=int,
         metavar="M",
-        help="tasks that share the work, each with the same command but for its number",
+        help="number of tasks that share the work; their commands differ only in --task-id",
     )
 
 
 @dataclass(frozen=True)
 class Task:
-    """Of ``tasks`` that share the units, number ``index``, from 0; ``told_by``: where that was read."""
+    """Task number ``index``, from 0, of ``tasks`` that share the units. The third field is the
+    option or variable that set it.
+    """
 
     index: int
     tasks: int
     told_by: str
 
     def has(self, unit: Unit) -> bool:
-        """Whether a unit is this task's."""
+        """Return True if a unit belongs to this task."""
         return unit.number % self.tasks == self.index
 
 
 def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]) -> Task | None:
-    """The task that the command line, or else Slurm's environment, names; None where neither does. Raises UserError."""
+    """Return the task from the command line, or else from Slurm's environment, or None. Raises
+    UserError.
+    """
     slurm = environment.get("SLURM_ARRAY_TASK_ID")
     if index is not None or (tasks is not None and not slurm):
         if index is None or tasks is None:
@@ -110,12 +123,14 @@ def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]
         whole = int(environment["SLURM_ARRAY_TASK_COUNT"])
     except (KeyError, ValueError):
         raise UserError(
-            "SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id and --tasks"
+            "SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id "
+            "and --tasks"
         ) from None
     index, rest = divmod(number - first, max(step, 1))
     if rest or not 0 <= index < whole:
         raise UserError(
-            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in steps of {step}: of an array with gaps give --tasks"
+            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in "
+            f"steps of {step}: for an array with gaps, give --tasks"
         )
     return Task(index, whole, "SLURM_ARRAY_TASK_ID")
 
@@ -129,7 +144,10 @@ def _checked(index: int, tasks: int, told_by: str) -> Task:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Do what is left of the plan, and merge unless this is one task of several: 0, or 1 with too many bad rows. Raises UserError."""
+    """Encode the remaining units, and merge unless this is one task of several.
+
+    Return 0, or 1 if too many rows are bad. Raises UserError.
+    """
     out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
@@ -137,7 +155,8 @@ def main(arguments: argparse.Namespace) -> int:
     parse_max_bad(arguments.max_bad)
     if task and arguments.overwrite:
         raise UserError(
-            "--overwrite is not for one task of several; plan with --overwrite first, then start the tasks without it"
+            "--overwrite cannot be used for one task of several; plan with --overwrite "
+            "first, then start the tasks without it"
         )
     made = make_plan(arguments) if arguments.inputs else None
     plan = made[0] if made else _continued(arguments)
@@ -149,7 +168,8 @@ def main(arguments: argparse.Namespace) -> int:
         merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
         if merged and not cut_short:
             print(
-                f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})"
+                f"{out}: unchanged; made from the same inputs, tokenizer and settings (check "
+                f"it with: python -m data_prep verify {out})"
             )
             return 0
         if not merged:
@@ -161,7 +181,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _continued(arguments: argparse.Namespace) -> Plan:
-    """The plan in OUT. Raises UserError for options that belong to a plan and differ from it."""
+    """Return the plan in OUT. Raises UserError for plan options that differ from it."""
     plan = read_plan(arguments.out)
     given, planned = settings_of(arguments), plan.settings
     other = [
@@ -188,7 +208,8 @@ def _continued(arguments: argparse.Namespace) -> Plan:
             else OPTIONS.get(other[0], other[0]).replace("_", "-")
         )
         raise UserError(
-            f"--{name} is not that of the plan in {arguments.out}; name the inputs too, or leave it out to go on with the plan"
+            f"--{name} differs from the plan in {arguments.out}; name the inputs too, or "
+            "omit it to continue with the plan"
         )
     return plan
 
@@ -196,7 +217,10 @@ def _continued(arguments: argparse.Namespace) -> Plan:
 def encode(
     out: Path, plan: Plan, task: Task | None, workers: int, encoder: str, *, checked: bool
 ) -> None:
-    """Do the units that are not done, all or one task's; ``checked``: the inputs were looked at a moment ago. Raises UserError."""
+    """Encode the units that are not done, all or those of one task. Raises UserError.
+
+    ``checked``: the inputs were checked in the same command and are not checked again.
+    """
     mine = [unit for unit in plan.units if task is None or task.has(unit)]
     whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
     (out / SHARDS).mkdir(exist_ok=True)
@@ -206,9 +230,9 @@ def encode(
     waiting = [unit for unit in mine if unit not in done]
     if not waiting:
         why = (
-            f"done before: {counted(len(mine), 'unit')}"
+            f"already done: {counted(len(mine), 'unit')}"
             if mine
-            else "the other tasks have all units"
+            else "all units belong to other tasks"
         )
         print(f"{out}: {whose}nothing to do: {why}")
         return
@@ -220,13 +244,14 @@ def encode(
     print(f"encoder: {choice.name} ({choice.why})")
     workers = min(workers, len(waiting))
     print(
-        f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, {counted(workers, 'worker')}",
+        f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, "
+        f"{counted(workers, 'worker')}",
         flush=True,
     )
-    needed, free = (
-        disk_bytes(plan, sum(unit.text_bytes for unit in (*waiting, *(() if task else mine)))),
-        shutil.disk_usage(out).free,
-    )
+    # A run without tasks also merges, which needs space for all units once more.
+    written = waiting if task else [*waiting, *mine]
+    needed = disk_bytes(plan, sum(unit.text_bytes for unit in written))
+    free = shutil.disk_usage(out).free
     if needed > free:
         print(
             f"{out}: about {size(needed)} of disk are needed and {size(free)} are free", flush=True
@@ -240,7 +265,11 @@ def encode(
 
 
 def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
-    """The entry of a unit that is done. One that is damaged, of another plan or without its files goes: the unit is done again."""
+    """Return the entry of a unit that is done, or None.
+
+    An entry that is damaged, belongs to another plan or lacks its files is removed, so that the
+    unit is encoded again.
+    """
     path = entry_path(out, unit)
     try:
         entry = sound_entry(out, plan, unit)
@@ -258,7 +287,10 @@ def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
 
 
 def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
-    """Whether the local inputs of these units are what was planned; those on the Hub are named by their commit. Raises UserError."""
+    """Raise UserError if a local input of these units has changed since it was planned.
+
+    Inputs on the Hub are fixed by their commit.
+    """
     columns = plan.settings.columns
     for number in sorted({unit.file for unit in units}):
         file = plan.files[number]
@@ -269,7 +301,9 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
 
 
 def samples(plan: Plan, unit: Unit) -> list[str]:
-    """The first documents of a unit, up to 64 or 1 MB, unmasked: what the encoders are tried on."""
+    """Return the first documents of a unit, up to 64 or 1 MB, without the mask, for the self-check
+    of the encoders.
+    """
     texts = next(
         (
             documents.texts.slice(0, SAMPLE_DOCUMENTS)

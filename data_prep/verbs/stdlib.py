@@ -1,8 +1,9 @@
-"""data_prep: the verb ``stdlib``: the running Python's standard library as a parquet file in FineWeb-Edu's schema.
+"""Verb ``stdlib``: write the running Python's standard library as parquet.
 
-A real corpus of about 11 MB that every machine has. The library's own tests and lib2to3 stay out (with them it is 31 MB), as does what
-is not its source: installed packages, links that lead elsewhere, and the build's settings (config-*, _sysconfigdata*), which name the
-machine's folders.
+The file has FineWeb-Edu's schema. It is a real corpus of about 11 MB that is available on every
+machine. The library's own tests and lib2to3 are excluded (with them it is 31 MB), as well as files
+that are not its sources: installed packages, links to other folders, and build settings (config-*,
+_sysconfigdata*), which contain paths of the machine.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ ROWS_PER_GROUP = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace OUT.parquet where it holds something else"
+        "--overwrite", action="store_true", help="replace OUT.parquet if it has other content"
     )
 
 
 def source_files(root: Path) -> Iterator[str]:
-    """Paths of the library's sources relative to ``root``, with forward slashes, sorted within each folder."""
+    """Yield the paths of the library's sources relative to ``root``, with forward slashes, sorted
+    within each folder.
+    """
     real_root = root.resolve()
     for folder, names, files in os.walk(root):
         names[:] = sorted(
@@ -68,7 +71,9 @@ def source_files(root: Path) -> Iterator[str]:
 
 
 def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
-    """The library as a table, and what was left out by reason (empty, duplicate, not UTF-8)."""
+    """Return the library as a table, and the number of files left out by reason (empty, duplicate,
+    not UTF-8).
+    """
     version = platform.python_version()
     rows: list[dict[str, str]] = []
     seen: set[bytes] = set()
@@ -100,7 +105,9 @@ def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Gather the library and write it; a file that already holds the same is left alone. Raises UserError."""
+    """Collect the library and write it. A file with the same content is not changed. Raises
+    UserError.
+    """
     root, out = Path(sysconfig.get_path("stdlib")), arguments.out
     if out.is_dir():
         raise UserError(
@@ -109,7 +116,8 @@ def main(arguments: argparse.Namespace) -> int:
     table, dropped = collect(root)
     if not table.num_rows:
         raise UserError(
-            f"this Python keeps no standard library sources in {root}; run data_prep with another Python"
+            f"this Python has no standard library sources in {root}; run data_prep with "
+            "another Python"
         )
     make_folder(out.parent)
     temporary = out.with_name(f".{out.name}.unfinished")
@@ -125,7 +133,7 @@ def main(arguments: argparse.Namespace) -> int:
         same = out.exists() and sha256(temporary) == sha256(out)
         if out.exists() and not same and not arguments.overwrite:
             raise UserError(
-                f"{out} exists and holds something else; choose another name or add --overwrite"
+                f"{out} exists with other content; choose another name or add --overwrite"
             )
         os.replace(temporary, out)
         sync_folder(out.parent)

@@ -1,12 +1,15 @@
-"""data_prep: the verb ``train-tokenizer``: a BPE trained on the inputs' text, as a folder that transformers.AutoTokenizer loads.
+"""Verb ``train-tokenizer``: train a BPE on the inputs' text, as a folder for AutoTokenizer.
 
-    gpt     byte-level, GPT-4's pieces, <|endoftext|> (id 0) as EOD; every UTF-8 text comes back exactly
-    llama   LLaMA-2's layout: <unk> <s> </s>, 256 bytes, characters and merges; digits one by one; </s> as EOD. Every UTF-8 text comes back
-            exactly but for the sign U+2581, which comes back as a space
+    gpt     byte-level, GPT-4's pre-tokenization, <|endoftext|> (id 0) as EOD. Every UTF-8 text
+            is decoded exactly.
+    llama   LLaMA-2's layout: <unk> <s> </s>, 256 bytes, characters and merges; digits one by one;
+            </s> as EOD. Every UTF-8 text is decoded exactly except the character U+2581, which
+            becomes a space.
 
-Trained on at most about --sample-mb of text: the documents whose ids have the smallest hashes. So the same documents give the same
-tokenizer, however they are cut into files, in whatever order and on however many threads.
-All inputs are read; memory is a few times the sample.
+transformers.AutoTokenizer loads the folder. The training uses at most about --sample-mb of text:
+the documents whose ids have the smallest hashes. The same documents therefore give the same
+tokenizer, independent of the division into files, the order and the number of threads. All inputs
+are read. The memory is a few times the sample.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ SPAN_BYTES = 64 * 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -82,22 +85,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Sample:
-    """The documents with the smallest hashes of their ids, as few as hold ``wanted_bytes``, or all; their order makes no difference."""
+    """Documents with the smallest hashes of their ids, up to ``wanted_bytes`` of text. Their order
+    makes no difference.
+    """
 
     def __init__(self, wanted_bytes: float) -> None:
         self.wanted_bytes = wanted_bytes
         self.text_bytes = 0
-        self._heap: list[
-            tuple[int, bytes]
-        ] = []  # (complement of the hash, text): the first is the next to go
+        # (complement of the hash, text); the first is the next to be removed.
+        self._heap: list[tuple[int, bytes]] = []
 
     @property
     def texts(self) -> list[bytes]:
-        """The texts by hash."""
+        """Texts in the order of their hashes."""
         return [text for _, text in sorted(self._heap, reverse=True)]
 
     def add(self, documents: Documents) -> None:
-        """Take what belongs to the sample and let go what does no longer."""
+        """Add the documents that belong to the sample, and remove those that no longer do."""
         keys = ~hash_ids(documents.ids, b"tokenizer")
         full = self.text_bytes >= self.wanted_bytes
         candidates = np.flatnonzero(keys >= np.uint64(self._heap[0][0] if full else 0))
@@ -112,7 +116,9 @@ class Sample:
 def gather(
     files: list[SourceFile], settings: Settings, sample_mb: float
 ) -> tuple[Sample, Counter[Drop]]:
-    """Read all files: the sample and the rows dropped. Raises UserError for a part that cannot be read."""
+    """Read all files and return the sample and the dropped rows. Raises UserError for rows that
+    cannot be read.
+    """
     sample, dropped = Sample(sample_mb * 1e6), Counter[Drop]()
     selection, columns = Selection(settings), settings.columns
     with Reading("sampling", sum(file.text_bytes for file in files)) as reading:
@@ -143,12 +149,16 @@ def _already_there(out: Path, fingerprint: str, overwrite: bool) -> bool:
             return True
     interrupted = not seal.exists() and (out / ".unfinished").exists()
     if file.exists() and not overwrite and not interrupted:
-        raise UserError(f"{out} holds another tokenizer; choose another --out or add --overwrite")
+        raise UserError(
+            f"{out} contains another tokenizer; choose another --out or add --overwrite"
+        )
     return False
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Train and write the tokenizer; one made from the same text and settings is left alone. Raises UserError."""
+    """Train and write the tokenizer. A tokenizer from the same text and settings is not changed.
+    Raises UserError.
+    """
     vocab_size, out, sample_mb = arguments.vocab_size, arguments.out, arguments.sample_mb
     style, settings = STYLES[arguments.style], settings_of(arguments)
     if vocab_size < style.smallest:
@@ -179,7 +189,10 @@ def main(arguments: argparse.Namespace) -> int:
             raise UserError(
                 f"no document to train on in {', '.join(arguments.inputs)}{_because(dropped)}"
             )
-        read = f"{len(texts):,} documents, {sample.text_bytes / 1e6:.1f} MB of text in the sample{_because(dropped)}"
+        read = (
+            f"{len(texts):,} documents, {sample.text_bytes / 1e6:.1f} MB of text in the "
+            f"sample{_because(dropped)}"
+        )
         print(f"{read}; learning merges", file=sys.stderr, flush=True)
         tokenizer = style.train(texts, vocab_size, sys.stderr.isatty())
         write_synced(staging.path / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
@@ -198,11 +211,13 @@ def main(arguments: argparse.Namespace) -> int:
         staging.publish(["tokenizer.json", "tokenizer_config.json"], seal=SEAL)
     size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(style.eod)
     print(
-        f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on {sample.text_bytes / 1e6:.1f} MB of text"
+        f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on "
+        f"{sample.text_bytes / 1e6:.1f} MB of text"
     )
     if size < vocab_size:
         print(
-            f"data_prep: this text yields {size} entries, fewer than --vocab-size {vocab_size}; give more text for more",
+            f"data_prep: this text yields {size} entries, fewer than --vocab-size "
+            f"{vocab_size}; give more text for more",
             file=sys.stderr,
         )
     return 0
@@ -215,25 +230,34 @@ def _because(dropped: Counter[Drop]) -> str:
 
 BATCH_BYTES = 1 << 20
 GPT_EOD = "<|endoftext|>"
-# GPT-4's pieces: contractions, words with one leading non-letter, up to three digits, punctuation, line ends, runs of spaces.
-GPT_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# GPT-4's pre-tokenization: contractions, words with one leading non-letter, up to three digits,
+# punctuation, line ends, runs of spaces.
+GPT_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
-SPACE = "▁"  # what a space becomes
+SPACE = "▁"  # replaces a space
 LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 PRINTABLE = SPACE + "".join(map(chr, range(0x21, 0x7F)))
-# Within what merges are learnt: runs of spaces, words and punctuation with at most one leading space; digits and line ends stand alone.
+# Merges are learned within runs of spaces, and words and punctuation with at most one leading
+# space. Digits and line ends are separate.
 LLAMA_PIECES = (
     rf"{SPACE}{{2,}}|{SPACE}?\p{{L}}[\p{{L}}\p{{M}}]*|{SPACE}?[^{SPACE}\s\p{{L}}\p{{N}}]+|[\s\S]"
 )
-LLAMA_COVERAGE = 0.99995  # share of the characters that get an entry; the rest is written as bytes
-LLAMA_LONGEST = 16  # characters of an entry
+LLAMA_COVERAGE = 0.99995  # share of the characters with an entry; the rest is encoded as bytes
+LLAMA_LONGEST = 16  # maximum characters of an entry
 
 
 @dataclass(frozen=True)
 class Style:
-    """``train(texts, vocab_size, show)`` gives a tokenizer of at most ``vocab_size`` entries, the same for the same texts in any order;
-    ``rules`` identifies what it does with them; ``config`` is tokenizer_config.json."""
+    """Kind of tokenizer.
+
+    ``train(texts, vocab_size, show)`` returns a tokenizer of at most ``vocab_size`` entries, the
+    same for the same texts in any order. ``rules`` identifies the algorithm. ``config`` is the
+    content of tokenizer_config.json.
+    """
 
     name: str
     eod: str
@@ -245,7 +269,7 @@ class Style:
 
 
 def batches(texts: Sequence[bytes]) -> Iterator[list[str]]:
-    """UTF-8 texts as strings, about a megabyte at a time."""
+    """Yield UTF-8 texts as lists of strings of about a megabyte."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -259,7 +283,9 @@ def batches(texts: Sequence[bytes]) -> Iterator[list[str]]:
 
 
 def train_gpt(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
-    """A byte-level BPE: EOD is entry 0, the 256 bytes follow, so every UTF-8 text comes back exactly."""
+    """Train a byte-level BPE. EOD is entry 0 and the 256 bytes follow, so every UTF-8 text is
+    decoded exactly.
+    """
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(GPT_PIECES), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -277,10 +303,11 @@ def train_gpt(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
 
 
 def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
-    """(characters that get an entry of their own, the others that occur).
+    """Return (characters with their own entry, other characters that occur).
 
-    Printable ASCII and the space's sign always; then the most frequent, ties by code point, until LLAMA_COVERAGE of all characters are
-    covered or ``most`` are taken. Control characters, line ends and tabs stay bytes.
+    Printable ASCII and the space sign always have an entry. The most frequent other characters
+    follow, with ties in code point order, until LLAMA_COVERAGE of all characters are covered or
+    ``most`` are taken. Control characters, line ends and tabs are encoded as bytes.
     """
     counts = np.zeros(0x110000, np.int64)
     for batch in batches(texts):
@@ -306,9 +333,11 @@ def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
 
 
 def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
-    """A BPE of LLaMA-2's layout: <unk> <s> </s>, the 256 bytes from entry 3 on, characters and merges; no pre-tokenizer when it encodes.
+    """Train a BPE with LLaMA-2's layout: <unk> <s> </s>, the 256 bytes from entry 3, characters and
+    merges.
 
-    Every UTF-8 text comes back exactly, but for the sign U+2581 itself, which comes back as the space it stands for.
+    The tokenizer has no pre-tokenizer for encoding. Every UTF-8 text is decoded exactly, except the
+    character U+2581, which becomes a space.
     """
     letters, rare = alphabet(texts, most=(vocab_size - LLAMA.smallest) // 4)
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -324,7 +353,8 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
         max_token_length=LLAMA_LONGEST,
         show_progress=show,
     )
-    # A character without an entry is skipped in training, which would join its neighbours: a line end keeps them apart.
+    # Training skips characters without an entry and would join their neighbours. A line end
+    # separates them.
     apart = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
     tokenizer.train_from_iterator(
         ([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer

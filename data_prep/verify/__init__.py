@@ -1,8 +1,10 @@
-"""data_prep: the verb ``verify``: a data folder against all that is said of it.
+"""Verb ``verify``: check a data folder against its manifest, plan and entries.
 
-A merged folder: sizes and hashes of every file, manifest against units and plan, each .idx against its .bin, EOD at the end of every
-document and nowhere else, ids within the vocabulary, the tokenizer. One that is not merged: each shard against its unit's entry. And a
-sample of the documents, read again from the inputs and encoded by Hugging Face tokenizers. Leaves with 1 and a line a fault, or with 0.
+In a merged folder it checks sizes and hashes of every file, the manifest against units and plan,
+each .idx against its .bin, EOD at the end of every document and only at these positions, ids within
+the vocabulary, and the tokenizer. In a folder that is not merged it checks each shard against its
+unit's entry. In both cases a sample of the documents is read from the inputs and encoded by Hugging
+Face tokenizers. The exit code is 1 with a line for each fault, or 0.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ PUT_BACK = "put it back, or plan and run again with --overwrite"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder that run wrote")
     parser.add_argument(
         "--sample",
@@ -71,21 +73,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Report:
-    """Faults, what was not checked, and what was found whole."""
+    """Faults, checks that were not possible, and checks that succeeded."""
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     agree: list[str] = field(default_factory=list)
 
     def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
-        """Take faults in; whether there were none."""
+        """Add faults, each with the fix, and return True if the list of faults is empty."""
         found = [f"{fault}; {fix}" if fix else fault for fault in faults]
         self.faults += found
         return not found
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check a data folder: 0 and a summary when it is whole, 1 and a line a fault when it is not. Raises UserError where there is none."""
+    """Check a data folder. Return 0 and print a summary without faults; return 1 and print a line
+    for each fault.
+
+    Raises UserError if the folder contains no data.
+    """
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.sample < 0:
         raise UserError(f"--sample is {arguments.sample}; it must be at least 0")
@@ -97,11 +103,12 @@ def main(arguments: argparse.Namespace) -> int:
         )
     elif arguments.index_cache:
         raise UserError(
-            f"{folder} is not merged, so no index cache can belong to it; merge it with: python -m data_prep merge {folder}"
+            f"{folder} is not merged, so no index cache can belong to it; merge it with: "
+            f"python -m data_prep merge {folder}"
         )
     else:
         report = verify_units(folder, arguments.sample)
-        done = f"not merged yet; go on with: python -m data_prep merge {folder}"
+        done = f"not merged yet; continue with: python -m data_prep merge {folder}"
     for note in report.notes:
         print(f"not checked: {note}")
     for fault in report.faults:
@@ -109,12 +116,12 @@ def main(arguments: argparse.Namespace) -> int:
     if report.faults:
         print(f"{folder}: {len(report.faults)} fault{'s' if len(report.faults) > 1 else ''}")
         return 1
-    print(f"{folder}: whole; {done}; {', '.join(report.agree)} agree")
+    print(f"{folder}: complete; {done}; {', '.join(report.agree)} agree")
     return 0
 
 
 def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
-    """Check a folder that has a manifest. Raises UserError where ``caches`` is no folder."""
+    """Check a folder that has a manifest. Raises UserError if ``caches`` is not a folder."""
     report = Report(agree=["hashes", "indices", "EOD"])
     fix = (
         f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
@@ -155,11 +162,13 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
             found = check_caches(caches, folder, manifest, reading.advance)
             report.add(found.faults)
             report.agree.append(
-                f"{found.ours} index caches ({found.others} of other data, {found.unfinished} unfinished)"
+                f"{found.ours} index caches ({found.others} of other data, "
+                f"{found.unfinished} unfinished)"
             )
     if (folder / SHARDS).exists():
         report.notes.append(
-            f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it"
+            f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} "
+            "removes it"
         )
     if plan:
         _sample(report, folder, plan, entries, sample, fix, merged=True)
@@ -185,20 +194,23 @@ def verify_units(folder: Path, sample: int) -> Report:
         f"verifying {folder / SHARDS}", sum(sum(part.sizes.values()) for part in parts)
     ) as reading:
         report.add(shard_faults(folder, plan, entries, reading.advance))
-    fix = f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep run --out {folder}"
+    fix = (
+        f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep "
+        f"run --out {folder}"
+    )
     _sample(report, folder, plan, entries, sample, fix, merged=False)
     return report
 
 
 def _sound_plan(folder: Path) -> Plan:
-    """The plan. Raises UserError."""
+    """Return the plan. Raises UserError."""
     if not (folder / PLAN).is_file():
         raise UserError(f"{folder / PLAN} is missing; {PUT_BACK}")
     return read_plan(folder)
 
 
 def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
-    """Faults of the tokenizer's copy."""
+    """Yield the faults of the copy of the tokenizer."""
     try:
         tokenizer = load_folder(folder)
     except UserError as error:
@@ -217,7 +229,7 @@ def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
 def manifest_faults(
     folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]
 ) -> Iterator[str]:
-    """What manifest.json says otherwise than plan.json and units.jsonl."""
+    """Yield the differences of manifest.json from plan.json and units.jsonl."""
     if manifest.source.fingerprint != plan.fingerprint:
         yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
         return
@@ -226,11 +238,17 @@ def manifest_faults(
             yield f"{folder / manifest.units.file}: unit {entry.unit} is of another plan"
             return
     if len(entries) != len(plan.units):
-        yield f"{folder / manifest.units.file} has {len(entries)} units, {folder / PLAN} has {len(plan.units)}"
+        yield (
+            f"{folder / manifest.units.file} has {len(entries)} units, {folder / PLAN} has "
+            f"{len(plan.units)}"
+        )
         return
     for unit, entry in zip(plan.units, entries, strict=True):
         if unit.rows not in (None, entry.rows):
-            yield f"{folder / manifest.units.file}: unit {entry.unit} accounts for {entry.rows} rows, the plan for {unit.rows}"
+            yield (
+                f"{folder / manifest.units.file}: unit {entry.unit} accounts for {entry.rows} "
+                f"rows, the plan for {unit.rows}"
+            )
     splits = {
         name: _summed(manifest.splits[name], name, entries)
         for name in SPLITS
@@ -247,7 +265,11 @@ def manifest_faults(
 
 
 def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
-    """The paths of inputs and mask are no part of a plan's identity: they may move, and a later plan of the same contents says where to."""
+    """Remove the paths of inputs and mask from a manifest.
+
+    Paths are not part of a plan's identity: files may move, and a later plan of the same contents
+    contains the new paths.
+    """
     for file in manifest["source"]["files"]:
         file["path"] = None
     mask = manifest["source"]["settings"].get("mask")
@@ -255,7 +277,7 @@ def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
 
 
 def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
-    """A split's entry with what the units' entries add up to."""
+    """Return a split's entry with the sums of the units' entries."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents, tokens, text_bytes, bin_bytes = (
         sum(getattr(part, what) for part in parts)
@@ -277,7 +299,7 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
 
 
 def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
-    """Where two JSON values differ, by their keys."""
+    """Yield the differences of two JSON values, with their keys."""
     if isinstance(said, dict) and isinstance(found, dict):
         for name in dict.fromkeys([*said, *found]):
             yield from _differences(
@@ -303,13 +325,14 @@ def _sample(
     if not number:
         return
     if report.faults or len(entries) != len(plan.units):
-        report.notes.append("a sample against the inputs: mend the faults first")
+        report.notes.append("a sample against the inputs: fix the faults first")
         return
     found = check_sample(folder, plan, entries, number, merged=merged)
     report.add(found.faults, fix)
     for reason, units in found.unchecked.items():
         report.notes.append(
-            f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against the inputs: {reason}"
+            f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against "
+            f"the inputs: {reason}"
         )
     if found.compared:
         report.agree.append(f"{found.compared} documents encoded again")
@@ -322,7 +345,7 @@ ENTRY = re.compile(r"(\d+)\.json")
 def shard_faults(
     out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """Faults of the shards that the entries name, and files that none names."""
+    """Yield the faults of the shards that the entries list, and of files that no entry lists."""
     vocab_size, eod_id = plan.tokenizer.vocab_size, plan.tokenizer.eod_id
     ids = Ids(dtype_name(vocab_size), eod_id, vocab_size)
     for entry in entries:
@@ -336,7 +359,10 @@ def shard_faults(
 
 
 def _again(out: Path, unit: Unit) -> str:
-    return f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
+    return (
+        f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run "
+        f"--out {out}"
+    )
 
 
 def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[str]:
@@ -348,6 +374,9 @@ def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[st
         elif not (match := SHARD.fullmatch(path.name)) or match[1] not in known:
             yield f"{path} belongs to no unit of the plan; remove it"
         elif not entry_path(out, known[match[1]]).is_file():
-            yield f"{path} has no entry, so its unit is not done; do it with: python -m data_prep run --out {out}"
+            yield (
+                f"{path} has no entry, so its unit is not done; do it with: python -m data_prep "
+                f"run --out {out}"
+            )
         elif (entry := entries.get(known[match[1]].number)) and match[2] not in entry.splits:
             yield f"{path} is not named by its unit's entry; {_again(out, known[match[1]])}"

@@ -1,7 +1,9 @@
-"""data_prep: index caches that pretrain built, against the data that is there now. Reads complete.json of each, knows nothing of samples.
+"""Check of index caches built by pretrain against the current data. The verb reads only their
+complete.json.
 
-FOLDER/KEY/complete.json, written last: {"format": 1, "sources": [{"split", "prefix", "idx_sha256", "bin"}],
-"files": {name: {"bytes", "sha256"}}}; ``bin`` is the .bin's SHA-256 or its sample (samples.sample_digest).
+FOLDER/KEY/complete.json, written last: {"format": 1, "sources": [{"split", "prefix", "idx_sha256",
+"bin"}], "files": {name: {"bytes", "sha256"}}}; ``bin`` is the .bin's SHA-256 or its sample
+(indexed.sample_digest).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ AGAIN = "remove it and build it again with: python -m data_prep index RUN.yaml"
 
 @dataclass
 class Caches:
-    """Caches of this folder's data that were looked at, caches of other data, folders without complete.json, and the faults found."""
+    """Numbers of caches of this folder's data, of other data, and without complete.json, and the
+    faults found.
+    """
 
     ours: int = 0
     others: int = 0
@@ -36,7 +40,7 @@ class Caches:
 def check_caches(
     caches: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]
 ) -> Caches:
-    """Look at every cache below a folder. Raises UserError where there is no such folder."""
+    """Check every cache in a folder. Raises UserError if the folder does not exist."""
     existing_folder(caches, "index caches that pretrain or python -m data_prep index built")
     result = Caches()
     for cache in sorted(path for path in caches.iterdir() if path.is_dir()):
@@ -65,7 +69,10 @@ def check_caches(
 
 
 def cache_bytes(caches: Path) -> int:
-    """Bytes of all files of the caches, for the progress line; a folder that is being built may get its name, or go, in this moment."""
+    """Return the bytes of all files of the caches, for the progress line.
+
+    A concurrent build may rename or remove a folder; missing files are ignored.
+    """
     total = 0
     for folder, _, names in os.walk(caches):
         for name in names:
@@ -96,12 +103,18 @@ def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) 
     for name, source in sources.items():
         entry = manifest.splits.get(name)
         if entry is None:
-            yield f"{cache / COMPLETE} is stale: built from {source['prefix']}, which the data no longer has"
+            yield (
+                f"{cache / COMPLETE} is stale: built from {source['prefix']}, which the data no "
+                "longer has"
+            )
         elif source["idx_sha256"] != entry.idx_sha256 or source["bin"] not in (
             entry.bin_sha256,
             entry.bin_sample,
         ):
-            yield f"{cache / COMPLETE} is stale: built from other contents of {source['prefix']} than are there now"
+            yield (
+                f"{cache / COMPLETE} is stale: built from another content of {source['prefix']} "
+                "than the current one"
+            )
 
 
 def _damaged(

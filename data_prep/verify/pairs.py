@@ -1,6 +1,7 @@
-"""data_prep: one .bin/.idx pair against what is said of it: sizes, hashes, each .idx against its .bin, EOD, vocabulary.
+"""Check of one .bin/.idx pair against its entry: sizes, hashes, .idx against .bin, EOD, vocabulary.
 
-Every byte is read once, in blocks; hash and contents are looked at together. Nothing here knows units, plans or inputs.
+Every byte is read once, in blocks, for both the hash and the content checks. This module does not
+depend on units, plans or inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BLOCK_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class Ids:
-    """What the ids of a pair are: their type, the EOD's id and the size of the vocabulary."""
+    """Properties of the ids of a pair: dtype, id of EOD, and size of the vocabulary."""
 
     dtype: str
     eod_id: int
@@ -42,7 +43,11 @@ class Ids:
 def pair_faults(
     prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """The faults of a pair and its .ids, each naming its file. ``says``: who made the statement; ``advance`` hears of bytes read."""
+    """Yield the faults of a pair and its .ids file, each with the file's name.
+
+    The third argument is the source of the entry, for the messages. ``advance`` is called with the
+    bytes read.
+    """
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
     missing = set()
     for kind, size in entry.sizes.items():
@@ -126,13 +131,19 @@ def _index_faults(
     if index.dtype != ids.dtype:
         yield f"{path}: ids are {index.dtype}, {says} says {ids.dtype}"
     if tokens * width != binary.stat().st_size:
-        yield f"{path} does not belong to {binary.name}: it describes {tokens * width} bytes, the file has {binary.stat().st_size}"
+        yield (
+            f"{path} does not belong to {binary.name}: it describes {tokens * width} bytes, the "
+            f"file has {binary.stat().st_size}"
+        )
     if shortest < 1 or not pointers_agree:
         yield f"{path}: lengths and pointers disagree"
     if not numbers_agree:
         yield f"{path}: document indices are not one document a sequence"
     if (documents, tokens) != (entry.documents, entry.tokens):
-        yield f"{path}: {documents} documents and {tokens} tokens, {says} says {entry.documents} and {entry.tokens}"
+        yield (
+            f"{path}: {documents} documents and {tokens} tokens, {says} says {entry.documents} "
+            f"and {entry.tokens}"
+        )
 
 
 def _parts(
@@ -142,7 +153,7 @@ def _parts(
     update: Callable[[Any], None],
     advance: Callable[[int], None],
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """(first index, values) of the next ``number`` values of a file, in parts."""
+    """Yield (first index, values) of the next ``number`` values of a file, in parts."""
     for start in range(0, number, DOCUMENTS_AT_ONCE):
         values = np.fromfile(stream, dtype, min(DOCUMENTS_AT_ONCE, number - start))
         update(values)
@@ -160,7 +171,11 @@ def _token_faults(
     ids: Ids,
     advance: Callable[[int], None],
 ) -> Iterator[str]:
-    """Hash of a .bin; every id in the vocabulary; and, where its .idx is sound, EOD at the end of every document and nowhere else."""
+    """Yield the faults of a .bin: its hash, ids outside the vocabulary, and misplaced EOD.
+
+    If its .idx is valid, EOD must be at the end of every document. The number of EODs must be the
+    number of documents.
+    """
     digest, kind = hashlib.sha256(), np.dtype(dtype).newbyteorder("<")
     found = foreign = unended = read = document = 0
     first = -1
@@ -180,18 +195,25 @@ def _token_faults(
     if digest.hexdigest() != entry.bin_sha256:
         yield f"{path}: content differs from {says}'s hash"
     elif isinstance(entry, MergedEntry) and sample_digest(path) != entry.bin_sample:
-        yield f"{path}: its sample differs from {says}'s bin_sample, though the hash agrees: {says} was altered"
+        yield (
+            f"{path}: its sample differs from {says}'s bin_sample, though the hash agrees: "
+            f"{says} was altered"
+        )
     if foreign:
-        yield f"{path}: {foreign} ids lie outside the vocabulary of {ids.vocab_size}"
+        yield f"{path}: {foreign} ids are outside the vocabulary of {ids.vocab_size}"
     if found != entry.documents:
-        yield f"{path}: EOD stands {found} times for {entry.documents} documents"
+        yield f"{path}: EOD occurs {found} times for {entry.documents} documents"
     if unended:
         yield f"{path}: {unended} documents do not end in EOD, number {first} first"
 
 
 def _ends(index: Index, document: int, start: int, stop: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Where documents end in bytes [start, stop) of a .bin, as indices of ids from ``start`` on; ``document`` is the first that ends at or
-    after ``start``. The first that ends at or after ``stop`` comes back too."""
+    """Return the ends of documents in bytes [start, stop) of a .bin as indices of ids from
+    ``start``, and the next document.
+
+    ``document`` is the first document that ends at or after ``start``. The second result is the
+    first document that ends after ``stop``.
+    """
     width = np.dtype(index.dtype).itemsize
     after = bisect_right(index.pointers, stop, lo=min(document + 1, len(index.pointers)))
     ends = (index.pointers[document + 1 : after] - start) // width - 1

@@ -1,6 +1,8 @@
-"""data_prep: a sample of the documents, read from the inputs again, encoded by Hugging Face tokenizers, compared with what was written.
+"""Check of a sample of documents: read from the inputs, encoded by Hugging Face tokenizers,
+compared with the data.
 
-The only part of ``verify`` that opens inputs. Inputs that are gone or have changed are no fault of the data: it says what was not checked.
+This is the only part of ``verify`` that opens inputs. Missing or changed inputs are not faults of
+the data; they are reported as not checked.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ WHILE_ENCODING = (Drop.NO_TOKENS, Drop.CONTAINS_EOD)
 
 @dataclass
 class Result:
-    """Documents compared, the faults found, and why something could not be checked: reason -> units."""
+    """Number of documents compared, the faults found, and reason -> units that could not be
+    checked.
+    """
 
     compared: int = 0
     faults: list[str] = field(default_factory=list)
@@ -46,7 +50,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A document of the sample: which of its unit and split it is, where its row is, and its text."""
+    """Document of the sample: its split, its number in the unit's split, the place of its row, and
+    its text.
+    """
 
     split: str
     number: int
@@ -57,9 +63,10 @@ class Drawn:
 def check_sample(
     folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool
 ) -> Result:
-    """Compare ``number`` documents, drawn with the plan's fingerprint as seed; ``entries`` are all of the plan's units, in order.
+    """Compare ``number`` documents, drawn with the plan's fingerprint as seed.
 
-    Raises nothing for inputs that cannot be read.
+    ``entries`` are those of all units of the plan, in order. Inputs that cannot be read raise no
+    error.
     """
     result = Result()
     chosen = draw_numbers(plan, entries, number)
@@ -91,7 +98,11 @@ def check_sample(
 def draw_numbers(
     plan: Plan, entries: Sequence[UnitEntry], number: int
 ) -> list[tuple[Unit, npt.NDArray[np.int64]]]:
-    """Units, and the sorted numbers of at most ``number`` documents in them, one split counted after the other."""
+    """Return units with the sorted numbers of their drawn documents, at most ``number`` documents
+    in total.
+
+    The documents of a unit are numbered through its splits in order.
+    """
     seed = int.from_bytes(hashlib.sha256(plan.fingerprint.encode()).digest()[:8], "big")
     generator = np.random.default_rng(seed)
     order = [plan.units[i] for i in generator.permutation(len(plan.units)) if entries[i].documents]
@@ -107,7 +118,9 @@ def draw_numbers(
 
 
 def _unchanged(file: SourceFile, settings: Settings) -> SourceFile:
-    """The file, if it is still what it was; one on the Hub is named by its commit."""
+    """Return the file, or raise UserError if it has changed. A file on the Hub is fixed by its
+    commit.
+    """
     if not unchanged(file, settings.columns):
         raise UserError(f"{file.path} has changed since the data was made")
     return file
@@ -122,7 +135,10 @@ def _draw(
     result: Result,
     advance: Callable[[int], None],
 ) -> list[Drawn]:
-    """The ``wanted`` documents of a unit (numbers among all of its splits, one split after the other), its whole span being read."""
+    """Read the complete span of a unit and return its ``wanted`` documents.
+
+    The documents are numbered through the unit's splits in order.
+    """
     unwritten = [row.place for row in entry.bad if row.reason in WHILE_ENCODING]
     if len(unwritten) != sum(entry.dropped.get(str(reason), 0) for reason in WHILE_ENCODING):
         raise UserError(
@@ -168,13 +184,16 @@ def _draw(
         if (seen[name], text_bytes[name]) != said:
             given = f"{seen[name]} documents, {text_bytes[name]} bytes for {name}"
             result.faults.append(
-                f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} and {said[1]}"
+                f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} "
+                f"and {said[1]}"
             )
     return found
 
 
 class Written:
-    """Where a unit's documents are: in its shards, or in the merged pairs after those of the units before it."""
+    """Positions of a unit's documents: in its shards, or in the merged pairs after the documents of
+    earlier units.
+    """
 
     def __init__(
         self, folder: Path, plan: Plan, entries: Sequence[UnitEntry], merged: bool
@@ -188,13 +207,15 @@ class Written:
         self._open: tuple[Path, Index, npt.NDArray[Any]] | None = None
 
     def place(self, unit: Unit, split: str, number: int) -> tuple[Path, int]:
-        """The prefix of the pair that holds a unit's document of a split, and its number there."""
+        """Return the prefix of the pair that contains a unit's document of a split, and the
+        document's number in the pair.
+        """
         if self.merged:
             return self.folder / split, int(self.before[split][unit.number]) + number
         return shard_prefix(self.folder, unit, split), number
 
     def ids(self, prefix: Path, number: int) -> npt.NDArray[Any]:
-        """The ids of a document, EOD included."""
+        """Return the ids of a document, including EOD."""
         if self._open is None or self._open[0] != prefix:
             index = read_index(with_ending(prefix, "idx"))
             kind = np.dtype(index.dtype).newbyteorder("<")
@@ -223,5 +244,6 @@ def _compare(
         at = int(differing[0]) if len(differing) else shared
         what = f"document {number} (unit {unit.number}, place {document.place} of {path})"
         result.faults.append(
-            f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes of its text, from id {at} on"
+            f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes "
+            f"of its text, from id {at} on"
         )

@@ -1,4 +1,6 @@
-"""A small corpus, its tokenizer and its data, made once; the command line as a user calls it; and ways to spoil a folder."""
+"""Shared corpora, tokenizers and data folders, helpers that run the command line, and helpers that
+damage a folder.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,20 @@ from tests.launch.supervised import alive
 ROOT = Path(__file__).resolve().parents[2]
 SHARES = ("--valid-percent", "10", "--test-percent", "5")
 ALL_TRAIN = ("--valid-percent", "0", "--test-percent", "0")
-SMALL_UNITS = ("--unit-mb", "0.001")  # a unit for each row group
+SMALL_UNITS = ("--unit-mb", "0.001")  # one unit per row group
 HF = (
     "--encoder",
     "hf",
-)  # spares a run gigatoken's self-check, which takes longer than the rest of it
-WORDS = "the of and energy free mixer value return import class self def tensor gate prior reads writes 3.14 2025 naïve 東京 🙂 ".split(
-    " "
-)
+)  # skips gigatoken's self-check, which takes longer than the rest of a run
+WORDS = (
+    "the of and energy free mixer value return import class self def tensor gate prior reads "
+    "writes 3.14 2025 naïve 東京 🙂 "
+).split(" ")
 Documents = list[tuple[str | None, str | None]]
 
 
 def make_documents(number: int, words: int, seed: int = 0) -> list[tuple[str, str]]:
-    """(id, text) of ``number`` documents, each with its own text."""
+    """Return (id, text) of ``number`` documents with different texts."""
     random_ = random.Random(seed)
     return [
         (
@@ -59,7 +62,7 @@ def make_documents(number: int, words: int, seed: int = 0) -> list[tuple[str, st
 
 
 def rows_with_faults(number: int, seed: int = 11) -> Documents:
-    """Documents, and now and then a row that is none."""
+    """Return documents with occasional bad rows."""
     rows: Documents = []
     for place, document in enumerate(make_documents(number, 40, seed)):
         bad: Documents = [(f"null-{place}", None), (None, "no id")]
@@ -70,7 +73,7 @@ def rows_with_faults(number: int, seed: int = 11) -> Documents:
 def write_parquet(
     path: Path, documents: Sequence[tuple[str | None, str | None]], row_group_size: int = 100
 ) -> Path:
-    """A parquet file with the columns id and text, with page checksums."""
+    """Write a parquet file with the columns id and text and with page checksums."""
     table = pa.table(
         {
             "id": pa.array([d[0] for d in documents], pa.string()),
@@ -81,16 +84,19 @@ def write_parquet(
     return path
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def command(*arguments: object) -> list[str]:
-    """The words of ``python -m data_prep …``."""
+    """Return the words of ``python -m data_prep …``."""
     return [sys.executable, "-m", "data_prep", *map(str, arguments)]
 
 
 def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``python -m data_prep …`` in this process, with these variables, in the folder HERE: exit code and what it said."""
+    """Run ``python -m data_prep …`` in this process and return its exit code and output.
+
+    The keyword arguments are environment variables, except the working folder.
+    """
     here, words, out, err = (
         environment.pop("HERE", str(ROOT)),
         list(map(str, arguments)),
@@ -109,14 +115,14 @@ def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def done(*arguments: object, **environment: str) -> str:
-    """What a command that succeeds prints."""
+    """Return the output of a command that must succeed."""
     result = cli(*arguments, **environment)
     assert result.returncode == 0, result
     return result.stdout
 
 
 def refused(*arguments: object, code: int = 2, **environment: str) -> str:
-    """The one line of a command that fails."""
+    """Return the single error line of a command that must fail."""
     result = cli(*arguments, **environment)
     assert (result.returncode, result.stderr.count("\n")) == (code, 1) and result.stderr.startswith(
         "data_prep: error: "
@@ -125,7 +131,11 @@ def refused(*arguments: object, code: int = 2, **environment: str) -> str:
 
 
 def little(environment: dict[str, str]) -> dict[str, str]:
-    """Hardly a variable but these; which test runs is told to what it starts (tests.mutants asks)."""
+    """Return a minimal environment with these variables.
+
+    It includes the name of the current test, which tests.mutants reads in the processes that a test
+    starts.
+    """
     return {
         "PYTHONPATH": str(ROOT),
         "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", ""),
@@ -134,7 +144,7 @@ def little(environment: dict[str, str]) -> dict[str, str]:
 
 
 def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command in its own process."""
+    """Run a command in a separate process."""
     return subprocess.run(
         command(*arguments),
         cwd=ROOT,
@@ -146,7 +156,7 @@ def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess
 
 
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program of Python in its own process."""
+    """Run a Python program in a separate process."""
     words, known = (
         [sys.executable, "-c", code, *map(str, arguments)],
         {**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -155,7 +165,7 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """Start ``python -m data_prep …`` in a session of its own, as a terminal does."""
+    """Start ``python -m data_prep …`` in a new session, as a terminal does."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command(*arguments),
@@ -169,7 +179,7 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 
 
 def children(process: int) -> list[int]:
-    """The processes that a process has started and that are still there."""
+    """Return the live child processes of a process."""
     try:
         return [
             int(child)
@@ -180,31 +190,31 @@ def children(process: int) -> list[int]:
 
 
 def kill(process: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to a process that may be gone."""
+    """Send a signal to a process, which may already have ended."""
     with suppress(ProcessLookupError):
         os.kill(process, number)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait for something to become true; fail where it does not."""
+    """Wait until a condition is true. Fail after a timeout."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
 
 
-# --- folders ----------------------------------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 def plan_folder(out: Path, inputs: Iterable[Path], tokenizer: Path, *options: str) -> Path:
-    """A folder with a plan, nothing done."""
+    """Make a folder with a plan and no finished units."""
     shares = () if "--valid-percent" in options else SHARES
     done("plan", *inputs, "--tokenizer", tokenizer, "--out", out, *shares, *options)
     return out
 
 
 def encode_units(out: Path, numbers: Iterable[int] | None = None) -> Path:
-    """Do units of a folder's plan in this process, all where none are named: what merge and verify start from, without workers."""
+    """Encode units of a folder's plan in this process without workers. The default is all units."""
     plan = read_plan(out)
     engine = Engine(out, plan, make(load_folder(out / "tokenizer"), "hf"))
     for number in range(len(plan.units)) if numbers is None else numbers:
@@ -213,7 +223,7 @@ def encode_units(out: Path, numbers: Iterable[int] | None = None) -> Path:
 
 
 def merge(out: Path, *options: str) -> Path:
-    """``merge``, with every bad row accepted."""
+    """Run ``merge`` and accept every bad row."""
     done("merge", out, "--max-bad", "100%", *options)
     return out
 
@@ -223,7 +233,7 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 def merged_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the merged pairs in a data folder."""
+    """Return the SHA-256 of the merged pairs in a data folder."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.glob("*.[bi][id][nx]"))
@@ -231,7 +241,7 @@ def merged_hashes(folder: Path) -> dict[str, str]:
 
 
 def read_split(folder: Path, name: str) -> list[list[int]]:
-    """The documents (ids, EOD included) of a split."""
+    """Return the documents of a split as lists of ids, including EOD."""
     index = read_index(folder / f"{name}.idx")
     ids = np.fromfile(folder / f"{name}.bin", dtype=index.dtype)
     return [part.tolist() for part in np.split(ids, np.cumsum(index.lengths)[:-1])]
@@ -242,7 +252,7 @@ def manifest_of(folder: Path) -> Any:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content, but for locks."""
+    """Return every file below a folder with its content, except locks."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -251,7 +261,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def restore(folder: Path, before: dict[str, bytes]) -> None:
-    """Make every file what a snapshot says; others go."""
+    """Restore every file of a snapshot and remove all other files."""
     now = snapshot(folder)
     for name in now.keys() - before.keys():
         (folder / name).unlink()
@@ -260,7 +270,7 @@ def restore(folder: Path, before: dict[str, bytes]) -> None:
         (folder / name).write_bytes(before[name])
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -271,8 +281,12 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def spoil(folder: Path, how: str) -> None:
-    """Spoil a file as a line says: ``FILE cut 2``, ``flip 40``, ``gone``, ``write TEXT``, ``add TEXT``, ``swap FILE``, ``copy FILE``,
-    ``ids AT=ID ...``, ``lengths AT+BY ...``, ``set KEY.KEY JSON``, ``pop KEY.KEY``."""
+    """Damage a file as one line specifies.
+
+    The forms are ``FILE cut 2``, ``flip 40``, ``gone``, ``write TEXT``, ``add TEXT``, ``swap
+    FILE``, ``copy FILE``, ``ids AT=ID ...``, ``lengths AT+BY ...``, ``set KEY.KEY JSON`` and ``pop
+    KEY.KEY``.
+    """
     name, verb, *words = how.split(" ", 3 if " set " in how else 2)
     path, given = folder / name, words[0] if words else ""
     raw = bytearray(path.read_bytes()) if path.is_file() else bytearray()
@@ -320,7 +334,9 @@ def _edit(value: Any, keys: list[str], new: list[str]) -> None:
 
 
 def reseal(folder: Path, name: str, manifest: str = "manifest.json", key: str = "") -> None:
-    """Make a manifest or an entry agree with a pair's bytes, so that only what is inside them can tell."""
+    """Update a manifest or an entry to the bytes of a pair, so that only a check of the content
+    finds the damage.
+    """
     said: dict[str, object] = {} if key else {"bin_sample": sample_digest(folder / f"{name}.bin")}
     for kind in ("bin", "idx"):
         raw = (folder / f"{name}.{kind}").read_bytes()
@@ -329,7 +345,7 @@ def reseal(folder: Path, name: str, manifest: str = "manifest.json", key: str = 
 
 
 def edit_units(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
-    """Change units.jsonl and the manifest's hash of it."""
+    """Change units.jsonl and its hash in the manifest."""
     path = folder / "units.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     change(lines)
@@ -341,7 +357,7 @@ def edit_units(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -
     )
 
 
-# --- what all tests share ---------------------------------------------------------------------------------------------------------------
+# --- shared fixtures ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -363,7 +379,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path) -> Path:
-    """The data of the corpus, by a whole ``run``."""
+    """Data of the corpus, made by a complete ``run``."""
     out = tmp_path_factory.mktemp("made") / "data"
     done("run", corpus, "--tokenizer", tokenizer, "--out", out, *SHARES)
     return out
@@ -371,7 +387,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with bad rows, in five row groups."""
+    """Corpus with bad rows in five row groups."""
     return write_parquet(
         tmp_path_factory.mktemp("rows") / "rows.parquet", rows_with_faults(250), row_group_size=60
     )
@@ -379,7 +395,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def encoded(tmp_path_factory: pytest.TempPathFactory, rows: Path, tokenizer: Path) -> Path:
-    """Its five units, done and not merged."""
+    """Folder with the five units of ``rows``, encoded but not merged."""
     return encode_units(
         plan_folder(tmp_path_factory.mktemp("encoded") / "data", [rows], tokenizer, *SMALL_UNITS)
     )
@@ -387,7 +403,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, rows: Path, tokenizer: Pat
 
 @pytest.fixture(scope="session")
 def merged(tmp_path_factory: pytest.TempPathFactory, encoded: Path) -> Path:
-    """The same, merged without interruption."""
+    """Folder with the units of ``rows``, merged without interruption."""
     return merge(copied(encoded, tmp_path_factory.mktemp("merged") / "data"))
 
 
@@ -403,7 +419,7 @@ def data(tmp_path: Path, merged: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of 40 row groups."""
+    """Corpus of 40 row groups."""
     return write_parquet(
         tmp_path_factory.mktemp("many") / "many.parquet",
         make_documents(1600, 60, seed=3),
@@ -413,7 +429,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
-    """Its data: 40 units, encoded one after the other in this process."""
+    """Data of ``many``: 40 units, encoded one after another in this process."""
     return merge(
         encode_units(
             plan_folder(
@@ -423,8 +439,8 @@ def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: P
     )
 
 
-# A mask of the user's runs in the workers: it writes down each unit that is begun (one batch of `many`), does to a worker what a broken
-# library would, or slows down units from one on.
+# A user mask, which runs in the workers. It records each unit that starts (one batch of `many`),
+# kills or breaks a worker like a faulty library, or slows down units.
 MASK = r"""
 import os, time
 import numpy as np
@@ -443,7 +459,7 @@ UNITS = 40
 
 @pytest.fixture
 def masked(tmp_path: Path, many: Path, tokenizer: Path) -> list[object]:
-    """A run of 40 units with the mask into TMP/out."""
+    """Command of a run of 40 units with a mask into TMP/out."""
     (tmp_path / "mask.py").write_text(MASK)
     options = (
         *SHARES,
@@ -458,7 +474,7 @@ def masked(tmp_path: Path, many: Path, tokenizer: Path) -> list[object]:
 
 
 def entries(out: Path) -> set[int]:
-    """The units that are done; a merge may take the folder away in this moment."""
+    """Return the numbers of the units that are done. A concurrent merge may remove the folder."""
     with suppress(FileNotFoundError):
         return {
             int(name.removesuffix(".json"))
@@ -469,12 +485,12 @@ def entries(out: Path) -> set[int]:
 
 
 def live(processes: Iterable[int]) -> list[int]:
-    """Those that are not over."""
+    """Return the processes that have not ended."""
     return [process for process in processes if alive(process)]
 
 
 def unfinished(out: Path) -> list[Path]:
-    """Names in OUT and OUT/shards that are no final ones."""
+    """Return temporary names in OUT and OUT/shards."""
     return [
         path for folder in (out, out / "shards") for path in folder.glob(".*") if path.name != LOCK
     ]

@@ -1,4 +1,6 @@
-"""Workers of ``run`` as copies of the test's process: an interpreter of their own imports for half a second what is here already."""
+"""Forked workers of ``run`` for tests. A new interpreter would need half a second for imports that
+are already done.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ import pytest
 
 from data_prep.encode import workers
 
-INTERPRETERS = ("test_crash.py", "test_workers.py")  # the tests of the processes themselves
+INTERPRETERS = ("test_crash.py", "test_workers.py")  # tests of the processes themselves
 
 
 class Fork:
-    """Worker process forked from the test's process, with the part of `subprocess.Popen` that its parent uses."""
+    """Worker process forked from the test's process, with the part of `subprocess.Popen` that its
+    parent uses.
+    """
 
     def __init__(
         self, command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str]
@@ -30,7 +34,8 @@ class Fork:
         if self.pid:
             return
         try:
-            gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
+            # The child must not finalize objects of other libraries, whose threads are gone.
+            gc.disable()
             first = 3
             for descriptor in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
                 os.closerange(first, descriptor)
@@ -44,7 +49,7 @@ class Fork:
             os._exit(1)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, or minus the signal."""
+        """Wait for the process and return its exit code, or minus the signal number."""
         end = None if timeout is None else time.monotonic() + timeout
         while self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -57,7 +62,7 @@ class Fork:
         return self._code
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         if self._code is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -65,7 +70,10 @@ class Fork:
 def start(
     command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str]
 ) -> Any:
-    """A worker: a copy that encodes with Hugging Face; gigatoken's threads would not be there, so that one is a process as always."""
+    """Start a worker: a fork if it encodes with Hugging Face, else a normal process.
+
+    gigatoken requires a normal process because its threads would not exist in a fork.
+    """
     if command[-1] == "hf":
         return Fork(command, pass_fds, env)
     return subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, env=env)

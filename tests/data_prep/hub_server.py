@@ -1,4 +1,6 @@
-"""As much of the Hugging Face Hub as huggingface_hub asks of it, on this machine; large files lie on a second server, as the Hub's do."""
+"""Local server with the part of the Hugging Face Hub that huggingface_hub uses. A second server
+stores large files.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Hub:
-    """``heads``: kind/owner/name -> revision -> commit; ``commits``: commit -> files; ``faults``: pattern -> statuses of the next answers,
-    0 for a connection that breaks; ``strangers``: what the storage was asked for with a token; ``ranges``: whether parts are served."""
+    """State of the server.
+
+    ``heads``: kind/owner/name -> revision -> commit; ``commits``: commit -> files; ``faults``:
+    pattern -> statuses of the next answers, 0 for a broken connection; ``strangers``: storage
+    requests that contained a token; ``ranges``: True if byte ranges are supported.
+    """
 
     heads: dict[str, dict[str, str]] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -44,7 +50,7 @@ class Hub:
 
 @contextmanager
 def running() -> Iterator[Hub]:
-    """The servers while they are needed."""
+    """Run both servers within a context."""
     hub = Hub()
     servers = [
         ThreadingHTTPServer((HERE, 0), type("Handler", (_Handler,), {"hub": hub, "stores": stores}))
@@ -136,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def files(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """(commit, files), or None after the error that the Hub sends."""
+        """Return (commit, files), or send the Hub's error and return None."""
         heads = self.hub.heads.get(name)
         if heads is None:
             self.reply(
@@ -217,7 +223,7 @@ def git_hash(data: bytes) -> str:
 
 
 def entries_of(files: dict[str, bytes]) -> list[dict[str, Any]]:
-    """Every file and folder, as the Hub describes them."""
+    """Return every file and folder in the Hub's format."""
     folders = sorted(
         {
             "/".join(name.split("/")[:depth])

@@ -31,7 +31,7 @@ Read = tuple[Any, ...]  # (text, id, place)
 
 
 def row(number: int, words: int) -> dict[str, Any]:
-    """A row whose text has ``words`` words, the same for the same number."""
+    """Return a row whose text has ``words`` words, the same for the same number."""
     random_ = random.Random(number)
     return {
         "text": f"{number} " + " ".join(random_.choices(TEXT.split(" "), k=words)),
@@ -40,7 +40,7 @@ def row(number: int, words: int) -> dict[str, Any]:
 
 
 def packed(name: str, content: bytes) -> bytes:
-    """Content as a file of that name holds it."""
+    """Compress content as the file name requires."""
     if name.endswith(".gz"):
         return gzip.compress(content, 1)
     return (
@@ -53,7 +53,7 @@ def packed(name: str, content: bytes) -> bytes:
 def written(
     path: Path, rows: list[dict[str, Any]], columns: Columns = COLUMNS, **options: Any
 ) -> SourceFile:
-    """A file of rows, of the kind that its name says, opened."""
+    """Write a file of rows, of the kind that its name indicates, and open it."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, **options)
     else:
@@ -64,7 +64,7 @@ def written(
 
 
 def opened(path: Path, content: bytes, columns: Columns = COLUMNS) -> SourceFile:
-    """A file of that content."""
+    """Write a file with this content and open it."""
     path.write_bytes(content)
     return open_files([str(path)], columns)[0]
 
@@ -72,7 +72,7 @@ def opened(path: Path, content: bytes, columns: Columns = COLUMNS) -> SourceFile
 def parts(
     file: SourceFile, cuts: Iterable[Span], columns: Columns = COLUMNS
 ) -> list[Rows | Unreadable]:
-    """All that is read, each batch checked for what every batch promises."""
+    """Read all parts of a file and check the invariants of each batch."""
     found = []
     for span in cuts:
         for part in read_span(file, span, columns):
@@ -94,7 +94,10 @@ def parts(
 def read_all(
     file: SourceFile, cuts: Iterable[Span] | int = WHOLE, columns: Columns = COLUMNS
 ) -> list[Read]:
-    """(text, id, …, place) of each row; (reason, rows, place) of what could not be read. ``cuts``: spans, or the bytes of a unit."""
+    """Return (text, id, …, place) of each row, and (reason, rows, place) of each unreadable part.
+
+    ``cuts``: spans, or the bytes of a unit.
+    """
     found: list[Read] = []
     for part in parts(file, spans(file, columns, cuts) if isinstance(cuts, int) else cuts, columns):
         if isinstance(part, Unreadable):

@@ -1,4 +1,8 @@
-"""Deaths and full disks at any moment: nothing partial under a final name, little done twice, and a rerun gives the uninterrupted bytes."""
+"""Tests of kills and full disks at any moment.
+
+Files with final names are always complete, little work is repeated, and a second run gives the same
+bytes as an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +32,15 @@ from tests.data_prep import conftest as room
 
 FLOCK = fcntl.flock
 
-# --- a death before any call that changes what is on the disk -------------------------------------------------------------------------
+# --- death before any call that changes the disk --------------------------------------------------
 
 CALLS = ("fsync", "replace", "unlink", "rmdir")
 
 
 def work(out: Path) -> None:
-    """What run does of a folder's plan, in this process: the units that are not done, then the merge."""
+    """Do the work of ``run`` for a planned folder in this process: encode the missing units, then
+    merge.
+    """
     for folder in (out, out / SHARDS):
         remove_leftovers(folder)
     plan = read_plan(out)
@@ -50,10 +56,13 @@ def work(out: Path) -> None:
 
 
 def dies_at(number: int, out: Path) -> bool:
-    """`work` in a copy of this process that is gone, without a word, before the call of that number; whether there was such a call."""
+    """Run `work` in a fork that exits before the call with this number. Return True if the call was
+    reached.
+    """
     child = os.fork()
     if not child:
-        gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
+        # The child must not finalize objects of other libraries, whose threads are gone.
+        gc.disable()
         left = [number]
 
         def dying(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +86,7 @@ def dies_at(number: int, out: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """A plan of two units, with bad rows."""
+    """Plan of two units with bad rows."""
     folder = tmp_path_factory.mktemp("planned")
     file = room.write_parquet(folder / "rows.parquet", room.rows_with_faults(40), row_group_size=25)
     return room.plan_folder(
@@ -98,7 +107,9 @@ def planned(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 def test_a_death_before_any_call_loses_nothing_that_was_done(
     tmp_path: Path, planned: Path, first: int
 ) -> None:
-    """Before every fourth call, of which all are had together; of every fifth, what is begun anew dies too, a few calls later."""
+    """The process dies before every fourth call. Before every fifth of these, the restarted process
+    dies a few calls later.
+    """
     work(room.copied(planned, tmp_path / "whole"))
     whole, number, most, died = room.snapshot(tmp_path / "whole"), first, 0, True
     shards = room.snapshot(room.encode_units(room.copied(planned, tmp_path / "shards")))
@@ -164,7 +175,7 @@ def test_what_gets_its_final_name_is_on_the_disk_before(
     } <= set(named)
 
 
-# --- real processes, killed -----------------------------------------------------------------------------------------------------------
+# --- real processes, killed -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,7 +184,9 @@ def test_what_gets_its_final_name_is_on_the_disk_before(
 def test_sigkill_at_random_moments(
     tmp_path: Path, masked: list[object], many_made: Path, moment: int
 ) -> None:
-    """Of the parent, of a worker, of both; while units are in work, and a little before and after."""
+    """The parent, a worker, or both are killed while units are in progress, and shortly before and
+    after.
+    """
     chance, out, log = random.Random(moment), tmp_path / "out", tmp_path / "log"
     process = room.start(*masked, LOG=str(log), DELAY="0.01")
     wanted = chance.choice([*range(0, room.UNITS, 3), room.UNITS])
@@ -223,7 +236,7 @@ def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
 
 
 def flock_of_nfs(descriptor: int, operation: int) -> None:
-    """flock as NFS has it: of files alone, and a lock of one's own for those alone who may write them."""
+    """Emulate flock on NFS: it locks only files, and an exclusive lock requires write access."""
     writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE in (os.O_RDWR, os.O_WRONLY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (
         operation & fcntl.LOCK_EX and not writable
@@ -261,7 +274,7 @@ sys.exit(main(sys.argv[2:]))
 def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
     tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
 ) -> None:
-    """No unit fits, then no merged pair."""
+    """The file size limit is too small first for units, then for merged pairs."""
     out = room.plan_folder(tmp_path / "out", [rows], tokenizer, *room.SMALL_UNITS)
     command = ["run", "--out", out, *room.HF, "--workers", 1, "--max-bad", "100%"]
     for limit, done, folder in (
@@ -280,7 +293,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
     assert room.snapshot(out) == room.snapshot(merged)
 
 
-# Merges where locks do not work; at one of its calls, a second merge comes and goes, which is to be told of nothing amiss.
+# Merges without working locks. At one of the calls, a second merge runs and must succeed.
 BESIDE = """
 import errno, fcntl, os, subprocess, sys
 def no_lock(*_):
@@ -293,7 +306,10 @@ call = getattr(os, name)
 def meeting(*arguments, **options):
     left[0] -= 1
     if left[0] == -1:
-        second = subprocess.run([sys.executable, "-c", os.environ["BESIDE"], sys.argv[1], name, "1000", *sys.argv[4:]], capture_output=True)
+        words = [sys.argv[1], name, "1000", *sys.argv[4:]]
+        second = subprocess.run(
+            [sys.executable, "-c", os.environ["BESIDE"], *words], capture_output=True
+        )
         assert second.returncode == 0, second
         print("met")
     return call(*arguments, **options)
@@ -313,7 +329,7 @@ def test_merges_at_once_without_a_working_lock_leave_the_data_whole(
         BESIDE, lock, call, number, "merge", shards, "--max-bad", "100%", BESIDE=BESIDE
     )
     errors = [line for line in result.stderr.splitlines() if "cannot be locked" not in line]
-    # Refused as busy, or by a file that the other has moved away, depending on how far it was.
+    # Refused as busy, or because the other merge has moved a file, depending on its progress.
     assert "met" in result.stdout and (result.returncode, len(errors)) in (
         (0, 0),
         (2, 1),

@@ -1,4 +1,6 @@
-"""The file of documents' ids: a line each whatever is in them, found by number and by id, over the borders of the blocks it is read in."""
+"""Tests of the file of document ids: one line per id with any content, found by number and id
+across block boundaries.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rows to documents: equal to plain Python on fuzzed rows, whatever the batches; splits; a user's own mask."""
+"""Tests of the conversion of rows to documents.
+
+The result equals plain Python on fuzzed rows for any batches. Further tests cover splits and
+user-defined masks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,8 @@ PIECES = [
     "\U0010ffff".encode(),
     "\ud7ff\ue000\uffff".encode(),
 ]
-# A lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
+# A lone surrogate, half of one, an overlong NUL and slash, beyond U+10FFFF, truncated,
+# a stray continuation, latin-1.
 BROKEN = [
     b"\xed\xa0\x80",
     b"\xed\xbf\xbf",
@@ -52,7 +57,7 @@ BROKEN = [
 
 @dataclass(frozen=True)
 class Row:
-    """A row before it is Arrow's."""
+    """Row before its conversion to Arrow."""
 
     place: int
     text: bytes | None
@@ -62,7 +67,10 @@ class Row:
 
 
 def fuzz(number: int, seed: int = 0, broken: float = 0.15) -> list[Row]:
-    """Rows of every kind: some empty, null, not UTF-8, without id, without score or language, some of them with several faults."""
+    """Return rows of every kind.
+
+    Some are empty, null, not UTF-8, or without id, score or language, and some have several faults.
+    """
     random_ = random.Random(seed)
 
     def text() -> bytes | None:
@@ -91,7 +99,7 @@ def fuzz(number: int, seed: int = 0, broken: float = 0.15) -> list[Row]:
 
 
 def arrow(rows: list[Row], form: str = "plain") -> Rows:
-    """Rows as sources give them; ``sliced``: as a view into a longer batch."""
+    """Convert rows to the form of sources. ``sliced``: as a slice of a longer batch."""
     sliced = form == "sliced"
     rows = [rows[0], *rows] if sliced else rows
     kinds = {
@@ -110,7 +118,7 @@ def arrow(rows: list[Row], form: str = "plain") -> Rows:
 
 
 def batch_of(**columns: Any) -> Rows:
-    """Rows of these columns, beside texts and ids where they are not among them."""
+    """Return rows with these columns, and with default texts and ids if they are not given."""
     number = len(next(iter(columns.values())))
     columns = {"text": ["a"] * number, "id": [str(i) for i in range(number)]} | columns
     columns |= {name: pa.array(columns[name]).cast(pa.large_binary()) for name in ("text", "id")}
@@ -122,7 +130,7 @@ def is_utf8(text: bytes) -> bool:
 
 
 def verdict(row: Row, settings: Settings) -> Drop | None:
-    """The definition: the first reason that holds."""
+    """Return the first reason that applies to a row, or None. This is the reference definition."""
     size, language = (
         len(row.text or b""),
         settings.languages and row.language not in settings.languages,
@@ -220,7 +228,9 @@ def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
 
 
 def test_every_invalid_sequence_is_found_and_no_valid_one() -> None:
-    """All sequences of two bytes, and around the borders of three and four: Python's decoder is the judge."""
+    """All sequences of two bytes, and sequences near the limits of three and four bytes, agree with
+    Python's decoder.
+    """
     texts = [bytes([a, b]) for a in range(0x70, 256) for b in range(256)]
     texts += [
         bytes([a, b, c])
@@ -287,7 +297,7 @@ def test_a_filter_takes_a_column_of_any_type_that_can_be_read_so() -> None:
         assert Selection(Settings()).of(rows)[1] == {}
 
 
-# --- splits -----------------------------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,7 +353,7 @@ def test_the_shares_that_fit_leave_no_split_empty() -> None:
             )
 
 
-# --- settings and masks -----------------------------------------------------------------------------------------------------------------
+# --- settings and masks ---------------------------------------------------------------------------
 
 
 def parse(*options: str) -> Settings:
@@ -354,7 +364,10 @@ def parse(*options: str) -> Settings:
 
 def test_options_become_settings() -> None:
     assert parse() == Settings() and Settings().columns.extra == ()
-    options = "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l --language en --language fr --language en"
+    options = (
+        "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l "
+        "--language en --language fr --language en"
+    )
     settings = parse(
         *options.split(), *"--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0".split()
     )
@@ -378,16 +391,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 files, columns, seen = ("duplicates.txt",), ("url", "id"), []
-duplicates = pa.array(Path(__file__).with_name("duplicates.txt").read_text().split(), pa.large_string())
+listed = Path(__file__).with_name("duplicates.txt").read_text().split()
+duplicates = pa.array(listed, pa.large_string())
 
 def keep(batch, places, path):
-    seen.append((batch.to_pydict(), [str(kind) for kind in batch.schema.types], places.tolist(), places.dtype.name, path))
+    kinds = [str(kind) for kind in batch.schema.types]
+    seen.append((batch.to_pydict(), kinds, places.tolist(), places.dtype.name, path))
     return pc.invert(pc.is_in(batch.column("id"), value_set=duplicates))
 """
 
 
 def masked(folder: Path, code: str, *options: str) -> Settings:
-    """What a command line with --mask gives."""
+    """Return the settings of a command line with --mask."""
     (folder / "mask.py").write_text(code)
     return parse("--mask", f"{folder / 'mask.py'}:keep", *options)
 
@@ -401,7 +416,7 @@ def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "duplicates.txt",
         "mask.py",
-    ]  # nothing is left beside it
+    ]  # the filter leaves only this file
     texts = pa.array([b"one", None, b"\xff\xff", b"2", b"three", b"four"], pa.large_binary())
     ids = pa.array([b"\xff1", b"id-1", b"id-2", b"id-3", b"id-4", b"id-5"], pa.large_binary())
     selection = Selection(settings)
@@ -436,7 +451,10 @@ def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(
 
 
 def test_text_as_id_and_no_rows_left_for_the_mask(tmp_path: Path) -> None:
-    code = "import pyarrow as pa\ndef keep(batch, places, path):\n    return pa.array([v > 'b' for v in batch['text'].to_pylist()])\n"
+    code = (
+        "import pyarrow as pa\ndef keep(batch, places, path):\n    return pa.array([v > 'b' for "
+        "v in batch['text'].to_pylist()])\n"
+    )
     selection = Selection(
         masked(
             tmp_path,
@@ -455,7 +473,10 @@ def test_text_as_id_and_no_rows_left_for_the_mask(tmp_path: Path) -> None:
         "pa.array([True, False, True])",
         "pa.chunked_array([[True], [False, True]])",
     ):
-        code = f"import numpy as np\nimport pyarrow as pa\ndef keep(batch, places, path):\n    return {answer}\n"
+        code = (
+            "import numpy as np\nimport pyarrow as pa\ndef keep(batch, places, path):\n    "
+            f"return {answer}\n"
+        )
         documents, dropped, _ = Selection(masked(tmp_path, code)).of(batch_of(text=["a", "b", "c"]))
         assert documents.texts.to_pylist() == ["a", "c"] and dropped == {Drop.MASKED: 1}
 

@@ -1,4 +1,6 @@
-"""Both encoders: equal to ``Tokenizer.encode`` document by document, whatever the batch; which is chosen; ``run`` against datatrove."""
+"""Tests of both encoders: equality with ``Tokenizer.encode`` for any batches, the choice of
+encoder, ``run`` against datatrove.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def arrow(strings: list[str]) -> pa.LargeStringArray:
 
 
 def lists(encoded: Encoded) -> list[list[int]]:
-    """The ids of each document."""
+    """Return the ids of each document."""
     assert (str(encoded.ids.dtype), str(encoded.offsets.dtype)) == ("uint32", "int64")
     assert (encoded.offsets[0], encoded.offsets[-1]) == (0, len(encoded.ids))
     return [
@@ -76,20 +78,24 @@ def lists(encoded: Encoded) -> list[list[int]]:
 
 
 def as_written(folder: TokenizerFolder, strings: list[str]) -> list[list[int]]:
-    """The tokenizer as it is, one document a call: the oracle for texts without special tokens."""
+    """Encode with the unchanged tokenizer, one document per call: the reference for texts without
+    special tokens.
+    """
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     return [tokenizer.encode(string, add_special_tokens=False).ids for string in strings]
 
 
 def alone(folder: TokenizerFolder, strings: list[str]) -> list[list[int]]:
-    """The tokenizer without special tokens: the oracle for texts that hold their names."""
+    """Encode with the tokenizer without special tokens: the reference for texts that contain their
+    names.
+    """
     tokenizer = Tokenizer.from_str(json.dumps(encoders.encoding_spec(folder)))
     return [tokenizer.encode(string, add_special_tokens=False).ids for string in strings]
 
 
 @pytest.fixture(scope="session")
 def made_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The folder of a kind of tokenizer, made when it is asked for first."""
+    """Function that returns the folder of a kind of tokenizer and creates it at the first use."""
     root = tmp_path_factory.mktemp("tokenizers")
 
     def folder(name: str) -> TokenizerFolder:
@@ -106,7 +112,7 @@ def special_contents(folder: TokenizerFolder) -> list[str]:
 
 
 def text_of_the_library(most: int) -> list[str]:
-    """Modules of the standard library."""
+    """Return the sources of modules of the standard library."""
     files = sorted(Path(os.__file__).parent.rglob("*.py"))
     return [
         file.read_bytes().decode("utf-8", "replace")
@@ -115,11 +121,11 @@ def text_of_the_library(most: int) -> list[str]:
     ][:most]
 
 
-# --- the ids ----------------------------------------------------------------------------------------------------------------------------
+# --- the ids --------------------------------------------------------------------------------------
 
 
 def some(*names: str) -> list[Any]:
-    """Every second name; the others are slow."""
+    """Return parameters in which every second name is marked as slow."""
     return [
         pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(names)
     ]
@@ -185,7 +191,7 @@ def test_special_tokens_in_text_are_text(made_of: Made, name: str, kind: str) ->
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # special are the first three
+LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # the first three are special
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,9 @@ LOOKED_UP = ("<unk>", "</s>", "<s>", "a", "/", "s", "<", ">")  # special are the
 def test_special_tokens_in_text_are_text_of_a_vocabulary_that_is_looked_up(
     tmp_path: Path, model: Any, expected: list[list[int]]
 ) -> None:
-    """No document is dropped for the literal EOD in it; of the special ids that of an unknown word alone is in the data."""
+    """No document is dropped for a literal EOD. The only special id in the data is that of an
+    unknown word.
+    """
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(LOOKED_UP[:3]))
@@ -257,14 +265,16 @@ def test_batches_slices_and_order_make_no_difference(made_of: Made, name: str, k
 def without_type(spec: Spec) -> None:
     del spec["model"][
         "type"
-    ]  # as GPT-2's first files; Hugging Face tokenizers tells it by the rest
+    ]  # as in GPT-2's first files; Hugging Face infers it from the other keys
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_of_a_tokenizers_settings_reaches_the_ids(
     tmp_path: Path, made_of: Made, kind: str
 ) -> None:
-    """Neither truncation, padding, BOS nor a model's type that is left out; the ids of added tokens that are text do."""
+    """Truncation, padding, BOS and an omitted model type do not change the ids. The ids of added
+    text tokens are used.
+    """
     text, plain = "import tensor as the free energy of the mixer", made_of("gpt")
     odd = gpt()
     odd.enable_truncation(4)
@@ -318,7 +328,8 @@ import numpy as np, pyarrow as pa
 from data_prep.encode import encoders
 from data_prep.encode.tokenizer import load_folder
 encoders.CACHE_EVERY, encoders.CACHE_BYTES = 2_000_000, 8_000_000
-encoder, random, loaded = encoders.Gigatoken(load_folder(Path(sys.argv[1]))), np.random.default_rng(0), 1
+encoder = encoders.Gigatoken(load_folder(Path(sys.argv[1])))
+random, loaded = np.random.default_rng(0), 1
 for _ in range(20):
     letters = random.integers(97, 123, 1_000_000, dtype=np.uint8)
     letters[::9] = 32
@@ -332,11 +343,11 @@ print(loaded)
 
 
 def test_gigatoken_forgets_words_when_they_take_too_much(made_of: Made) -> None:
-    """In a process of its own: what counts is how much the process grows."""
+    """A separate process is used because the test measures the growth of the process."""
     assert 2 < int(room.python(FORGETS, made_of("gpt").path).stdout) < 12
 
 
-# --- settled code points ----------------------------------------------------------------------------------------------------------------
+# --- settled code points --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("composed", [False, True])
@@ -382,7 +393,7 @@ def test_unsettled_documents_are_left_to_hugging_face(made_of: Made) -> None:
     )
 
 
-# --- the choice -------------------------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
@@ -396,7 +407,7 @@ def test_gigatoken_is_chosen_where_it_is_exact(
     ) and choice.why.startswith("equal to tokenizers ")
     assert make(made_of(name), choice.kind).name == choice.name
     monkeypatch.setattr(selfcheck, "check", None)  # not called
-    assert choose(made_of("gpt"), "hf", []).why == "asked for"
+    assert choose(made_of("gpt"), "hf", []).why == "requested"
 
 
 @pytest.mark.parametrize("name", INEXACT)
@@ -407,7 +418,10 @@ def test_hugging_face_is_chosen_where_it_is_not_and_says_why(made_of: Made, name
 
 def test_a_difference_in_a_sample_is_named(made_of: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, sample = made_of("single word"), f"{'a long line of text, and ' * 9}_sw"
-    said = r"gigatoken cannot be used with .*single word: gigatoken .* differ on '.* from token \d+ on; give --encoder hf"
+    said = (
+        r"gigatoken cannot be used with .*single word: gigatoken .* differ on '.* from token \d+ "
+        r"on; give --encoder hf"
+    )
     with pytest.raises(UserError, match=said):
         choose(folder, "gigatoken", [])
     assert "not gigatoken: " in choose(folder, "auto", []).why
@@ -420,10 +434,14 @@ def test_a_difference_in_a_sample_is_named(made_of: Made, monkeypatch: pytest.Mo
 
 
 BROKEN = {
-    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "it crashed in its self-check (SIGSEGV)",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": (
+        "it crashed in its self-check (SIGSEGV)"
+    ),
     "import os; os._exit(3)": "it crashed in its self-check (exit code 3)",
     "import nothing_of_this_name": "it is not installed",
-    "class Tokenizer:\n    @staticmethod\n    def from_json(text): raise BaseException('panic')": "it does not load this tokenizer (panic)",
+    "class Tokenizer:\n    @staticmethod\n    def from_json(text): raise BaseException('panic')": (
+        "it does not load this tokenizer (panic)"
+    ),
     "import time; time.sleep(60)": "its self-check did not end within 1 seconds",
 }
 
@@ -440,7 +458,7 @@ def test_a_crash_of_gigatoken_means_hugging_face(
 
 
 class PanicException(BaseException):
-    """As Rust's panics arrive."""
+    """Exception with the name of Rust's panics."""
 
 
 def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(
@@ -479,7 +497,7 @@ def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(
         encoder.encode(arrow(["a"]))
 
 
-# --- run against datatrove's MegatronDocumentTokenizer, as its users run it -------------------------------------------------------------
+# --- run against datatrove's MegatronDocumentTokenizer, run in its usual way ----------------------
 
 DATATROVE = """
 import sys
@@ -488,12 +506,13 @@ from datatrove.pipeline.readers import ParquetReader
 from datatrove.pipeline.tokens import MegatronDocumentTokenizer
 source, tokenizer, eod, out = sys.argv[1:]
 step = MegatronDocumentTokenizer(output_folder=out, tokenizer_name_or_path=tokenizer, eos_token=eod)
-LocalPipelineExecutor(pipeline=[ParquetReader(source), step], tasks=1, logging_dir=out + "/logs").run()
+steps = [ParquetReader(source), step]
+LocalPipelineExecutor(pipeline=steps, tasks=1, logging_dir=out + "/logs").run()
 """
 
 
 def widen(entries: int) -> Callable[[Spec], object]:
-    """A change: entries that no text reaches, up to a number."""
+    """Return a change that adds entries that no text uses, up to a number of entries."""
     return lambda spec: spec["model"]["vocab"].update(
         {f"[{n}]": n for n in range(len(spec["model"]["vocab"]), entries)}
     )

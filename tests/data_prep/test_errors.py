@@ -1,4 +1,6 @@
-"""Each mistake as a user would make it: exit code 2, one line that names the thing (tests/wording.yaml), nothing written anywhere."""
+"""Tests of user mistakes: exit code 2, one line that names the fault (tests/wording.yaml), and no
+files written.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ TABLES: dict[str, dict[str, list[object]]] = {
     "nothing": {"text": [""], "id": ["a"]},
     "few": {"text": ["a", "b", "c"], "id": [1, 2, 3]},
 }
-MASKS = {  # the file of a mask -> its code
+MASKS = {  # file of a mask -> its code
     "zero": "x = 1\ny = 1 / 0\ndef keep(b, p, q): ...",
     "syntax": "x = 1\ndef keep(b, p, q:\n",
     "imports": "import absent_module\n",
@@ -76,39 +78,51 @@ MASKS = {  # the file of a mask -> its code
     "files": "files = ('gone.txt',)\ndef keep(b, p, q): ...",
     "few": "number = 1\ndef helper(): ...\ndef keep(b, p, q): ...",
 }
-# Answers of a mask for three rows.
+# Return values of a mask for three rows.
 ANSWERS = (
-    "raise_() | b['nothing'] | None | [True] * 3 | np.ones(3) | np.ones((3, 1), bool) | np.ones(2, bool) | pa.array([1, 0, 1]) | "
+    "raise_() | b['nothing'] | None | [True] * 3 | np.ones(3) | np.ones((3, 1), bool) | "
+    "np.ones(2, bool) | pa.array([1, 0, 1]) | "
     "pa.array([True, None, None]) | pa.array([True] * 4)"
 ).split(" | ")
-# How commands begin: how they go on.
+# Beginning of a command: its possible continuations.
 COMMANDS = """
-inspect: absent.parquet; *.pq; empty; corpus.parquet ./corpus.parquet; corpus.parquet link.parquet; tables tables/few.parquet
-inspect: twice.parquet; truncated.parquet; tables/name.parquet --id-column nam; meta.jsonl --id-column meta.sat
+inspect: absent.parquet; *.pq; empty; corpus.parquet ./corpus.parquet; corpus.parquet link.parquet
+inspect: tables tables/few.parquet
+inspect: twice.parquet; truncated.parquet; tables/name.parquet --id-column nam
+inspect: meta.jsonl --id-column meta.sat
 inspect: wide.txt; parquet.txt; lines.txt; good.txt --min-score 1; good.txt --id-column name
 inspect tables/nested.parquet: --min-score 1; --language en
-inspect corpus.parquet: --subset x; --sample-mb 0; --sample-mb nan; --workers 0; --paragraphs; --text-column txet; --text-column=
-inspect corpus.parquet: --id-column key; --min-score 1; --min-score nan; --min-bytes -3; --max-bytes 0; --min-bytes 10 --max-bytes 9
-inspect corpus.parquet --mask: dedup.py; masks/few.txt:keep; masks/few.py:keep(); absent.py:keep; masks/few.py:keeep; masks/few.py:number
+inspect corpus.parquet: --subset x; --sample-mb 0; --sample-mb nan; --workers 0; --paragraphs
+inspect corpus.parquet: --text-column txet; --text-column=
+inspect corpus.parquet: --id-column key; --min-score 1; --min-score nan; --min-bytes -3
+inspect corpus.parquet: --max-bytes 0; --min-bytes 10 --max-bytes 9
+inspect corpus.parquet --mask: dedup.py; masks/few.txt:keep; masks/few.py:keep(); absent.py:keep
+inspect corpus.parquet --mask: masks/few.py:keeep; masks/few.py:number
 inspect corpus.parquet: --language=; --mask masks.py:keep
-run: absent.parquet --tokenizer tok --out out; corpus.parquet --out out; --out out; --out old; --out bad
+run: absent.parquet --tokenizer tok --out out; corpus.parquet --out out; --out out; --out old
+run: --out bad
 run corpus.parquet --out out --tokenizer: none/at/all; tok/tokenizer.json
 run corpus.parquet --tokenizer tok --out: note; note/out; kept
-run corpus.parquet --tokenizer tok --out out: --workers 0; --encoder fast; --unit-mb 0; --unit-mb nan; --worker 3
+run corpus.parquet --tokenizer tok --out out: --workers 0; --encoder fast; --unit-mb 0
+run corpus.parquet --tokenizer tok --out out: --unit-mb nan; --worker 3
 run corpus.parquet --tokenizer tok --out out: --max-bad few; --max-bad 101%; --max-bad=-1
-run corpus.parquet --tokenizer tok --out out: --task-id 3 --tasks 3; --task-id 3; --task-id 0 --tasks 3 --overwrite
-run corpus.parquet --tokenizer tok --out out: --valid-percent -1; --test-percent nan; --test-percent inf; --valid-percent two
+run corpus.parquet --tokenizer tok --out out: --task-id 3 --tasks 3; --task-id 3
+run corpus.parquet --tokenizer tok --out out: --task-id 0 --tasks 3 --overwrite
+run corpus.parquet --tokenizer tok --out out: --valid-percent -1; --test-percent nan
+run corpus.parquet --tokenizer tok --out out: --test-percent inf; --valid-percent two
 run corpus.parquet --tokenizer tok --out out: --valid-percent 60 --test-percent 40
 run tables/few.parquet --tokenizer tok --out out: --valid-percent 0.001 --test-percent 0
 plan: corpus.parquet --out out; none.parquet --tokenizer tok --out out
 train-tokenizer corpus.parquet --out out --vocab-size: 100; 353 --style llama; 300 --sample-mb 0
-train-tokenizer --vocab-size 400 --out: out tables/nothing.parquet; out corrupt.parquet; tok corpus.parquet
+train-tokenizer --vocab-size 400 --out: out tables/nothing.parquet; out corrupt.parquet
+train-tokenizer --vocab-size 400 --out: tok corpus.parquet
 stdlib: note.parquet; empty; note/s.parquet
 status: none; empty; old; data --tasks 0
 merge: none; empty; data --tasks 0
 verify: none; empty; .; v1; listed; data --sample -1; data --index-cache none
 stats: none; empty; data --picture a.jpg; cut
-blend out.yaml: none; empty; corpus.parquet; data data; data empty/../data; data=0; data=-1; data=nan; data=much; data other=2
+blend out.yaml: none; empty; corpus.parquet; data data; data empty/../data; data=0; data=-1
+blend out.yaml: data=nan; data=much; data other=2
 blend out.yaml: data otherend; data other; cut; data --seq-length 1000000; data --seq-length 0
 blend: blend data; blend.yaml data; folder.yaml data
 """
@@ -116,7 +130,7 @@ blend: blend data; blend.yaml data; folder.yaml data
 
 @pytest.fixture
 def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
-    """A folder with all that the commands name."""
+    """Folder with all files that the commands name."""
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -130,7 +144,10 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
     for name, code in MASKS.items():
         (tmp_path / "masks" / f"{name}.py").write_text(code)
     for number, answer in enumerate(ANSWERS):
-        code = f"import numpy as np, pyarrow as pa\ndef raise_():\n    raise ValueError('a\\nb')\ndef keep(b, p, q):\n    return {answer}\n"
+        code = (
+            "import numpy as np, pyarrow as pa\ndef raise_():\n    raise ValueError('a\\nb')\n"
+            f"def keep(b, p, q):\n    return {answer}\n"
+        )
         (tmp_path / "masks" / f"answer{number}.py").write_text(code)
     raw = corpus.read_bytes()
     corrupt = bytearray(
@@ -148,8 +165,12 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
     room.write_parquet(tmp_path / "none.parquet", [])
     (tmp_path / "link.parquet").symlink_to("corpus.parquet")
     room.copied(tokenizer, tmp_path / "tok")
-    for name, how in (("data", "train.idx add "), ("other", 'manifest.json set tokenizer.sha256 "99"'), ("cut", "test.idx cut 8"),
-                      ("otherend", "manifest.json set tokenizer.eod_id 7")):  # fmt: skip
+    for name, how in (
+        ("data", "train.idx add "),
+        ("other", 'manifest.json set tokenizer.sha256 "99"'),
+        ("cut", "test.idx cut 8"),
+        ("otherend", "manifest.json set tokenizer.eod_id 7"),
+    ):
         room.spoil(room.copied(merged, tmp_path / name), how)
     return tmp_path
 
@@ -175,7 +196,7 @@ def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(
     )
     for words in commands:
         result = room.cli(*words.split(), HERE=str(spoilt))
-        if result.returncode == 0:  # of the tables and masks some are good
+        if result.returncode == 0:  # some of the tables and masks are valid
             assert words.startswith("inspect tables/") and words.endswith(
                 ("few.parquet", "name.parquet", "nested.parquet", "nothing.parquet")
             ), words
@@ -243,11 +264,11 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None
     )
 
 
-# --- memory, help -----------------------------------------------------------------------------------------------------------------------
+# --- memory, help ---------------------------------------------------------------------------------
 
 
 def test_want_of_memory_is_one_line(corpus: Path) -> None:
-    """150 MB of address space: pyarrow does not load."""
+    """With 150 MB of address space, pyarrow cannot be loaded."""
     words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *room.command("inspect", corpus)]
     known = {"PYTHONPATH": str(room.ROOT), "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(words, cwd=room.ROOT, capture_output=True, text=True, env=known)
@@ -278,7 +299,8 @@ def test_want_of_memory_by_any_librarys_words_is_known() -> None:
 
 def test_help_is_quick_and_lists_every_verb() -> None:
     said = room.python(
-        "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+        "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: "
+        "print(*sys.modules)"
     ).stdout
     assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(
         said.splitlines()[-1].split()

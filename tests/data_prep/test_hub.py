@@ -1,4 +1,6 @@
-"""hf:// against a small server: which files an address means, the bytes of the planned commit, the token's way, mistakes in one line."""
+"""Tests of hf:// inputs against a small server: files of an address, bytes of the planned commit,
+tokens, user mistakes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ EDU = "hf://datasets/some/edu"
 
 
 def parquet(seed: int) -> bytes:
-    """120 rows in groups of 40."""
+    """Return a parquet file of 120 rows in groups of 40."""
     ids, texts = zip(*room.make_documents(120, 30, seed), strict=True)
     file = io.BytesIO()
     pq.write_table(pa.table({"id": ids, "text": texts}), file, row_group_size=40)
@@ -35,7 +37,8 @@ SUBSETS = {
     "several": ["sample/10/b*", "data/x/*"],
     "lines": [{"split": "train", "path": "l/a*"}],
 }
-CARD = f"---\n{yaml.safe_dump({'configs': [{'config_name': name, 'data_files': files} for name, files in SUBSETS.items()]})}---\n# Card\n"
+CONFIGS = [{"config_name": name, "data_files": files} for name, files in SUBSETS.items()]
+CARD = f"---\n{yaml.safe_dump({'configs': CONFIGS})}---\n# Card\n"
 TEN, DATA, LINES = (
     ["sample/10/a.parquet", "sample/10/b.parquet"],
     ["data/x/train-0.parquet"],
@@ -58,7 +61,9 @@ def served() -> Iterator[Hub]:
 
 @pytest.fixture
 def server(served: Hub, monkeypatch: pytest.MonkeyPatch, tokenizer: Path, tmp_path: Path) -> Hub:
-    """The server with its repositories, for huggingface_hub in this process; no wait is long."""
+    """Server with its repositories, configured for huggingface_hub in this process, with short
+    waits.
+    """
     from huggingface_hub import HfFileSystem, constants
 
     served.__init__(endpoint=served.endpoint, storage=served.storage)  # type: ignore[misc]
@@ -102,7 +107,7 @@ def server(served: Hub, monkeypatch: pytest.MonkeyPatch, tokenizer: Path, tmp_pa
 
 
 def paths(address: str, subset: str | None = None) -> list[str]:
-    """What an address means, below the repository."""
+    """Return the files of an address, relative to the repository."""
     return [file.url.split("@", 1)[1].split("/", 1)[1] for file in hub.resolve(address, subset)]
 
 
@@ -121,7 +126,7 @@ def paths(address: str, subset: str | None = None) -> list[str]:
             f"{EDU}/empty/notes.txt",
             None,
             ["empty/notes.txt"],
-        ),  # the reader says what is wrong with it
+        ),  # the reader reports its fault
         ("hf://datasets/some/bare", None, ["d-1/train.parquet", "train/x.parquet"]),
         ("hf://datasets/some/mixed", None, ["a.json.gz", "b.JSONL", "c.jsonl.zstd"]),
     ],
@@ -139,7 +144,9 @@ def test_what_a_listing_leaves_out_is_named(
         paths(f"hf://datasets/some/{name}")
     mixed, bare = capsys.readouterr().err.splitlines()
     assert mixed.endswith(": 3 names left out: d.csv, dataset_infos.json, .gitattributes")
-    assert bare.endswith(": 1 name left out, as other paths have the word train: test/x.parquet")
+    assert bare.endswith(
+        ": 1 name left out, because other paths contain the word train: test/x.parquet"
+    )
 
 
 def test_revisions_and_identities(server: Hub) -> None:
@@ -163,7 +170,9 @@ def test_revisions_and_identities(server: Hub) -> None:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_network_that_fails_now_and_then_costs_no_byte(server: Hub, ahead: bool) -> None:
-    """Broken connections and 5xx, more of them than huggingface_hub's own patience lasts; then too many."""
+    """Connections break and answers are 5xx, first more often than huggingface_hub retries, then
+    too often.
+    """
     (file,) = hub.resolve(f"{EDU}/{TEN[0]}")
     server.faults = {
         "resolve": [503, 0, 500, 429] * 2,
@@ -193,11 +202,22 @@ def test_a_server_without_parts_of_files_is_refused(server: Hub) -> None:
 
 
 MISTAKES = [
-    (EDU, "tan"), (EDU, "nothing like it"), (f"{EDU}/sample/1O", None), (f"{EDU}/zzz", None), (f"{EDU}/sample/*.csv", None),
-    (f"{EDU}/empty", None), (f"{EDU}/sample", "ten"), (f"{EDU}@v9", None), ("hf://datasets/some/bare", "ten"),
-    ("hf://some/edu", None), ("hf://datasets/edu", None), ("hf://datasets/some/typo", None), ("hf://datasets/a--b/c", None),
-    ("hf://datasets/some/two", None), ("hf://datasets/some/broken", None),
-]  # fmt: skip
+    (EDU, "tan"),
+    (EDU, "nothing like it"),
+    (f"{EDU}/sample/1O", None),
+    (f"{EDU}/zzz", None),
+    (f"{EDU}/sample/*.csv", None),
+    (f"{EDU}/empty", None),
+    (f"{EDU}/sample", "ten"),
+    (f"{EDU}@v9", None),
+    ("hf://datasets/some/bare", "ten"),
+    ("hf://some/edu", None),
+    ("hf://datasets/edu", None),
+    ("hf://datasets/some/typo", None),
+    ("hf://datasets/a--b/c", None),
+    ("hf://datasets/some/two", None),
+    ("hf://datasets/some/broken", None),
+]
 
 
 def test_mistakes_are_one_line(server: Hub, wording: Wording) -> None:
@@ -233,7 +253,10 @@ def test_a_tokenizer_by_name_is_its_files_alone(server: Hub, tokenizer: Path) ->
 def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(
     server: Hub, tmp_path: Path, tokenizer: Path
 ) -> None:
-    """The bytes are those of the files, though main moves and access is lost after the plan; the token is in no file and at no storage."""
+    """The bytes are those of the files, although main moves and access is lost after the plan.
+
+    The token is in no file and is not sent to the storage server.
+    """
     for path in TEN:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(FILES[path])

@@ -1,4 +1,6 @@
-"""From text to a run: two kinds of input, encoded, blended, indexed ahead, trained on; the verbs ``blend`` and ``index`` by themselves."""
+"""Tests from text to training: two kinds of input are encoded, blended, indexed and trained on;
+``blend`` and ``index``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from tests.pretrain.conftest import DEMO, SMALL
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """``a`` with all splits, of parquet; ``b`` without test, of JSONL; ``c`` with train alone: 300, 100 and 60 documents."""
+    """Three data folders of 300, 100 and 60 documents.
+
+    ``a`` has all splits and parquet input; ``b`` has no test split and JSONL input; ``c`` has only
+    train.
+    """
     root = tmp_path_factory.mktemp("blend")
     lines = [
         json.dumps({"text": text, "meta": {"id": name}})
@@ -47,7 +53,7 @@ def tokens(folder: Path, split: str = "train") -> int:
     return int(room.manifest_of(folder)["splits"][split]["tokens"])
 
 
-# --- blend ------------------------------------------------------------------------------------------------------------------------------
+# --- blend ----------------------------------------------------------------------------------------
 
 
 def test_weights_are_shares_of_the_training_tokens_by_default(
@@ -91,7 +97,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
         f"{of_b / 0.75 / 1e3:.3g}k tokens can be drawn before any repeats ({b} is the first)"
         in said
     )
-    assert f"{of_a / 0.25 / 1e3:.3g}k until every one" in said
+    assert f"{of_a / 0.25 / 1e3:.3g}k until all" in said
     room.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
     room.done("blend", "blend.yaml", "lr=3", "--seq-length", 64, "--overwrite", HERE=str(tmp_path))
     assert yaml.safe_load(out.read_text())["train"] == [
@@ -100,7 +106,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
     room.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length", 64, HERE=str(tmp_path))
 
 
-# --- index ------------------------------------------------------------------------------------------------------------------------------
+# --- index ----------------------------------------------------------------------------------------
 
 
 def test_from_text_to_a_run_on_a_blend(
@@ -109,7 +115,9 @@ def test_from_text_to_a_run_on_a_blend(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """blend -> index -> pretrain; then a byte flips, and then one source is made again from other text."""
+    """blend -> index -> pretrain; then a byte is flipped, and then one source is made again from
+    other text.
+    """
     web, books, cache = (
         room.copied(folders / "a", tmp_path / "web"),
         room.copied(folders / "b", tmp_path / "books"),
@@ -148,7 +156,7 @@ def test_from_text_to_a_run_on_a_blend(
     index = books / "train.idx"
     room.spoil(books, f"train.idx flip {index.stat().st_size // 2}")
     capsys.readouterr()
-    assert pretrain([*settings, "--index"]) == 2  # which the verb starts
+    assert pretrain([*settings, "--index"]) == 2  # the command that the verb starts
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert said.startswith(
@@ -162,7 +170,8 @@ def test_from_text_to_a_run_on_a_blend(
     assert room.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale
 
 
-# What Python imports at its start: the folder that a cache is built in is no sooner there than the process stays where it is.
+# Imported at Python's start: the process stops as soon as the folder of a cache under
+# construction exists.
 STUCK = """
 import os, time
 make = os.mkdir
@@ -207,9 +216,7 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
 
 def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
     done = room.alone("index", DEMO, "train.stps=3")
-    first = done.stderr.splitlines()[
-        0
-    ]  # where the demo's data has not been made, a second line says that
+    first = done.stderr.splitlines()[0]  # without the demo's data, a second line reports this
     assert (
         first == "pretrain: error: command line: unknown key train.stps; did you mean train.steps?"
     )
@@ -217,7 +224,9 @@ def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
 
 
 def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> None:
-    """data_prep may live where nothing is trained: here its folder, the ground floor and the libraries alone."""
+    """data_prep can be installed without the training code. The test provides only its folder,
+    fem_common and the libraries.
+    """
     for folder in ("data_prep", "fem_common"):
         (tmp_path / folder).symlink_to(room.ROOT / folder)
     command = [
@@ -227,7 +236,7 @@ def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> No
         "data_prep",
         "index",
         "run.yaml",
-    ]  # -S: the project's own installation is not seen
+    ]  # -S hides the project's installation
     known = {"PYTHONPATH": sysconfig.get_path("purelib")}
     done = subprocess.run(
         command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=300

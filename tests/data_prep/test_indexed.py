@@ -1,4 +1,6 @@
-"""The indexed format against megatron-core's own builder and reader, and against datatrove's writer; and its use of memory."""
+"""Tests of the indexed format against megatron-core's builder and reader and datatrove's writer,
+and of its memory use.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ EOD = 0
 
 
 def some_documents(vocab_size: int, number: int) -> list[list[int]]:
-    """Documents as lists of ids, EOD at the end of each."""
+    """Return documents as lists of ids with EOD at the end of each."""
     random_ = np.random.default_rng(number)
     return [
         [*random_.integers(1, vocab_size, size=size).tolist(), EOD]
@@ -64,7 +66,7 @@ def test_bytes_equal_megatrons_and_datatroves_whatever_the_batches(
     for batch in (1, 10, 100):
         write_ours(
             tmp_path / f".by~{batch}.x", documents, dtype_name(vocab_size), batch
-        )  # a prefix may hold dots
+        )  # a prefix may contain dots
     builder = IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=dtype)
     datatrove = MegatronTokenizedFile(
         str(tmp_path), "datatrove", token_size=np.dtype(dtype).itemsize
@@ -152,7 +154,9 @@ def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_index(tmp_path: Path) -> None:
-    """The index of 20 million documents, 400 MB, in less than 150 MB over what numpy takes."""
+    """The index of 20 million documents, 400 MB, is written with less than 150 MB in addition to
+    numpy's memory.
+    """
     code = """
 import resource, sys
 from pathlib import Path
@@ -161,7 +165,8 @@ from data_prep.store.indexed import read_index, write_index
 part = np.full(1_000_000, 700, np.int32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 size, _ = write_index(Path(sys.argv[1]), 20_000_000, "uint16", lambda: (part for _ in range(20)))
-print(size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, read_index(Path(sys.argv[1])).pointers[-1])
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(size, grown, read_index(Path(sys.argv[1])).pointers[-1])
 """
     size, grown, last = map(int, room.python(code, tmp_path / "a.idx").stdout.split())
     assert size == 34 + 20 * 20_000_000 + 8 and last == 1400 * (20_000_000 - 1) and grown < 150_000

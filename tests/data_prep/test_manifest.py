@@ -1,4 +1,6 @@
-"""Plans, manifests and entries: what is written comes back, what is of any other shape is named in one line; samples are pretrain's."""
+"""Tests of plans, manifests and entries: round trips, one-line errors for other content, samples
+equal to pretrain's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from tests.data_prep import conftest as room
 from tests.wording import Wording
 
 DAMAGE = """
-shards/00002.json: rows -23; rows 61; dropped.lost 0; bad.0.reason "x"; splits.dev {}; splits.train.bin_sample "1000:s"
+shards/00002.json: rows -23; rows 61; dropped.lost 0; bad.0.reason "x"; splits.dev {}
+shards/00002.json: splits.train.bin_sample "1000:s"
 manifest.json: format 1; tokenizer.eod_id -1; source.files 3; splits.train {}; source.settings []
 plan.json: format 1; units []; units.0 [[1]]; units.0.0 9; settings.min_bytes -1; tokenizer.eod_id 9
 """
@@ -65,7 +68,7 @@ def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shard
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The keys that lead to each value within a JSON value."""
+    """Yield the keys that lead to each value within a JSON value."""
     for key in (
         value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     ):
@@ -74,7 +77,7 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
-    """A copy with another value at a place, or none."""
+    """Return a copy with another value at a place, or without this value."""
     whole = within = copy.deepcopy(value)
     for key in place[:-1]:
         within = within[key]
@@ -86,9 +89,10 @@ def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
 
 
 WRONGS: list[Any] = [None, True, 6, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
-# What may be missing or be of another type: it decides no byte, or is looked at by verify.
+# Values that may be missing or have another type: they decide no byte, or verify checks them.
 FREE = {
-    *"files.*.path files.*.bytes files.*.rows files.*.text_bytes units.*.* unit_bytes bad.*".split(),
+    *"files.*.path files.*.bytes files.*.rows files.*.text_bytes".split(),
+    *"units.*.* unit_bytes bad.*".split(),
     "source.files.*",
 }
 FREE |= {f"splits.{name}{ids}" for name in ("train", "valid", "test") for ids in ("", ".ids")}
@@ -103,7 +107,9 @@ READ: dict[str, Callable[[Path], object]] = {
 def test_any_wrong_shape_is_one_line_that_names_the_file(
     shards: Path, merged: Path, name: str
 ) -> None:
-    """Of another type, missing, unknown, cut: refused; of the same type a plan is, by its fingerprint."""
+    """A value of another type, missing, unknown or truncated is refused. A plan's fingerprint also
+    detects other values.
+    """
     shutil.copy(merged / "manifest.json", shards)
     read, path = READ[name], shards / name
     raw, value = path.read_bytes(), json.loads(path.read_bytes())

@@ -1,4 +1,6 @@
-"""merge: shards in order are what one writer would have written; nothing that is not whole is ever there under a final name."""
+"""Tests of merge: ordered shards equal the output of a single writer, and files with final names
+are always complete.
+"""
 
 from __future__ import annotations
 
@@ -86,27 +88,24 @@ def test_merging_again_changes_nothing_but_removes_shards_that_a_kill_left(
 def test_ids_of_some_units_alone_are_not_merged_and_data_without_ids_stays_readable(
     shards: Path, merged: Path
 ) -> None:
-    """As in a folder whose first units are from before ids were recorded."""
+    """The folder's first units were encoded before ids were recorded."""
     room.edit_json(
         shards / "shards" / "00001.json",
         lambda entry: [part.pop("ids") for part in entry["splits"].values()],
     )
     said = room.done("merge", shards, "--max-bad", "100%")
-    assert (
-        f"{shards}: no ids of documents beside train, valid, test: units 1 were encoded before"
-        in said
-    )
+    assert f"{shards}: no document ids for train, valid, test: units 1 were encoded before" in said
     assert not list(shards.rglob("*.ids")) and room.merged_hashes(shards) == room.merged_hashes(
         merged
     )
     assert "ids" not in room.manifest_of(shards)["splits"]["train"]
     assert room.cli("verify", shards).returncode == 0 and "unchanged" in room.done("merge", shards)
-    shutil.copy(merged / "train.ids", shards)  # of other data, for all that is known
+    shutil.copy(merged / "train.ids", shards)  # possibly of other data
     assert "train.ids is not in the manifest; remove it" in room.cli("verify", shards).stdout
 
 
 def refused(out: Path, *options: object, code: int = 2) -> str:
-    """What merge says when it refuses; but for the list of bad rows, nothing has changed."""
+    """Return the error of a merge that must fail and change no file except the list of bad rows."""
 
     def kept() -> dict[str, bytes]:
         return {
@@ -183,14 +182,14 @@ def test_an_empty_split_and_a_disk_too_small_are_told_before_anything_is_copied(
     )
     usage = shutil.disk_usage(shards)._replace(free=5000)
     monkeypatch.setattr("data_prep.verbs.merge.shutil.disk_usage", lambda path: usage)
-    assert "and 5 kB are free; make room" in refused(shards, code=1)
+    assert "and 5 kB are free; free disk space" in refused(shards, code=1)
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
 def test_of_the_shards_folder_only_what_units_wrote_is_removed(
     shards: Path, rows: Path, tokenizer: Path, options: list[str]
 ) -> None:
-    """By merge, and by ``--overwrite`` with another plan."""
+    """Both merge and ``--overwrite`` with another plan remove only the files of units."""
     ours = [
         ".00003~host.example~4026531836~77/train.bin",
         ".00004.json~host.example~4026531836~77",
@@ -219,7 +218,9 @@ def test_of_the_shards_folder_only_what_units_wrote_is_removed(
 def test_data_of_an_earlier_plan_goes_when_the_new_is_whole(
     tmp_path: Path, shards: Path, merged: Path, rows: Path, tokenizer: Path
 ) -> None:
-    """As after plan --overwrite was killed: final names and a manifest that are another plan's; and a split that the new has not."""
+    """The state is that after a killed plan --overwrite: final names and a manifest of another
+    plan, and an obsolete split.
+    """
     fewer = room.encode_units(
         room.plan_folder(
             tmp_path / "out", [rows], tokenizer, "--valid-percent", "10", "--test-percent", "0"

@@ -1,4 +1,6 @@
-"""Text as a person has it: folders of .txt files, rows without ids, and so little of it that a split would be empty."""
+"""Tests of personal text: folders of .txt files, rows without ids, and too few documents for the
+default splits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ LINES = ["", "", " \t", "one line", "two  words ", "naïve é", "\tindented", "x
 
 @pytest.fixture
 def notes(tmp_path: Path) -> Path:
-    """A folder of 40 text files, some of them below another folder, of the same name as others, empty or with a BOM."""
+    """Folder of 40 text files.
+
+    Some are in a subfolder, have the same name as others, are empty, or start with a BOM.
+    """
     random_, folder = random.Random(5), tmp_path / "notes"
     (folder / "more").mkdir(parents=True)
     for number in range(40):
@@ -95,7 +100,7 @@ def test_every_verb_takes_a_folder_of_text(tmp_path: Path, notes: Path) -> None:
         assert "encoded again agree" in room.done("verify", small)
         assert room.done("status", small) and room.done("stats", small)
     command = run(notes, tokenizer, tmp_path / "one0", *room.SHARES, "--unit-mb", 1)
-    for hidden in notes.rglob(".*"):  # which would be named on a line of its own
+    for hidden in notes.rglob(".*"):  # otherwise an additional line would list it
         hidden.unlink()
     assert "another --paragraphs" in room.refused(*command, "--paragraphs")
     (notes / "00.txt").write_text("another text")

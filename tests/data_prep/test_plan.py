@@ -1,4 +1,6 @@
-"""``plan``: the same for the same things, refused where another is there, and what it says of the work ahead."""
+"""Tests of ``plan``: the same plan for the same inputs, refusal to replace another plan, and the
+summary of the work.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,11 @@ def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer:
 
 
 OTHER = """
---min-score 3 | another --min-score (none there, 3.0 now)
---language en --language de | another --language (none there, en,de now)
---valid-percent 3 | another --valid-percent (2.0 there, 3.0 now)
---unit-mb 1 | another --unit-mb (0.001 there, 1 now)
---id-column text --max-bytes 99 | another --id-column (id there, text now), another --max-bytes
+--min-score 3 | another --min-score (none in the plan, 3.0 now)
+--language en --language de | another --language (none in the plan, en,de now)
+--valid-percent 3 | another --valid-percent (2.0 in the plan, 3.0 now)
+--unit-mb 1 | another --unit-mb (0.001 in the plan, 1 now)
+--id-column text --min-bytes 2 | another --id-column (id in the plan, text now), another --min-bytes
 """
 
 
@@ -72,12 +74,12 @@ def test_what_makes_another_plan_is_named(
     spoilt = room.copied(tokenizer, tmp_path / "spoilt")
     room.edit_json(spoilt / "tokenizer.json", lambda spec: None)
     for inputs, name, said in (
-        ([many], tokenizer, "other inputs (2 there, 1 now)"),
+        ([many], tokenizer, "other inputs (2 in the plan, 1 now)"),
         ([corpus, many], tokenizer, "the same inputs in another order"),
-        ([many, other], tokenizer, f"other inputs ({corpus} there, {other} now)"),
+        ([many, other], tokenizer, f"other inputs ({corpus} in the plan, {other} now)"),
         ([many, corpus], spoilt, "another tokenizer"),
     ):
-        assert f"{out} holds a plan made from {said}" in room.refused(*words(inputs, name, out))
+        assert f"{out} contains a plan with {said}" in room.refused(*words(inputs, name, out))
 
 
 def test_data_of_unknown_origin_and_a_damaged_plan_stay(
@@ -98,7 +100,7 @@ def test_data_of_unknown_origin_and_a_damaged_plan_stay(
         said = (
             "plan.json is damaged"
             if name == "plan.json"
-            else f"{name.replace('/00000-train.bin', '')} exists and no plan.json"
+            else f"{name.replace('/00000-train.bin', '')} exists without a plan.json"
         )
         assert said in error and room.snapshot(out) == {name: b"{}"}
         room.done(*words([many], tokenizer, out, "--overwrite"))
@@ -128,7 +130,7 @@ def test_run_goes_on_with_the_plan_and_refuses_what_is_not_in_it(
 ) -> None:
     out = room.plan_folder(tmp_path / "out", [rows], tokenizer, *room.SMALL_UNITS)
     for option in ("--min-bytes 7", "--language en", "--unit-mb 5", "--overwrite", "--subset x"):
-        assert f"{option.split()[0]} is not that of the plan" in room.refused(
+        assert f"{option.split()[0]} differs from the plan" in room.refused(
             "run", "--out", out, *option.split()
         )
     room.done(
@@ -163,7 +165,7 @@ def test_inputs_where_data_prep_writes_are_refused(
             tmp_path / "linked" / name,
         ):
             error = room.refused(verb, *words([file], tokenizer, out, *options)[1:])
-            assert "lies where data_prep writes in --out" in error, error
+            assert "is at a path that data_prep writes in --out" in error, error
     assert room.snapshot(out) == before
     room.done(
         *words([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another", *room.ALL_TRAIN)
@@ -181,10 +183,10 @@ def test_out_below_an_input_folder_is_no_input(tmp_path: Path, tokenizer: Path, 
     assert {"units.jsonl", "bad_rows.jsonl"} <= set(before)
     for source in (tmp_path, tmp_path / "**" / "*.jsonl"):
         assert "unchanged" in room.done("run", source, *options) and room.snapshot(out) == before
-    assert "holds only what data_prep has written" in room.refused(
+    assert "contains only files that data_prep wrote" in room.refused(
         "run", out / "*s.jsonl", *options
     )
-    assert "lies where data_prep writes" in room.refused(
+    assert "is at a path that data_prep writes" in room.refused(
         "run", out / "units.jsonl", *options, "--overwrite"
     )
     assert room.snapshot(out) == before

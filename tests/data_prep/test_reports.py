@@ -1,4 +1,6 @@
-"""What is said of inputs and data: ``inspect``, ``status``, ``stats``; and the corpus that every machine has, ``stdlib``."""
+"""Tests of the reports ``inspect``, ``status`` and ``stats``, and of ``stdlib``, the corpus that
+every machine has.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.data_prep import conftest as room
 
 
 def report(*arguments: object) -> dict[str, Any]:
-    """What a verb says with --json: strict JSON."""
+    """Return the output of a verb with --json, which must be strict JSON."""
     found: dict[str, Any] = json.loads(
         room.done(*arguments, "--json"),
         parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
@@ -37,7 +39,7 @@ def report(*arguments: object) -> dict[str, Any]:
     return found
 
 
-# --- inspect: exact where it reads everything, near where it samples, and honest about which ----------------------------------------------
+# --- inspect: exact if it reads everything, approximate if it samples -----------------------------
 
 
 def test_an_estimate_from_everything_is_what_run_writes(
@@ -66,7 +68,7 @@ def test_an_estimate_from_everything_is_what_run_writes(
     )
     assert (
         abs(whole["idx_bytes"] - sum(path.stat().st_size for path in made.glob("*.idx"))) <= 3 * 64
-    )  # the files' headers
+    )  # headers of the files
     assert (
         whole["workers"] == 3
         and whole["hours"] == pytest.approx(whole["core_hours"] / 3)
@@ -97,7 +99,7 @@ def test_an_estimate_from_a_sample_is_near_and_says_from_how_much(
         and sample["places"] >= 3
         and 0.09 < guess["share_of_text"] < 0.12
     )
-    assert guess["rows"] == guess["documents"] == 3000  # footers tell
+    assert guess["rows"] == guess["documents"] == 3000  # from the footers
     for name in ("text_bytes", "tokens", "bin_bytes"):
         assert guess[name] == pytest.approx(truth[name], rel=0.05), name
     assert re.search(
@@ -131,7 +133,7 @@ def test_rows_of_jsonl_are_estimated(tmp_path: Path, packed: bool) -> None:
         "tags": "list",
     }
     assert not found["sample"]["whole"] and found["sample"]["read_bytes"] < total / 4
-    # what a packed file holds is known from its beginning alone
+    # the content of a compressed file is estimated from its beginning
     assert found["estimate"]["documents"] == pytest.approx(3000, rel=0.5 if packed else 0.1)
     assert found["encoding"] is None and "tokens" not in found["estimate"]
     exact = report("inspect", file, "--sample-mb", 1000)["estimate"]
@@ -163,12 +165,12 @@ def test_drops_by_reason_and_filters(tmp_path: Path) -> None:
     assert sample["document_bytes"] == {"mean": 9.0, "median": 9.0, "largest": 9}
     said = room.done(*options)
     assert (
-        "documents: 1 (16.67% of the rows); left out: 16.7% null_text, 16.7% empty_text, 16.7% invalid_utf8"
-        in said
+        "documents: 1 (16.67% of the rows); left out: 16.7% null_text, 16.7% empty_text, "
+        "16.7% invalid_utf8" in said
     )
     assert (
-        "columns of the first file: text binary, id int64, score double, language string; 1 row group"
-        in said
+        "columns of the first file: text binary, id int64, score double, language string; 1 "
+        "row group" in said
     )
     nothing = ("inspect", tmp_path, "--min-score", 9)
     assert report(*nothing)["sample"][
@@ -213,12 +215,12 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
     )
 
 
-# --- status -----------------------------------------------------------------------------------------------------------------------------
+# --- status ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
-    """A folder where the first of four tasks is done."""
+    """Folder in which the first of four tasks is done."""
     out = room.plan_folder(
         tmp_path_factory.mktemp("planned") / "out", [many], tokenizer, *room.SMALL_UNITS
     )
@@ -258,7 +260,7 @@ def test_counts_of_a_folder_in_work_and_of_a_merged_one(
     for how in (
         "00004.json write {",
         "00008.json copy 00012.json",
-    ):  # entries that run would not take
+    ):  # entries that run rejects
         room.spoil(spoilt / "shards", how)
     assert report("status", spoilt)["units_done"] == 8
 
@@ -269,9 +271,7 @@ def test_rate_and_time_left_are_those_of_the_last_quarter_of_an_hour(
     out = room.copied(planned, tmp_path / "out")
     plan, now = read_plan(out), time.time()
     done = [unit for unit in plan.units if unit.number % 4 == 0]
-    for place, unit in enumerate(
-        done
-    ):  # five long ago, then one each hundred seconds, the last a hundred seconds ago
+    for place, unit in enumerate(done):  # five long ago, then one every 100 s, the last 100 s ago
         os.utime(
             out / "shards" / f"{unit.name}.json",
             times=(now - 50_000,) * 2 if place < 5 else (now - 100 * (10 - place),) * 2,
@@ -288,7 +288,7 @@ def test_rate_and_time_left_are_those_of_the_last_quarter_of_an_hour(
     )
 
 
-# --- stats: every figure against numpy's on the plain list of lengths ---------------------------------------------------------------------
+# --- stats: every figure against numpy's on the plain list of lengths -----------------------------
 
 LENGTHS: dict[str, Any] = {
     "like text": np.clip(np.random.default_rng(5).lognormal(6.4, 1.0, 5000), 1, None),
@@ -375,7 +375,7 @@ def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path)
     )
 
 
-# --- stdlib -----------------------------------------------------------------------------------------------------------------------------
+# --- stdlib ---------------------------------------------------------------------------------------
 
 
 def test_the_librarys_texts_are_its_own_and_the_same_again(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_the_librarys_texts_are_its_own_and_the_same_again(tmp_path: Path) -> No
     file = pq.ParquetFile(path, page_checksum_verification=True)
     rows, version = file.read().to_pylist(), ".".join(map(str, sys.version_info[:3]))
     assert file.schema_arrow.equals(SCHEMA) and file.num_row_groups >= 3
-    # 10.7 MB on Debian's trimmed Python 3.11, 11.3 to 11.8 MB on CPython 3.10 to 3.13
+    # 10.7 MB with Debian's trimmed Python 3.11, 11.3 to 11.8 MB on CPython 3.10 to 3.13
     assert 9e6 < sum(len(row["text"].encode()) for row in rows) < 20e6
     assert len({row["text"] for row in rows}) == len({row["id"] for row in rows}) == len(rows)
     for row in rows[::37]:

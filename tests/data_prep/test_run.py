@@ -1,4 +1,6 @@
-"""The promises of ``run``: nothing lost uncounted, no document in two splits, the same bytes however the work is divided; bad input."""
+"""Tests of ``run``: all rows are counted, no document is in two splits, the division of work does
+not change the bytes, bad input.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def run(inputs: object, tokenizer: Path, out: Path, *options: object) -> str:
 
 
 def texts(folder: Path, tokenizer: Path) -> dict[str, list[str]]:
-    """The documents of each split, decoded; EOD taken off after a check that it is there; every row is written or dropped."""
+    """Return the decoded documents of each split, without EOD.
+
+    Every document must end in EOD, and every row must be written or dropped.
+    """
     info, decoder, manifest = (
         load_folder(tokenizer),
         Tokenizer.from_file(str(tokenizer / "tokenizer.json")),
@@ -134,7 +139,7 @@ def test_same_run_is_left_alone_another_is_refused(
     (out / "train.idx").unlink()
     assert "train.idx" in room.refused(*command)
     room.done(*command, "--overwrite")
-    assert "whole" in room.done("verify", out)
+    assert "complete" in room.done("verify", out)
 
 
 def test_the_tokenizer_may_lie_in_the_output_folder(
@@ -149,7 +154,7 @@ def test_the_tokenizer_may_lie_in_the_output_folder(
         )
 
 
-# --- the same bytes ---------------------------------------------------------------------------------------------------------------------
+# --- the same bytes -------------------------------------------------------------------------------
 
 
 def test_workers_and_the_size_of_units_do_not_change_a_byte(
@@ -254,7 +259,7 @@ def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed
     room.done("run", "--out", tmp_path / "out", "--task-id", 0, "--tasks", 2, *room.HF)
     room.done(
         "plan", "a.parquet", "moved.parquet", *options, HERE=str(tmp_path / "here")
-    )  # the same inputs, elsewhere
+    )  # the same inputs in another folder
     for name in inputs:
         (tmp_path / "here" / name).unlink()
     room.done("run", "--out", tmp_path / "out", "--task-id", 1, "--tasks", 2, *room.HF)
@@ -262,7 +267,7 @@ def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed
     assert len(room.read_split(tmp_path / "out", "train")) == 100
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def test_bad_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: Path) -> None:
@@ -316,7 +321,9 @@ def test_bad_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: Path) -> No
 def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
     tmp_path: Path, tokenizer: Path, how: str
 ) -> None:
-    """Zeros, or one letter in a page that is neither compressed nor encoded: its checksum alone can tell."""
+    """The damage is zeros, or one letter in a page without compression and encoding, which only the
+    checksum detects.
+    """
     file, out, documents = (
         tmp_path / "corrupt.parquet",
         tmp_path / "out",
@@ -442,7 +449,9 @@ LONG = ("--max-bytes", "60000000")
 def test_a_document_of_50_mb_among_small_ones(
     tmp_path: Path, tokenizer: Path, encoder: str, limit: tuple[str, ...]
 ) -> None:
-    """Left out at the default, written whole where the limit is raised; the rest is written either way."""
+    """The document is dropped at the default limit and written with a higher limit. All other
+    documents are written.
+    """
     long, out = "word and number 12345 " * (50_000_000 // 22), tmp_path / "out"
     file = room.write_parquet(
         tmp_path / "long.parquet", [("a", "first"), ("long", long), ("b", "last")]

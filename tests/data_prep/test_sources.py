@@ -1,4 +1,6 @@
-"""Inputs: which files they mean, spans, identities. What is refused, and in which words, is in test_errors."""
+"""Tests of inputs: their files, spans and fingerprints. The tests of refused inputs and their
+messages are in test_errors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.data_prep.sources_made import COLUMNS, WHOLE, opened, packed, read_al
 
 
 def test_inputs_mean_these_files_in_this_order(tmp_path: Path) -> None:
-    """Folders: every data file below, sorted, without hidden names; globs: sorted; links are followed."""
+    """A folder gives all data files below it, sorted, without hidden names. A glob is sorted. Links
+    are followed.
+    """
     kept = [
         "a/1.parquet",
         "a/10.parquet",
@@ -69,7 +73,9 @@ def test_inputs_mean_these_files_in_this_order(tmp_path: Path) -> None:
 def test_a_folder_follows_links_and_names_what_it_leaves_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every spelling of JSON lines counts; a link to a folder is entered, one to a folder above is not entered again."""
+    """Every suffix of JSON lines counts. A link to a folder is followed, unless it leads to a
+    parent folder.
+    """
     kept = [
         "a.json.gz",
         "b.JSONL",
@@ -79,8 +85,11 @@ def test_a_folder_follows_links_and_names_what_it_leaves_out(
         "linked/f.jsonl",
         "linked/up/g.Parquet",
     ]
-    for name in ("here/a.json.gz", "here/b.JSONL", "here/c.json", "here/d.json.zst", "here/e.jsonl.zstd", "there/f.jsonl", "up/g.Parquet",
-                 "here/.h.jsonl", "here/i.csv", "here/j.jsonl.bz2", "here/dataset_info.json", "here/.git/k.jsonl"):  # fmt: skip
+    for name in (
+        *("here/a.json.gz", "here/b.JSONL", "here/c.json", "here/d.json.zst", "here/e.jsonl.zstd"),
+        *("there/f.jsonl", "up/g.Parquet", "here/.h.jsonl", "here/i.csv", "here/j.jsonl.bz2"),
+        *("here/dataset_info.json", "here/.git/k.jsonl"),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for link, target in (
@@ -112,7 +121,7 @@ def test_one_json_document_is_refused_and_json_lines_of_that_name_are_read(
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     (tmp_path / name).write_bytes(packed(name.lower(), content))
-    with pytest.raises(UserError, match=r"one object a line"):
+    with pytest.raises(UserError, match=r"one object per line"):
         open_files([str(tmp_path)], COLUMNS)
     rows = [{"text": "a", "id": "1"}, {"text": "b", "id": "2"}]
     file = opened(
@@ -123,7 +132,7 @@ def test_one_json_document_is_refused_and_json_lines_of_that_name_are_read(
 
 
 def test_a_zstd_window_that_arrow_does_not_allow_is_named(tmp_path: Path) -> None:
-    """A window of 256 MiB (zstd --long=28) around one line."""
+    """The file has one line and a window of 256 MiB (zstd --long=28)."""
     line, window = b'{"text": "a", "id": "1"}\n', (28 - 10) << 3
     block = (len(line) << 3 | 1).to_bytes(3, "little") + line
     path = tmp_path / "x.jsonl.zst"
@@ -183,7 +192,7 @@ def test_files_of_every_kind_are_described(tmp_path: Path) -> None:
 
 
 class Counting(streams.LocalFile):
-    """Counts the bytes that are read."""
+    """File that counts the bytes read."""
 
     total = 0
 
@@ -201,7 +210,7 @@ class Counting(streams.LocalFile):
 def test_fingerprints_see_another_size_and_other_content_and_are_fast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 100 MB they read a tenth at most."""
+    """At most a tenth of a file of 100 MB is read."""
     path, line = tmp_path / "x.jsonl", b'{"text": "%s", "id": "1"}\n' % (b"x" * 4000)
     whole = opened(path, line * 25_000)
     with monkeypatch.context() as patch:
@@ -237,7 +246,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
     assert [item[:2] for item in expected] == [
         (item["text"].encode(), item["id"].encode()) for item in rows
     ]
-    least = 1 if kind == "parquet" else 500  # a span of JSONL costs an opened file
+    least = 1 if kind == "parquet" else 500  # each span of JSONL opens the file
     for unit_bytes in (
         least,
         999,
@@ -257,7 +266,7 @@ def test_spans_cover_each_row_once_in_order_for_any_unit_size(tmp_path: Path, ki
             )
             assert all(
                 span.text_bytes - sizes[span.stop - 1] < unit_bytes for span in cut
-            )  # never more than a group beyond
+            )  # at most one group above
         else:
             assert len(cut) == (
                 max(1, min(file.bytes, round(file.text_bytes / unit_bytes)))

@@ -1,4 +1,8 @@
-"""JSON lines, plain and packed: the rows that Python's json gives; bad lines alone are lost, damaged streams read as far as they go."""
+"""Tests of JSON lines, plain and compressed.
+
+The rows equal those of Python's json. Only bad lines are lost, and damaged streams are read up to
+the damage.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,9 @@ FIRST = b'{"text": "first", "id": "0", "score": 1.5, "meta": {"set": "a"}}'
 def after_first(
     path: Path, lines: bytes, columns: Columns = COLUMNS
 ) -> tuple[list[Read], list[str]]:
-    """What follows a good first line, places counted from there; and what is said of lines that cannot be read."""
+    """Return the rows after a valid first line, with places relative to it, and the messages of
+    unreadable lines.
+    """
     file, start = opened(path, FIRST + b"\n" + lines, columns), len(FIRST) + 1
     first, *others = read_all(file, WHOLE, columns)
     said = [
@@ -35,7 +41,7 @@ def after_first(
     return [(*other[:-1], other[-1] - start) for other in others], said
 
 
-# --- against json.loads -----------------------------------------------------------------------------------------------------------------
+# --- against json.loads ---------------------------------------------------------------------------
 
 PIECES = [
     '"',
@@ -88,7 +94,7 @@ def fuzzed_value(random_: random.Random, depth: int = 0) -> Any:
 
 
 def escaped(random_: random.Random, value: Any) -> str:
-    """JSON; of a string some characters escaped that need not be."""
+    """Return JSON in which some characters of a string are escaped without need."""
     ascii_only = random_.random() < 0.5
     if not isinstance(value, str):
         return json.dumps(value)
@@ -112,7 +118,7 @@ def fuzzed_line(random_: random.Random) -> bytes:
     ]
     items += [("text", fuzzed_text(random_))] * (
         random_.random() < 0.1
-    )  # the last of a key's values counts
+    )  # the last value of a key is used
     random_.shuffle(items)
     space = random_.choice(["", " ", "\t "])
     pairs = (
@@ -123,7 +129,7 @@ def fuzzed_line(random_: random.Random) -> bytes:
 
 
 def expected_rows(content: bytes) -> list[Read]:
-    """What json.loads says of each line."""
+    """Return the rows that json.loads gives for the lines."""
     found: list[Read] = []
     place = 0
     for line in content.split(b"\n"):
@@ -164,7 +170,7 @@ def test_fuzzed_lines_are_read_as_json_reads_them(tmp_path: Path, seed: int) -> 
         ).split(b"\n")
 
 
-# --- bad lines --------------------------------------------------------------------------------------------------------------------------
+# --- bad lines ------------------------------------------------------------------------------------
 
 BAD = [
     *(
@@ -294,7 +300,7 @@ def test_a_line_above_the_limit_is_malformed(
         assert said == ["it is longer than 3 MiB"]
 
 
-# --- other columns ----------------------------------------------------------------------------------------------------------------------
+# --- other columns --------------------------------------------------------------------------------
 
 
 def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(
@@ -334,11 +340,11 @@ def test_other_columns_have_the_type_of_their_first_value_whatever_the_spans(
     assert read_all(file, WHOLE, columns) == [(b"a", 1.0, 0), (b"b", None, 23)]
 
 
-# --- packed streams ---------------------------------------------------------------------------------------------------------------------
+# --- packed streams -------------------------------------------------------------------------------
 
 
 def noisy(number: int) -> bytes:
-    """Lines that do not pack well, so that a cut has much before it."""
+    """Return lines that compress poorly, so that many bytes precede a truncation."""
     random_ = random.Random(number)
     return (
         b"\n".join(
@@ -353,7 +359,9 @@ def noisy(number: int) -> bytes:
 def test_streams_are_unpacked_as_they_were_packed_whatever_the_members(
     tmp_path: Path, suffix: str
 ) -> None:
-    """Empty members; of gzip zeros between and behind them, of zstd skippable frames."""
+    """The streams contain empty members, zeros between and after gzip members, and skippable zstd
+    frames.
+    """
     random_ = random.Random(6)
     for _ in range(60):
         whole, contents = b"", []
@@ -411,6 +419,6 @@ def test_damage_within_a_stream_or_behind_it_cuts_the_rest_off(tmp_path: Path) -
             *_, fault = parts(file, spans(file, COLUMNS, 1))
             assert isinstance(fault, Unreadable)
             assert fault.message.startswith(
-                f"{file.path} is damaged at byte {last[2]} of its unpacked content ("
+                f"{file.path} is damaged at byte {last[2]} of its uncompressed content ("
             )
-            assert fault.message.endswith("): what follows is lost; fetch or pack it again")
+            assert fault.message.endswith("): the rest is lost; fetch or compress it again")

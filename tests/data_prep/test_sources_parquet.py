@@ -1,4 +1,8 @@
-"""Parquet: the rows of pyarrow's read_table, whatever the types and encodings; damage costs the rest of its row group; bounded memory."""
+"""Tests of parquet: the rows equal pyarrow's read_table for all types and encodings; damage;
+bounded memory.
+
+Damage costs only the rest of its row group.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ MIB = 1 << 20
 
 
 def as_bytes(value: Any) -> bytes | None:
-    """A value as text and id are read."""
+    """Return a value in the form in which text and id are read."""
     return value if value is None or isinstance(value, bytes) else str(value).encode()
 
 
@@ -59,7 +63,7 @@ def opened(path: Path, table: pa.Table, columns: Columns = COLUMNS, **options: A
 def test_text_and_id_of_every_type_are_read_as_bytes(
     tmp_path: Path, kind: pa.DataType, stored: bool
 ) -> None:
-    """Integers, which ids alone may be, as their digits."""
+    """Integers, which only ids may be, are read as their digits."""
     plain, texts = (
         kind.value_type if pa.types.is_dictionary(kind) else kind,
         ["a", None, "", "東京 🙂", "a", "b" * 1000],
@@ -89,7 +93,7 @@ def test_text_and_id_of_every_type_are_read_as_bytes(
 
 
 def any_way(random_: random.Random) -> dict[str, Any]:
-    """Options of a writer."""
+    """Return random options of a parquet writer."""
     return {
         "compression": random_.choice(["none", "snappy", "zstd", "gzip", "lz4"]),
         "use_dictionary": random_.random() < 0.5,
@@ -119,7 +123,7 @@ def test_rows_are_those_of_read_table_however_they_were_written(
         item |= random_.choice([{}, {}, {"text": None}, {"id": None}, {"text": "again"}])
     columns = Columns(extra=("score", "tags", "meta"))
     file = written(tmp_path / "x.parquet", rows, columns, **any_way(random_))
-    if random_.random() < 0.5:  # the walk over the pages, which large row groups ask for
+    if random_.random() < 0.5:  # read the page headers, as for large row groups
         monkeypatch.setattr(parquet, "HELD_BYTES", 100_000)
     table = pq.read_table(tmp_path / "x.parquet")
     expected = [table.column(name).to_pylist() for name in columns.all]
@@ -180,7 +184,7 @@ def test_batches_are_small_and_hold_little_more_than_their_rows(tmp_path: Path) 
     assert 10 < len(found) < 40
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 PAGES: dict[str, Any] = {
     "use_dictionary": False,
@@ -204,7 +208,7 @@ def test_a_damaged_row_group_is_read_up_to_the_damage_and_the_others_whole(
         stream.seek(chunk.data_page_offset + int(chunk.total_compressed_size * at))
         stream.write(bytes(40))
     (file,) = open_files([str(path)], COLUMNS)
-    assert file == whole  # a footer does not tell
+    assert file == whole  # the footer does not reveal it
     found = parts(file, [Span(0, 3, None, 0)])
     (fault,) = [part for part in found if isinstance(part, Unreadable)]
     assert fault.reason is Drop.UNREADABLE and fault.place + fault.rows == 800
@@ -221,7 +225,7 @@ def test_a_damaged_row_group_is_read_up_to_the_damage_and_the_others_whole(
 
 
 def check_places(found: list[Rows | Unreadable], rows: int) -> None:
-    """Every row is read or reported, once and in order."""
+    """Check that every row is read or reported, once and in order."""
     places = [
         (int(part.places[0]), len(part.places))
         if isinstance(part, Rows)
@@ -236,7 +240,7 @@ def check_places(found: list[Rows | Unreadable], rows: int) -> None:
 def test_whatever_bytes_are_wrong_every_row_is_read_or_reported(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Page headers too, which are walked over where a row group is large."""
+    """Page headers are damaged too. They are read if a row group is large."""
     random_, path = random.Random(seed), tmp_path / "x.parquet"
     monkeypatch.setattr(parquet, "HELD_BYTES", [1 << 30, 1000][seed % 2])
     rows = [row(i, words=random_.randrange(60)) for i in range(300)]
@@ -258,7 +262,7 @@ def test_whatever_bytes_are_wrong_every_row_is_read_or_reported(
 
 
 class Failing(streams.LocalFile):
-    """A file on a disk that fails after some reads."""
+    """File on a disk that fails after some reads."""
 
     left = 3
 
@@ -282,7 +286,7 @@ def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.M
         memory.read(10)
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -294,7 +298,7 @@ def test_pages_add_up_to_their_chunk(
     rows, path = [row(i, words=i % 100) for i in range(700)], tmp_path / "x.parquet"
     rows += [
         {"text": "a" * 50_000, "id": "b" * 60_000}
-    ] * statistics  # whose statistics make a long header
+    ] * statistics  # statistics that make a long header
     sizes: dict[str, Any] = {
         "data_page_size": 3000,
         "write_batch_size": 10,
@@ -364,7 +368,7 @@ def test_a_page_above_the_limit_is_not_read(
     )
 
 
-# --- memory: a process that reads stays small whatever the sizes of row groups, values, dictionaries, pages and lines --------------------
+# --- bounded memory for all sizes of row groups, values, dictionaries, pages and lines ------------
 
 SCHEMA = pa.schema([("text", pa.large_string()), ("id", pa.string())])
 READ = """
@@ -375,7 +379,8 @@ rows = lost = text = 0
 cuts = spans(file, Columns(), 64 << 20)
 if len(sys.argv) > 2:
     now = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
-    resource.setrlimit(resource.RLIMIT_AS, ((int(now.split()[1]) << 10) + (int(sys.argv[2]) << 20),) * 2)
+    limit = (int(now.split()[1]) << 10) + (int(sys.argv[2]) << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     for span in cuts:
         for part in read_span(file, span, Columns()):
@@ -391,7 +396,9 @@ print(rows, lost, text >> 20, int(peak.split()[1]) >> 10)
 
 
 def read_in_child(path: Path) -> tuple[int, int, int, int]:
-    """(rows read, rows lost, MiB of text, peak MiB of the process) of a process that reads a file."""
+    """Read a file in a child process and return (rows read, rows lost, MiB of text, peak MiB of the
+    process).
+    """
     done = room.python(READ, path)
     assert done.returncode == 0, done.stderr
     rows, lost, text, peak = map(int, done.stdout.split())
@@ -399,14 +406,18 @@ def read_in_child(path: Path) -> tuple[int, int, int, int]:
 
 
 def document(number: int, size: int) -> str:
-    """A text of ``size`` bytes that packs well."""
+    """Return a text of ``size`` bytes that compresses well."""
     return (f"{number:08} the quick brown fox jumps over the lazy dog " * (size // 50 + 1))[:size]
 
 
 def write(
     path: Path, size: int, times: int, batch: int, small: int = 0, small_size: int = 100
 ) -> Path:
-    """One row group: ``small`` texts of ``small_size`` bytes, then two texts of ``size`` bytes ``times`` times, ``batch`` in a page."""
+    """Write one row group: ``small`` texts of ``small_size`` bytes, then ``times`` times two texts
+    of ``size`` bytes.
+
+    A page contains ``batch`` rows.
+    """
     chunks = [pa.array([document(i, small_size) for i in range(small)], pa.large_string())]
     chunks += [pa.array([document(i, size) for i in range(2)], pa.large_string())] * times
     rows = sum(map(len, chunks))
@@ -425,7 +436,7 @@ def write(
 
 
 def write_one_text(path: Path, size: int, rows: int, stored: bool = False) -> Path:
-    """The same text in every row, once in the file, as its dictionary."""
+    """Write a file with the same text in every row, stored once as its dictionary."""
     text = pa.DictionaryArray.from_arrays(
         pa.array([0] * rows, pa.int32()), pa.array([document(0, size)])
     )
@@ -439,7 +450,7 @@ def write_one_text(path: Path, size: int, rows: int, stored: bool = False) -> Pa
 
 
 def write_lines(path: Path, before: bytes, part: bytes, times: int) -> Path:
-    """A short line, one with ``part`` many times over, one that is short."""
+    """Write a short line, a line with ``part`` many times, and another short line."""
     with path.open("wb") as stream:
         stream.write(b'{"id": "1", "text": "first"}\n{"id": "2", "text": "' + before)
         stream.writelines(part for _ in range(times))
@@ -449,7 +460,7 @@ def write_lines(path: Path, before: bytes, part: bytes, times: int) -> Path:
 
 LARGE: dict[
     str, tuple[Any, tuple[int, int, int], int]
-] = {  # how a file is written; rows, lost rows, MiB of text; the most MiB of memory
+] = {  # writer of a file -> rows, lost rows, MiB of text; maximum MiB of memory
     "large rows": (lambda path: write(path, 25 * MIB, 20, 1), (40, 0, 1000), 450),
     "large rows behind small": (
         lambda path: write(path, 25 * MIB, 20, 4, small=20_000),
@@ -483,11 +494,11 @@ def test_large_input_is_not_held(tmp_path: Path, name: str) -> None:
 
 
 def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
-    """With so many MiB of addresses left: the rows, or MemoryError."""
+    """With a limited address space, the result is the rows or MemoryError."""
     line, window = (
         b'{"text": "a", "id": "1"}\n',
         17 << 3,
-    )  # 128 MiB, which zstd says it lacks in an error of no special type
+    )  # 128 MiB, which zstd reports as missing in an error of a general type
     block = (len(line) << 3 | 1).to_bytes(3, "little") + line
     (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block)
     for path, enough, rows in (
@@ -497,5 +508,5 @@ def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
         for mib, said in ((enough, f"{rows} 0 "), (40, "MemoryError")):
             done = room.python(
                 READ, path, mib, ARROW_DEFAULT_MEMORY_POOL="system"
-            )  # the others set addresses aside
+            )  # other allocators reserve address space
             assert (done.stdout + done.stderr).startswith(said), (mib, done)

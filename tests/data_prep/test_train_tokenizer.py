@@ -1,4 +1,6 @@
-"""train-tokenizer: both styles bring every text back, whatever files and threads; loaded by stock transformers; and their sample."""
+"""Tests of train-tokenizer: both styles decode every text exactly, independent of files and
+threads; stock transformers load them; samples.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,8 @@ from data_prep.verbs.train_tokenizer import BYTES, PRINTABLE, SPACE, STYLES, Sam
 from tests.data_prep import conftest as room
 
 FRAGMENTS = [
-    *"\x00|\r\n|\n\n|\t|    |  | |'s|'LL|0123456789|\ufeff|é|e\u0301|ﬁ|👩‍👩‍👧‍👦|🇯🇵|العربية|日本語|\u2028|\u00a0|\u3000|\uffff".split(
-        "|"
-    ),
+    *"\x00|\r\n|\n\n|\t|    |  | |'s|'LL|0123456789|\ufeff|é|e\u0301|ﬁ".split("|"),
+    *"👩‍👩‍👧‍👦|🇯🇵|العربية|日本語|\u2028|\u00a0|\u3000|\uffff".split("|"),
     *("\U0010ffff", "def f(x):", "return", "\x7f\x1b", "<0x41>", "<unk", "##", "Ġ", "<|", "|>"),
 ]
 CODE = "def step(x):\n        if x > 10:\n\n            return x - 3.25  # naïve 東京\n"
@@ -31,7 +32,11 @@ VOCABULARY = {"gpt": 320, "llama": 460}
 
 
 def fuzz(number: int) -> list[str]:
-    """Strings of fragments and of random code points but surrogates, which are no text, and U+2581, which stands for a space in LLaMA-2."""
+    """Return strings of fragments and random code points.
+
+    Surrogates are excluded because they are not text, and U+2581 because it represents a space in
+    LLaMA-2.
+    """
     random_, strings = random.Random(0), []
     for _ in range(number):
         parts = []
@@ -59,7 +64,7 @@ def train(source: Path, out: Path, style: str = "gpt", *options: object, entries
 
 
 def plain(folder: Path) -> Tokenizer:
-    """The tokenizer as data_prep encodes with it: a special token's text is text."""
+    """Return the tokenizer that data_prep encodes with. Its special tokens are ordinary text."""
     return Tokenizer.from_str(
         json.dumps(json.loads((folder / "tokenizer.json").read_text()) | {"added_tokens": []})
     )
@@ -80,7 +85,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory,
     mixed: list[tuple[str, str]],
 ) -> tuple[str, Path]:
-    """A style and the tokenizer of that style."""
+    """Style and the tokenizer of that style."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, train(
         room.write_parquet(folder / "mixed.parquet", mixed), folder / "t", request.param
@@ -135,7 +140,7 @@ def test_every_text_comes_back_and_transformers_agrees(trained: tuple[str, Path]
 
 
 def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
-    """As LLaMA-2's own tokenizer.json has it."""
+    """The layout equals LLaMA-2's tokenizer.json."""
     folder = train(room.write_parquet(tmp_path / "mixed.parquet", mixed), tmp_path / "t", "llama")
     spec = json.loads((folder / "tokenizer.json").read_text())
     assert [token["content"] for token in spec["added_tokens"]] == ["<unk>", "<s>", "</s>"]
@@ -172,7 +177,7 @@ def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
     } <= set(rest)
     for entry in (
         rest
-    ):  # a space begins an entry, or there is nothing else; digits and line ends stand alone
+    ):  # a space begins an entry or is all of it; digits and line ends have separate entries
         assert len(entry) <= 16 and re.fullmatch(f"{SPACE}+|{SPACE}?[^{SPACE}]+", entry)
         assert len(entry) == 1 or not re.search(r"[\d\s]", entry)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -180,7 +185,7 @@ def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
     assert tokenizer.encode("\n\t").tokens == [SPACE, "<0x0A>", "<0x09>"]
     assert (
         tokenizer.decode(tokenizer.encode("a▁b").ids) == "a b"
-    )  # the one sign that does not come back
+    )  # the only character that is not decoded exactly
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ def test_files_their_order_and_threads_make_no_difference(
         )
         assert done.returncode == 0, done
         made.add((tmp_path / f"of-{name}" / "tokenizer.json").read_bytes())
-    assert len(made) == 1  # and the sample decides
+    assert len(made) == 1  # the sample decides
     assert (
         train(tmp_path / "whole.parquet", tmp_path / "all", style) / "tokenizer.json"
     ).read_bytes() not in made
@@ -244,12 +249,12 @@ def test_the_same_training_is_left_alone_and_another_is_refused(
         "--min-bytes 20",
         "--sample-mb 0.001",
     ):
-        assert "holds another tokenizer" in room.refused(*same, *change.split())
+        assert "contains another tokenizer" in room.refused(*same, *change.split())
     room.done(*same[:-1], 400, "--overwrite")
     assert load_folder(out).vocab_size == 400
     (out / "tokenizer.json").write_text(
         "{}"
-    )  # it is not taken for done, and made anew it is the same
+    )  # the folder counts as incomplete, and a second training gives the same
     room.done(*same, "--overwrite")
     assert room.snapshot(out) == room.snapshot(tokenizer)
     assert set(room.snapshot(out)) == {"tokenizer.json", "tokenizer_config.json", "training.json"}
@@ -311,11 +316,13 @@ def test_filters_and_drops_are_those_of_run(tmp_path: Path) -> None:
     assert made["dropped"] == {"empty_text": 1, "malformed": 1, "below_min_score": 1}
 
 
-# --- the sample -------------------------------------------------------------------------------------------------------------------------
+# --- the sample -----------------------------------------------------------------------------------
 
 
 def assert_sample(documents: list[tuple[str, str]], wanted: float) -> None:
-    """Of ``documents`` the sample is the fewest first ones by hash that hold ``wanted`` bytes, in whatever order they come."""
+    """Check that the sample is the shortest prefix of ``documents``, sorted by hash, with
+    ``wanted`` bytes, for any order.
+    """
     ordered = sorted(
         documents,
         key=lambda d: (2**64 - hash64(d[0].encode(), b"tokenizer"), d[1].encode()),
@@ -339,7 +346,7 @@ def assert_sample(documents: list[tuple[str, str]], wanted: float) -> None:
 
 @pytest.mark.parametrize("share", [1e-9, 0.01, 0.3, 0.999, 1.0, 5.0])
 def test_the_sample_is_the_smallest_hashes_in_whatever_order(share: float) -> None:
-    """To the byte, and among documents of one id."""
+    """The sample is exact to the byte, also for documents with the same id."""
     documents = room.make_documents(300, 30, seed=4)
     total = sum(len(text.encode()) for _, text in documents)
     assert_sample(documents, share * total)
@@ -360,5 +367,5 @@ def test_the_alphabet_is_the_most_frequent_characters_with_ties_by_code_point() 
         assert set(rare) == set(counts) - set(letters) - {" "}
     common = (
         "x" * 100_000 + "é" * 50 + "ñ"
-    )  # 0.00051 of the characters are not ASCII, 0.00001 of them ñ, below what is covered
+    )  # 0.00051 of the characters are not ASCII; ñ, 0.00001 of them, is below the coverage
     assert alphabet([common.encode()], 99) == (PRINTABLE + "é", "ñ")

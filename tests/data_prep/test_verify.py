@@ -1,4 +1,6 @@
-"""verify: silent on whole data, and each fault named with its file and the fix: in merged folders, in shards, in index caches."""
+"""Tests of verify: no faults in complete data, and each fault reported with its file and fix in
+pairs, shards, index caches.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from data_prep.store.indexed import read_index
 from tests.data_prep import conftest as room
 from tests.wording import Wording
 
-# What is done (see conftest.spoil): to a merged folder,
+# Changes (see conftest.spoil) of a merged folder,
 MERGED = """
 train.bin: cut 1; cut 200; write; add xy; flip -1; swap valid.bin
 valid.bin: flip 50; gone
@@ -29,13 +31,16 @@ test.idx: flip 40; flip 0; cut 8; write; lengths 0+1 1+-1; swap valid.idx
 tokenizer: gone
 tokenizer/tokenizer.json: write {}; set version "1.0"
 tokenizer/tokenizer_config.json: set eos_token "a"
-manifest.json: set dtype "int32"; set tokenizer.eod_id 5; set splits.train.documents 7; set splits.test.tokens 7
-manifest.json: set splits.test.bin_sample "9:x"; set source.rows 1; set source.dropped.masked 3; set source.files.0.rows 1; pop splits.test
-manifest.json: set source.settings.min_bytes 1; set source.fingerprint "0"; set splits.test.text_bytes 7
+manifest.json: set dtype "int32"; set tokenizer.eod_id 5; set splits.train.documents 7
+manifest.json: set splits.test.tokens 7
+manifest.json: set splits.test.bin_sample "9:x"; set source.rows 1; set source.dropped.masked 3
+manifest.json: set source.files.0.rows 1; pop splits.test
+manifest.json: set source.settings.min_bytes 1; set source.fingerprint "0"
+manifest.json: set splits.test.text_bytes 7
 units.jsonl: flip 9; gone
 plan.json: gone; set units.0.2 0; set settings.min_bytes 9; set settings.more 9
 """
-# to the shards of one that is not merged,
+# of the shards of a folder that is not merged,
 SHARDS = """
 00002-train.bin: cut 2; flip 9
 00002-train.idx: flip 40; gone
@@ -48,19 +53,19 @@ note.txt: write x
 ../plan.json: set tokenizer.eod_id 3
 ../tokenizer: gone
 """
-# to one whose hashes are made to agree, so that only what is inside the files can tell,
+# of a folder whose hashes are updated, so that only checks of the content find them,
 INSIDE = """
 test.bin: ids -1=9; ids 0=0; ids -1=9 0=0; ids 0=320
 test.idx: lengths 0+1 1+-1; flip 74; flip -8
 """
-# to an index cache,
+# of an index cache,
 CACHES = """
-complete.json: set sources.0.idx_sha256 "0"; set sources.1.bin "0"; write {; set format 2; pop sources.0.bin
+complete.json: set sources.0.idx_sha256 "0"; set sources.1.bin "0"; write {; set format 2
+complete.json: pop sources.0.bin
 train-indices.npy: flip 100; cut 1; gone
 """
-UNITS: tuple[
-    Callable[[list[Any]], object], ...
-] = (  # and to units.jsonl, with the manifest's hash of it
+# and of units.jsonl, with its hash in the manifest.
+UNITS: tuple[Callable[[list[Any]], object], ...] = (
     lambda u: u.pop(),
     lambda u: u.reverse(),
     lambda u: u[2].update(plan="0"),
@@ -71,7 +76,7 @@ UNITS: tuple[
 
 
 def verify(folder: Path, *options: object) -> tuple[int, str]:
-    """Exit code and output of ``verify``."""
+    """Return the exit code and output of ``verify``."""
     result = room.cli("verify", folder, *options)
     return result.returncode, result.stdout
 
@@ -79,7 +84,9 @@ def verify(folder: Path, *options: object) -> tuple[int, str]:
 def check_faults(
     folder: Path, table: str, change: Callable[[str], object], wording: Wording, *options: object
 ) -> None:
-    """Each change is found, the fault named (tests/wording.yaml) with its remedy."""
+    """Check that each change is found and that its fault is reported (tests/wording.yaml) with its
+    fix.
+    """
     whole, name = room.snapshot(folder), version("tokenizers")
     fingerprint = json.loads(whole["plan.json"])["fingerprint"]
     for line in table.strip().splitlines():
@@ -112,8 +119,8 @@ def check_faults(
 def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded: Path) -> None:
     assert verify(made)[0] == 0
     for folder, said in (
-        (merged, r"whole; train [\d.]+k tokens, valid .*, test "),
-        (encoded, "whole; not merged yet; go on with: .* merge"),
+        (merged, r"complete; train [\d.]+k tokens, valid .*, test "),
+        (encoded, "complete; not merged yet; continue with: .* merge"),
     ):
         before = room.snapshot(folder)
         code, output = verify(folder)
@@ -170,7 +177,7 @@ def test_shards_that_a_kill_left_are_said_and_are_no_fault(data: Path, encoded: 
     )
 
 
-# --- the sample -------------------------------------------------------------------------------------------------------------------------
+# --- the sample -----------------------------------------------------------------------------------
 
 
 def test_the_sample_alone_sees_a_document_that_is_not_its_text(
@@ -181,7 +188,10 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
     assert verify(data, "--sample", 0)[0] == 0
     code, output = verify(data, "--sample", 1000)
     assert code == 1 and output.count("fault: ") == 1, output
-    said = r"train.bin: document 0 \(unit 0, place 0 of .*rows.parquet\) is not what Hugging Face tokenizers makes of its text, from id 0"
+    said = (
+        r"train.bin: document 0 \(unit 0, place 0 of .*rows.parquet\) is not what Hugging Face "
+        r"tokenizers makes of its text, from id 0"
+    )
     assert re.search(said, output)
     shards = room.copied(encoded, tmp_path / "shards")
     room.spoil(shards / "shards", "00001-train.bin ids 0=77")
@@ -191,7 +201,9 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
 
 
 def test_a_sample_of_everything_is_everything_in_place(tmp_path: Path) -> None:
-    """With a tokenizer that makes EOD or nothing of some texts: these are dropped, and what follows them is still found."""
+    """The tokenizer encodes some texts as EOD or as no tokens. These are dropped, and the texts
+    after them are still found.
+    """
     tokenizer = Tokenizer(
         models.WordLevel({"<eod>": 0, **{f"w{i}": i + 1 for i in range(50)}}, unk_token="<eod>")
     )
@@ -236,7 +248,8 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
     mine, mask = tmp_path / "mine.parquet", tmp_path / "mask.py"
     mine.write_bytes(rows.read_bytes())
     mask.write_text(
-        "import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % 2 == 0\n"
+        "import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % "
+        "2 == 0\n"
     )
     out = room.merge(
         room.encode_units(
@@ -269,14 +282,14 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         assert re.search(
             f"^not checked: a sample of unit 0 against the inputs: .*{said}", output, re.MULTILINE
         ), output
-        assert "encoded again" not in output and "whole" in output
+        assert "encoded again" not in output and "complete" in output
 
 
-# --- index caches -----------------------------------------------------------------------------------------------------------------------
+# --- index caches ---------------------------------------------------------------------------------
 
 
 def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:
-    """An index cache as pretrain leaves it."""
+    """Write an index cache in the form of pretrain."""
     cache = folder / key
     cache.mkdir(parents=True)
     (cache / "train-indices.npy").write_bytes(bytes(range(200)))
@@ -302,7 +315,7 @@ def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:
 def test_a_stale_or_damaged_index_cache_is_found(
     data: Path, merged: Path, wording: Wording
 ) -> None:
-    """Those of other data and those that are not finished are no fault."""
+    """Caches of other data and unfinished caches are not faults."""
     cache, options = make_cache(data / "caches", data), ("--index-cache", data / "caches")
     room.spoil(
         make_cache(data / "caches", merged, "o" * 32), 'complete.json set sources.0.idx_sha256 "0"'
@@ -322,7 +335,7 @@ def test_a_stale_or_damaged_index_cache_is_found(
 
 
 def test_the_cache_that_pretrain_leaves_is_read(tmp_path: Path, merged: Path) -> None:
-    """pretrain's own record of the same data, through its own code."""
+    """The record of the same data is written by pretrain's own code."""
     from pretrain.data.facts import Contents, SourceContents
     from pretrain.data.index_cache import IndexCache
 

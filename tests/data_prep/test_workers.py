@@ -1,4 +1,8 @@
-"""Worker processes: one that dies is named, the others finish their unit, none outlives its parent, and nothing that is done is lost."""
+"""Tests of worker processes.
+
+A dead worker is reported, the other workers finish their units, none outlives its parent, and
+finished units are kept.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,13 @@ from tests.data_prep import conftest as room
         (
             "os.kill(os.getpid(), 9)",
             1,
-            "was killed by SIGKILL at {} (for want of memory? give fewer --workers); what is finished is kept",
+            "was killed by SIGKILL at {} (out of memory? use fewer --workers); finished "
+            "units are kept",
         ),
         pytest.param(
             "os._exit(3)",
             1,
-            "ended with exit code 3 at {}; what is finished is kept",
+            "ended with exit code 3 at {}; finished units are kept",
             marks=pytest.mark.slow,
         ),
         ("raise ValueError('no such luck')", 2, "no such luck"),
@@ -44,7 +49,7 @@ def test_a_workers_death_is_one_line_and_loses_one_unit(
     slow = {
         "SLOW": str(21 * 40),
         "DELAY": "0.5",
-    }  # so that the other worker does not end many units while this one dies
+    }  # keeps the other worker from finishing many units meanwhile
     error, out = (
         room.refused(*masked, POISON=str(20 * 40), DEATH=death, code=code, **slow),
         tmp_path / "out",
@@ -53,7 +58,7 @@ def test_a_workers_death_is_one_line_and_loses_one_unit(
     done = room.entries(out)
     assert (
         {*range(20)} <= done and 20 not in done and len(done) < 39
-    )  # none was handed out once the death was heard of
+    )  # no unit was assigned after the death was noticed
     assert room.unfinished(out) == []
     room.done(*masked)
     assert room.merged_hashes(out) == room.merged_hashes(many_made)
@@ -77,7 +82,7 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[ob
         (signal.SIGTERM, "parent", 143, "terminated"),
         pytest.param(
             signal.SIGHUP, "terminal", 129, "", marks=pytest.mark.slow
-        ),  # it is closed: there is nobody to tell
+        ),  # the pipe is closed: no process would read the message
     ],
 )
 def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
@@ -89,7 +94,7 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
     code: int,
     said: str,
 ) -> None:
-    """While both workers are at units that take longer than the test."""
+    """The interrupt arrives while both workers encode units that take longer than the test."""
     out, words, slow = (
         tmp_path / "out",
         room.command(*masked),
@@ -111,7 +116,7 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
         error = process.communicate(timeout=120)[1]
         assert (process.returncode, error) == (
             code,
-            f"data_prep: {said}; what is finished is kept: the same command goes on\n",
+            f"data_prep: {said}; finished work is kept: run the same command again to continue\n",
         )
     assert not room.live(workers)
     assert len(room.entries(out)) == 8 and room.unfinished(out) == []
@@ -156,7 +161,7 @@ SHARES = """
  1  -  |                               | go together
  -  2  |                               | go together
  -  -  | ID=4 MIN=1 COUNT=3 STEP=2     | not one of 3 tasks
- -  -  | ID=9 MIN=1 COUNT=3 STEP=1     | of an array with gaps give --tasks
+ -  -  | ID=9 MIN=1 COUNT=3 STEP=1     | for an array with gaps, give --tasks
  -  4  | ID=4                          | SLURM_ARRAY_TASK_ID is 4; of 4 tasks
  -  -  | ID=4                          | SLURM_ARRAY_TASK_COUNT is not
 """
@@ -164,7 +169,7 @@ SHARES = """
 
 @pytest.mark.parametrize("case", SHARES.strip().splitlines())
 def test_a_share_of_the_work(case: str) -> None:
-    """--task-id, --tasks | Slurm's array | the task, or what is wrong."""
+    """The columns are --task-id, --tasks | Slurm's array | the task, or the error."""
     given, slurm, said = case.split("|")
     index, tasks = (None if word == "-" else int(word) for word in given.split())
     environment = {
@@ -191,7 +196,9 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.parametrize("encoder", ["gigatoken", "hf"])
 def test_memory_of_a_worker_is_bounded(tmp_path: Path, tokenizer: Path, encoder: str) -> None:
-    """The longest documents there may be, of the worst letters, and small ones, in one row group."""
+    """One row group contains the longest accepted documents, of the most expensive characters, and
+    small documents.
+    """
     nasty = [
         "\U0001f642" * 1_300_000,
         "a" * 5_200_000,

@@ -1,4 +1,4 @@
-"""Small tokenizers of many kinds, as folders, trained on the same prose and code."""
+"""Folders of small tokenizers of many kinds, trained on the same prose and code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from data_prep.verbs.train_tokenizer import GPT_PIECES, STYLES
 
 EOD = "<|endoftext|>"
 O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = GPT_PIECES.replace("{1,3}", "")
@@ -24,7 +26,7 @@ Spec = dict[str, Any]
 
 
 def texts() -> list[str]:
-    """What they are trained on: a little of the standard library, about 300 kB, and some other scripts."""
+    """Return the training texts: about 300 kB of the standard library, and some other scripts."""
     files = [
         Path(os.__file__).with_name(name) for name in ("argparse.py", "typing.py", "inspect.py")
     ]
@@ -35,7 +37,7 @@ def texts() -> list[str]:
 def trained(
     model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None, most: int | None = None
 ) -> Tokenizer:
-    """A tokenizer trained on so many characters of each text."""
+    """Return a tokenizer trained on the first ``most`` characters of each text."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer:
@@ -45,7 +47,9 @@ def trained(
 
 
 def of_bytes(pieces: Any, normalizer: Any = None) -> Tokenizer:
-    """A byte-level BPE of 1500 entries, of a pre-tokenizer or of a regular expression's matches."""
+    """Return a byte-level BPE of 1500 entries with a pre-tokenizer or with the matches of a regular
+    expression.
+    """
     if isinstance(pieces, str):
         split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
         pieces = pre_tokenizers.Sequence(
@@ -59,43 +63,43 @@ def of_bytes(pieces: Any, normalizer: Any = None) -> Tokenizer:
 
 
 def gpt(normalizer: Any = None) -> Tokenizer:
-    """Of ``train-tokenizer``'s style, which is LLaMA-3's."""
+    """Return a tokenizer with the pre-tokenization of ``train-tokenizer``, which is LLaMA-3's."""
     return of_bytes(GPT_PIECES, normalizer)
 
 
 def changed(tokenizer: Tokenizer, change: Callable[[Spec], object]) -> Tokenizer:
-    """A tokenizer whose file is changed."""
+    """Return a tokenizer with a changed specification."""
     spec = json.loads(tokenizer.to_str())
     change(spec)
     return Tokenizer.from_str(json.dumps(spec))
 
 
 def llama(change: Callable[[Spec], object] = lambda spec: None) -> Tokenizer:
-    """LLaMA-2's layout, changed."""
+    """Return a tokenizer with a changed form of LLaMA-2's layout."""
     return changed(STYLES["llama"].train([text.encode() for text in texts()], 1500, False), change)
 
 
 def metaspace(**how: object) -> Callable[[Spec], object]:
-    """A change: Metaspace as pre-tokenizer in place of the normalizer."""
+    """Return a change that replaces the normalizer by Metaspace as pre-tokenizer."""
     return lambda spec: spec.update(
         normalizer=None, pre_tokenizer={"type": "Metaspace", "replacement": "▁", **how}
     )
 
 
 def ignore_merges(spec: Spec) -> None:
-    """A change: a word with an entry of its own gets that entry, as in LLaMA-3."""
+    """Change a tokenizer to encode a word with its own entry as that entry, as in LLaMA-3."""
     spec["model"]["ignore_merges"] = True
 
 
 def added(tokenizer: Tokenizer, *contents: str, after: str = "", **how: bool) -> Tokenizer:
-    """With added tokens that are text, behind a special one, as Qwen has them, where ``after`` names that."""
+    """Add text tokens to a tokenizer, after the special token ``after`` if given, as in Qwen."""
     tokenizer.add_special_tokens([after] * bool(after))
     tokenizer.add_tokens([AddedToken(content, **how) for content in contents])
     return tokenizer
 
 
 def unigram() -> Tokenizer:
-    """T5's kind."""
+    """Return a Unigram tokenizer like T5's."""
     trainer = trainers.UnigramTrainer(
         vocab_size=400, special_tokens=["<unk>", EOD], unk_token="<unk>", show_progress=False
     )
@@ -105,7 +109,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's kind."""
+    """Return a WordPiece tokenizer like BERT's."""
     trainer = trainers.WordPieceTrainer(
         vocab_size=600, special_tokens=["[UNK]", EOD], show_progress=False
     )
@@ -116,7 +120,7 @@ def word_piece() -> Tokenizer:
 
 
 DIGITS = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
-# Where gigatoken is used. The table in README.md says the same.
+# Tokenizers for which gigatoken is used, as in the table in README.md.
 EXACT: dict[str, Callable[[], Tokenizer]] = {
     "gpt": gpt,
     "gpt2": lambda: of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False)),
@@ -134,7 +138,7 @@ EXACT: dict[str, Callable[[], Tokenizer]] = {
     "metaspace, split": lambda: llama(metaspace(prepend_scheme="always", split=True)),
     "metaspace, first": lambda: llama(metaspace(prepend_scheme="first", split=False)),
 }
-# Where it is not, and what is said of it.
+# Tokenizers for which it is not used, with the reason in the output.
 INEXACT: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "nfkc": (lambda: gpt(normalizers.NFKC()), "normalizer has a step NFKC"),
     "lower case": (lambda: gpt(normalizers.Lowercase()), "normalizer has a step Lowercase"),
@@ -147,7 +151,7 @@ INEXACT: dict[str, tuple[Callable[[], Tokenizer], str]] = {
 
 
 def write(folder: Path, tokenizer: Tokenizer) -> TokenizerFolder:
-    """A tokenizer as a folder, loaded."""
+    """Save a tokenizer as a folder and load it."""
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     eod = EOD if tokenizer.token_to_id(EOD) is not None else "</s>"

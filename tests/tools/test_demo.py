@@ -330,7 +330,7 @@ def test_the_data_step_makes_checks_and_counts_what_the_runs_read(
 ) -> None:
     demo = Demo(Shell(ROOT, ENVIRONMENT), tmp_path / "demo", load_run(RUN))
     demo.prepare_data()
-    assert f"{demo.out}/data: whole; train" in capsys.readouterr().out
+    assert f"{demo.out}/data: complete; train" in capsys.readouterr().out
     facts = check_data(load_run(RUN, demo.overrides("fem")))
     assert len(check_contents(facts).sources) == 2 and facts.vocab_size == VOCABULARY
     manifest = json.loads((demo.out / "data" / "manifest.json").read_text())
