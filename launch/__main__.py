@@ -1,4 +1,4 @@
-"""``python -m launch VERB``: jobs on Slurm or this machine that keep going."""
+"""``python -m launch VERB``: run jobs on Slurm or on this machine, with restarts after failures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ VERBS = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line as a namespace whose ``main`` does the verb; words after ``--`` are its ``rest``."""
+    """Parse the command line into a namespace with the verb's ``main``. The words after ``--`` are
+    in its ``rest``.
+    """
     return cli.parse("launch", "Jobs on Slurm or this machine that keep going.", VERBS, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do a verb: its exit code, with one line where it is not 0."""
+    """Run a verb and return its exit code. A failure prints one line."""
 
     def verb() -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)

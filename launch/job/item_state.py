@@ -1,6 +1,7 @@
-"""How a job's items stand: finished, at work (and where), stopped, or none of these. Standard library alone.
+"""States of a job's items: finished, active (with the job or process), stopped, or idle. Standard
+library alone.
 
-What the queue says of a job counts more than what its supervisor wrote last.
+Slurm's queue takes precedence over the state that the item's supervisor wrote last.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ SLACK = 2.0  # seconds between two clocks' readings of one moment
 
 
 def process_of(state: Mapping[str, Any] | None) -> int | None:
-    """The process id in a state that a supervisor on this machine wrote, if that very process lives; None: it does not, or is elsewhere.
+    """Return the process id in a state file if that process still runs on this machine, otherwise
+    None.
 
-    A process that got the number later started after the state was written.
+    A process that started after the state was written is a different one that got the same id.
     """
     if (
         not state
@@ -40,7 +42,7 @@ def process_of(state: Mapping[str, Any] | None) -> int | None:
 
 
 def start_time(pid: int) -> float | None:
-    """When a process started, in unix time; None where it is over (a zombie is over)."""
+    """Return the unix time at which a process started, or None if it ended (a zombie has ended)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -62,7 +64,7 @@ OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states, of it
 
 @dataclass(frozen=True)
 class Standing:
-    """How an item stands."""
+    """Current state of an item."""
 
     index: int
     kind: str  # "finished"; "active"; "stopped": until `requeue`; "idle": may be submitted
@@ -73,7 +75,7 @@ class Standing:
 
     @property
     def where(self) -> str:
-        """The job or the process that it is, in words."""
+        """Description of the job or process of the item, or the message if it has neither."""
         return (
             f"job {self.job_id} ({self.state})"
             if self.job_id
@@ -84,7 +86,13 @@ class Standing:
 
 
 def standings(job: Job, *, ask: bool = True) -> list[Standing]:
-    """Every item of a job. ``ask`` False: without the queue. Raises SlurmError where it is asked and does not answer."""
+    """Return the state of every item of a job.
+
+    ask: False leaves out the query of Slurm's queue.
+
+    Raises:
+        SlurmError: the queue is queried and does not answer.
+    """
     rows = _queue(job) if ask else {}
     return [_standing(job, index, rows) for index in range(len(job.items))]
 
@@ -124,9 +132,10 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
 
 
 def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
-    """Item -> its job's id and state, of the items that are in the queue.
+    """Return the job id and queue state of each item in Slurm's queue, by the item's index.
 
-    They are found by their batch script, and by recorded ids only where Slurm knows no script: it may have given such an id to another job.
+    Jobs are found by their batch script. Recorded ids count only where Slurm reports no script,
+    because Slurm may have given the id to another job.
     """
     if job.profile.get("scheduler") != "slurm":
         return {}
@@ -140,12 +149,12 @@ def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
 
 
 def state_of(directory: str) -> dict[str, Any]:
-    """state.json of an item, by its directory; empty where there is none."""
+    """Return the contents of state.json in an item's directory, or {} if it is missing."""
     return read_json(launch_folder(Path(directory)) / "state.json") or {}
 
 
 def submissions(job: Job) -> list[dict[str, Any]]:
-    """The lines of submissions.jsonl that have a job's id, oldest first."""
+    """Return the lines of submissions.jsonl that have a job id, oldest first."""
     return [
         line
         for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
@@ -154,7 +163,11 @@ def submissions(job: Job) -> list[dict[str, Any]]:
 
 
 def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
-    """Whether an unfinished item went to Slurm after its state was written: as another job than that, or, where that names none, later."""
+    """Return True if an unfinished item was submitted to Slurm after its state was written.
+
+    The state's job id differs from that of the last submission. If the state has no job id, the
+    times are compared.
+    """
     if job.profile.get("scheduler") != "slurm" or state.get("state") == "finished":
         return False
     last = next(
@@ -169,7 +182,11 @@ def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
 
 
 def find_job(path: str | Path) -> tuple[Job, list[int]]:
-    """The job of a directory and which of its items are meant: all, or the one whose directory it is. Raises UserError."""
+    """Return the job of a directory and the selected items: all, or the one whose directory it is.
+
+    Raises:
+        UserError: the directory belongs to no job.
+    """
     given = Path(path).absolute()
     job = load_job(given)
     if job is not None:
@@ -185,7 +202,7 @@ def find_job(path: str | Path) -> tuple[Job, list[int]]:
 
 
 def counted(standing: Sequence[Standing]) -> str:
-    """So many of each kind, in words; of one alone its kind."""
+    """Return the number of items of each kind in words, or the kind alone for a single item."""
     words = {"finished": "finished", "active": "under way", "stopped": "stopped", "idle": "to do"}
     if len(standing) == 1:
         return words[standing[0].kind]

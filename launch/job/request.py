@@ -1,6 +1,7 @@
-"""What a command line asks for, as a `Job`: a training run, resolved by pretrain in a process of its own, or a command of ours.
+"""Translate a command line into a `Job`: a training run, which pretrain resolves in a separate
+process, or a command.
 
-Writes nothing. No other room is imported: a run's settings are known here as YAML text.
+The module writes no files and imports no other package: it handles a run's settings as YAML text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SECONDS = 600.0  # for pretrain to read a configuration: a cold shared file syst
 
 @dataclass(frozen=True)
 class Request:
-    """A run or a command, and what it is to run on."""
+    """A run or a command, and the resources to run it on."""
 
     words: tuple[str, ...]  # CONFIG.yaml and its overrides, or MODULE and its arguments
     is_command: bool  # the words are MODULE and its arguments
@@ -48,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A job as asked for, before what is already in its directory is looked at."""
+    """A requested job, before it is compared with an existing job in its directory."""
 
     job: Job
     configs: Mapping[
@@ -60,7 +61,11 @@ class Wanted:
 
 
 def wanted(request: Request) -> Wanted:
-    """The job that a request asks for. Raises UserError, with pretrain's own words where a configuration is refused."""
+    """Return the job for a request.
+
+    Raises:
+        UserError: the request is invalid. For a refused configuration the text is pretrain's.
+    """
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError("--nodes and --processes must be at least 1")
     for name, value in os.environ.items():  # words are written into the job's files
@@ -77,7 +82,9 @@ def wanted(request: Request) -> Wanted:
 
 
 def work_directory() -> str:
-    """The working directory as the user names it: the way through links may be the one that other hosts know."""
+    """Return the working directory by the path that the user used: other hosts may know only the
+    path through links.
+    """
     named = os.environ.get("PWD", "")
     return (
         named
@@ -87,7 +94,9 @@ def work_directory() -> str:
 
 
 def absolute(path: str | Path) -> str:
-    """A path from the working directory as the user names it, without ``..`` and a trailing slash."""
+    """Return a path as absolute, from the user's working directory, without ``..`` and without a
+    trailing slash.
+    """
     return os.path.normpath(os.path.join(work_directory(), os.path.expanduser(path)))
 
 
@@ -98,7 +107,12 @@ def pretrain(
     code: Path = ROOT,
     directory: str | None = None,
 ) -> str:
-    """What ``pretrain CONFIG overrides --resolve`` (or another option of its that stops) prints. Raises UserError with its words."""
+    """Run ``python -m pretrain`` with an option that stops before training, such as --resolve, and
+    return its output.
+
+    Raises:
+        UserError: pretrain fails, with its error text, or does not end in `SECONDS`.
+    """
     ours = [f"parallel.world_size={world_size}"]
     if directory is not None:
         ours.append(f"run_dir={json.dumps(directory, ensure_ascii=False)}")
@@ -139,7 +153,7 @@ def pretrain(
 
 
 def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path = ROOT) -> str:
-    """As `pretrain`, of a resolved configuration."""
+    """Run `pretrain` on the text of a resolved configuration."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -147,7 +161,9 @@ def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path
 
 
 def data_fault(configs: Iterable[str], world_size: int) -> str | None:
-    """What pretrain finds wrong with the data that resolved configurations name, in one line; None where all is there and fits."""
+    """Return one line about missing or unsuitable data of resolved configurations, or None if the
+    data is valid.
+    """
     different = {
         json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs
     }
@@ -160,7 +176,11 @@ def data_fault(configs: Iterable[str], world_size: int) -> str | None:
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """A resolved configuration as plain values."""
+    """Parse a resolved configuration into plain values.
+
+    Raises:
+        UserError: the text has no name or no run_dir.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     values = yaml.load(text, Loader=loader)
     if not isinstance(values, dict) or not values.get("run_dir") or not values.get("name"):
@@ -171,14 +191,17 @@ def read_config(text: str) -> dict[str, Any]:
 
 
 def run_item(directory: str, name: str) -> Item:
-    """The item that trains a run in a directory."""
+    """Return the item that trains a run in a directory."""
     return Item(
         directory, ("-m", "pretrain", str(launch_folder(Path(directory)) / "config.yaml")), name
     )
 
 
 def new_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
-    """A job of training runs, or of commands. A single process needs no torchrun, unless that is to bind it to its GPU's CPUs."""
+    """Return a job of training runs or of commands.
+
+    A single process needs no torchrun, except to bind it to its GPU's CPUs.
+    """
     profile, run = request.profile, not request.is_command
     processes = request.processes or (profile.processes_per_node if run else 1)
     return Job(
@@ -247,14 +270,16 @@ def _command(request: Request) -> Wanted:
 
 
 def command_name(words: Sequence[str]) -> str:
-    """A name for a command: module, verb, and a hash of it all, so that the same command has the same directory."""
+    """Return a name for a command: module, verb, and a hash of all words, so that the same command
+    has the same directory.
+    """
     verb = next((word for word in words[1:2] if re.fullmatch(r"[a-z][a-z0-9-]*", word)), None)
     told = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
     return f"{told}-{hashlib.sha256(chr(0).join([work_directory(), *words]).encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def _check_module(module: str) -> None:
-    """Raises UserError where a module is none of the commands that jobs may be."""
+    """Raise UserError unless a module is one of the commands that jobs may run."""
     parts = module.split(".")
     allowed = module in ("pretrain", "data_prep") or (parts[0] == "tools" and len(parts) > 1)
     path = ROOT.joinpath(*parts)

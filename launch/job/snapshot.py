@@ -1,6 +1,8 @@
-"""The code that a job runs: a copy of the rooms' files as they are when it is submitted; a later change reaches no running job.
+"""Snapshot of the code that a job runs: a copy of the packages' files at submission. Later changes
+do not affect running jobs.
 
-The rooms stand beside this one, in a checkout or among the installed packages. Standard library and git alone.
+The packages are next to this one, in a checkout or among the installed packages. Standard library
+and git alone.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ REVISION = "REVISION.json"
 
 @dataclass(frozen=True)
 class Code:
-    """What a snapshot is a snapshot of."""
+    """Description of the code in a snapshot."""
 
     revision: str | None  # git's, of the checkout; None outside one
     dirty: bool | None  # whether the files differ from the revision
@@ -54,7 +56,7 @@ class Code:
 
     @property
     def label(self) -> str:
-        """The revision as people name it, else the content's."""
+        """The first 12 digits of the revision, or of the content's hash outside git."""
         return (
             f"{self.revision[:12]}{' with changes' if self.dirty else ''}"
             if self.revision
@@ -63,12 +65,12 @@ class Code:
 
 
 def code_folder(directory: Path) -> Path:
-    """The snapshot of a job."""
+    """Return the folder of a job's snapshot."""
     return launch_folder(directory) / "code"
 
 
 def read_code(directory: Path) -> Code | None:
-    """What a job's snapshot is of; None where there is no whole snapshot."""
+    """Return the description of a job's snapshot, or None if the snapshot is missing or incomplete."""
     raw = read_json(launch_folder(directory) / "code.json")
     try:
         return Code(**raw) if raw and code_folder(directory).is_dir() else None
@@ -77,12 +79,14 @@ def read_code(directory: Path) -> Code | None:
 
 
 def take(directory: Path, root: Path = ROOT) -> Code:
-    """Copy the rooms' files below ``root`` into the job's folder, in place of an older snapshot: what was copied.
+    """Copy the packages' files below ``root`` into the job's folder, in place of an older snapshot,
+    and describe the copy.
 
-    The files are made read-only. An interruption leaves the older snapshot, or none: never half of one.
+    The files are made read-only. An interruption leaves the older snapshot or none, never an
+    incomplete one.
 
     Raises:
-        UserError: no room is below ``root``.
+        UserError: ``root`` has none of the packages.
     """
     launch, target = launch_folder(directory), code_folder(directory)
     names, left_out = source_files(root)
@@ -133,9 +137,11 @@ def take(directory: Path, root: Path = ROOT) -> Code:
 
 
 def source_files(root: Path) -> tuple[list[str], int]:
-    """The rooms' source files below ``root``, sorted, as paths relative to it, and how many other files were passed over.
+    """Return the packages' source files below ``root``, sorted and relative to it, and the number
+    of other files.
 
-    In a git checkout: those that git tracks, or would without being told to ignore them. Elsewhere all but caches.
+    In a git checkout these are the tracked files and the untracked files that git does not ignore.
+    Elsewhere they are all files but caches.
     """
     names = _listed(root, "--cached", "--others", "--exclude-standard") or _walk(root)
     present = [name for name in names if (root / name).is_file()]  # git lists what is deleted, too
@@ -168,13 +174,19 @@ def _walk(root: Path) -> Iterable[str]:
 
 
 def _listed(root: Path, *options: str) -> list[str]:
-    """The rooms' files that git knows; none outside a checkout."""
+    """Return the packages' files that git lists with these options, or an empty list outside a
+    checkout.
+    """
     listed = _git(root, "ls-files", "-z", *options, "--", *ROOMS, BESIDE) or b""
     return list(dict.fromkeys(os.fsdecode(name) for name in listed.split(b"\0") if name))
 
 
 def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
-    """git's revision of a checkout at ``root``, and the rooms' changes since as a diff, new files included."""
+    """Return git's revision of a checkout at ``root`` and a diff of the packages' changes since,
+    with new files.
+
+    Return (None, b"") if ``root`` is not the top of a checkout.
+    """
     revision = _git(root, "rev-parse", "HEAD")
     top = _git(root, "rev-parse", "--show-toplevel")
     if not revision or not top or Path(os.fsdecode(top.rstrip(b"\n"))).resolve() != root.resolve():
@@ -190,7 +202,9 @@ def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """git's answer about the checkout that has ``root``; None where there is none, or no git."""
+    """Run git on the checkout that contains ``root`` and return its output, or None without a
+    checkout or git.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), "-c", "core.quotePath=false", *arguments]
     try:

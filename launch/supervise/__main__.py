@@ -1,6 +1,7 @@
-"""``python -m launch.supervise DIRECTORY [--item N]``: keep one item of a job going. It is the batch script's only process.
+"""``python -m launch.supervise DIRECTORY [--item N]``: supervise one item of a job. It is the batch
+script's only process.
 
-Standard library alone: it runs from the job's snapshot, before and beside the ranks.
+Standard library alone: it runs from the job's snapshot, before and alongside the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ BUSY = "busy_{}.json"  # in ITEM/launch: how often, and since when, this job fou
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Supervise: 0 the item is finished, or saved at a person's wish; 1 it stopped; 2 its input, or this command line, is wrong."""
+    """Supervise an item and return the exit code.
+
+    0: the item is finished, or saved at a user's request. 1: it stopped. 2: its input, or this
+    command line, is wrong.
+    """
     parser = Parser(prog="python -m launch.supervise", description="Keep one item of a job going.")
     parser.add_argument(
         "directory",
@@ -58,7 +63,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def supervise(job: Job, index: int, *, show: bool) -> int:
-    """Keep an item going to its end: the exit code. Raises UserError where another supervisor has it."""
+    """Supervise an item until it ends, and return the exit code.
+
+    Raises:
+        UserError: another supervisor has the item.
+    """
     item, place = job.items[index], place_of(job)
     launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
     journal = Journal(job, item, place.job_id)
@@ -81,7 +90,11 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
 
 
 def place_of(job: Job) -> Place:
-    """Where this process is to run the job: its Slurm allocation, or this machine."""
+    """Return the place that runs the job: this process's Slurm allocation, or this machine.
+
+    Raises:
+        UserError: the job is for Slurm, and this process is not inside a Slurm job.
+    """
     if job.profile.get("scheduler") == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
             raise UserError(
@@ -95,9 +108,14 @@ def place_of(job: Job) -> Place:
 
 @contextmanager
 def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iterator[bool]:
-    """Hold the item against other supervisors: True, or False where the lock of an earlier start of this very job is left held.
+    """Hold the item's lock against other supervisors.
 
-    A file system without locks counts as free. Where another job has the item, this one goes back to the queue. Raises UserError.
+    Yield True, or False if the lock of an earlier start of this same job is still held. A file
+    system without locks counts as free. If another job holds the item, this job is requeued
+    (SystemExit).
+
+    Raises:
+        InUse: without a queue, another process holds the item.
     """
     folder, began = launch_folder(Path(item.directory)), time.monotonic()
     with (folder / "supervisor.lock").open("a+", encoding="utf-8") as lock:
@@ -124,10 +142,10 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
 
 
 def _back(item: Item, place: Place, journal: Journal) -> None:
-    """Put this job back into the queue, since another one keeps the item going; ends this process (SystemExit).
+    """Requeue this job because another job holds the item, and end this process (SystemExit).
 
-    It ends with a fault after `BUSY_TIMES` starts or `BUSY_SECONDS`, which `BUSY` counts over requeues. The other job's state.json is left
-    as it is.
+    The process ends with a fault after `BUSY_TIMES` starts or `BUSY_SECONDS`; the file `BUSY`
+    counts both over requeues. The other job's state.json is not changed.
     """
     folder = launch_folder(Path(item.directory))
     other = read_json(folder / "state.json") or {}

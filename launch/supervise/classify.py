@@ -1,4 +1,5 @@
-"""How an attempt ended: from what its ranks left behind, what the run's own files say, and what Slurm says of its job.
+"""Classification of an attempt's end, from its ranks' records, the run's own files, and Slurm's
+report of the job.
 
 Standard library alone.
 """
@@ -37,7 +38,7 @@ _TELLING = re.compile(
 
 @dataclass(frozen=True)
 class Observed:
-    """What the supervisor itself knows of an attempt that is over."""
+    """Observations of the supervisor about an attempt that has ended."""
 
     code: int | None  # of the whole; None: it could not be started
     before: Sight  # the run's files when it started
@@ -61,7 +62,11 @@ class Observed:
 
 
 def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | None]:
-    """The outcome of an attempt and its failure, if it is one. ``kind``: the job's, "run" or "command"; ``folder``: the attempt's."""
+    """Return the outcome of an attempt and its failure, or None if it did not fail.
+
+    kind: the job's, "run" or "command".
+    folder: the attempt's.
+    """
     step = last_step(seen)
     state = seen.after.state if fresh(seen) else None
     if kind == "run" and state in ("complete", "stopped"):  # whatever became of its processes then
@@ -99,19 +104,25 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
 
 
 def fresh(seen: Observed) -> bool:
-    """Whether progress.json was written in this attempt."""
+    """Return True if progress.json was written in this attempt."""
     return seen.after.writer != seen.before.writer
 
 
 def last_step(seen: Observed) -> int | None:
-    """The last whole step: this attempt's, or where it would have continued."""
+    """Return the last complete step of this attempt, or the step from which it would have
+    continued.
+    """
     if has_stepped(seen.before, seen.after):
         return seen.after.step
     return seen.before.checkpoint if not fresh(seen) or seen.after.said is None else seen.after.said
 
 
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
-    """Why it failed: an out-of-memory kill, a node that went down, else the first rank that failed, else what the agents said."""
+    """Return the failure of an attempt, from the first source that explains it.
+
+    The order is: an out-of-memory kill, a node that is down, the first rank that failed, the
+    agents' output.
+    """
     if (words := _out_of_memory(seen, folder, first)) is not None:
         rank, host, code = (
             (first.rank, first.host, first.exit) if first else (None, None, seen.code)
@@ -145,7 +156,9 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
 
 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
-    """The message of an attempt that an out-of-memory kill ended, by the kernel's counter or Slurm's log; None for any other end."""
+    """Return the message if an out-of-memory kill ended the attempt, by the kernel's counter or
+    Slurm's log, otherwise None.
+    """
     kept = (
         first is not None and first.kind != "lost"
     )  # its keeper lives, whose counter is closer to the rank than the supervisor's
@@ -171,7 +184,7 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
 
 
 def _tells_oom(log: Path) -> bool:
-    """Whether an agent's log has Slurm's message about an out-of-memory kill."""
+    """Return True if an agent's log has Slurm's message about an out-of-memory kill."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _OOM_BYTES))
         return bool(_OOM.search(file.read(_OOM_BYTES)))
@@ -179,7 +192,9 @@ def _tells_oom(log: Path) -> bool:
 
 
 def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """The memory limit of a node's ranks and how to raise it, from the job's environment or its profile."""
+    """Describe the memory limit of a node's ranks and how to raise it, from the job's environment
+    or its profile.
+    """
     nodes = profile.get("nodes") or {}
     counts = {
         "NODE": 1,
@@ -213,7 +228,9 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
 
 
 def agents_words(folder: Path) -> str | None:
-    """The telling line of the agents' own output, the first of it, or else the last line there is."""
+    """Return the first line of the agents' output that reports an error, otherwise the last line,
+    or None without output.
+    """
     lines = [
         line.strip()
         for path in sorted((folder / "logs").glob("agents*.log"))
@@ -234,7 +251,9 @@ _LASTING = re.compile(
 
 
 def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
-    """Whether a person cancelled the job: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
+    """Return True if a user cancelled the job: Slurm ends it for no reason that Slurm gives, and
+    has not requeued it.
+    """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return False
     over = (
@@ -246,9 +265,10 @@ def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
 
 
 def taken(fields: Mapping[str, str], restarts: int) -> bool | None:
-    """Whether the job's nodes are being taken away: preempted, requeued by someone, a node lost.
+    """Return True if the job loses its nodes: it was preempted or requeued, or a node was lost.
 
-    False: the job ends for a reason of its own (its time limit, a person's cancel); None: it runs, and nothing is known against it.
+    False: the job ends at its time limit or was cancelled by a user. None: it runs, and no end is
+    known.
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return True
@@ -271,10 +291,15 @@ def _preempted(fields: Mapping[str, str]) -> bool:
 
 
 def is_away(refusal: str) -> bool:
-    """Whether a command of Slurm's failed because the controller does not answer, which passes."""
+    """Return True if a Slurm command failed because the controller does not answer, which is
+    temporary.
+    """
     return bool(_AWAY.search(refusal))
 
 
 def is_lasting(fault: str) -> bool:
-    """Whether a node's fault is one of its hardware: a full disk, a busy GPU or a mount that is missing may be gone in hours."""
+    """Return True if a node's fault is one of its hardware.
+
+    Other faults, such as a full disk, a busy GPU or a missing mount, may disappear within hours.
+    """
     return bool(_LASTING.search(fault))

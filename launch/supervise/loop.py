@@ -1,4 +1,6 @@
-"""The supervisor of one item: attempt after attempt until it is finished or must stop. Standard library alone."""
+"""Supervisor of one item: it makes attempts until the item is finished or must stop. Standard
+library alone.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
 
 
 class Supervisor:
-    """Keeps one item of a job going."""
+    """Supervisor of one item of a job."""
 
     def __init__(
         self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
@@ -57,9 +59,13 @@ class Supervisor:
         self.records: list[Record] = []
 
     def run(self) -> int:
-        """Until the item is finished (0), has to stop (1; 2: its input is wrong), or this job is requeued (Slurm ends this process).
+        """Make attempts until the item ends, and return the exit code.
 
-        Raises OSError where the item's directory cannot be written, time and again.
+        0: finished. 1: stopped. 2: its input is wrong. If this job is requeued, Slurm ends the
+        process.
+
+        Raises:
+            OSError: the item's directory still cannot be written after several tries.
         """
         trouble = None
         for number in range(1, self.limits.max_failures + 2):
@@ -75,7 +81,9 @@ class Supervisor:
         raise AssertionError
 
     def _run(self, trouble: str | None) -> int:
-        """Attempt after attempt; ``trouble``: why this begins anew."""
+        """Make attempts until the item ends. ``trouble`` is the error that interrupted the previous
+        call, or None.
+        """
         found = run_files.records(self.directory)
         lost = bool(found) and found[-1].ended is None
         self.records = run_files.close_lost(self.directory, found, trouble)
@@ -94,7 +102,9 @@ class Supervisor:
                 return code
 
     def _attempt(self) -> Observed:
-        """Make an attempt: what was seen of it; its closed record is the last of ``records``."""
+        """Make an attempt and return the observations. Its closed record is the last of
+        ``records``.
+        """
         number, folder = run_files.new_folder(self.directory)
         before = look(self.directory)
         record = Record(
@@ -148,7 +158,10 @@ class Supervisor:
         )
 
     def _unwanted(self, nodes: tuple[str, ...]) -> list[str]:
-        """Those of the allocation's nodes that the item is not to run on, where a requeue can get others; not for ever."""
+        """Return the allocated nodes that the item must not run on, if a requeue can replace them.
+
+        After `MISPLACED_TIMES` in a row the result is empty: the nodes are accepted.
+        """
         if (
             not self.place.can_requeue
             or policy.misplaced([record.end for record in self.records]) >= MISPLACED_TIMES
@@ -159,7 +172,7 @@ class Supervisor:
         return unwanted if unwanted and self.place.enough_without(excluded) else []
 
     def _check(self, attempt: Attempt) -> dict[str, list[str]]:
-        """The pre-flight check: the nodes that fail it -> their faults."""
+        """Run the pre-flight check and return the faults of each node that fails it."""
         if not (self.job.profile.get("health") or {}).get("check", True):
             return {}
         self.journal.state("checking")
@@ -181,7 +194,7 @@ class Supervisor:
         )
 
     def _close(self, record: Record, seen: Observed, outcome: str | None = None) -> Observed:
-        """Close an attempt's record."""
+        """Classify an attempt, and write and report its closed record."""
         kind, failure = classify(self.job.kind, record.folder, seen)
         if outcome is not None:
             kind, failure = outcome, None
@@ -223,7 +236,9 @@ class Supervisor:
             self.journal.event(event, about or ended, step=record.step_end)
 
     def _decide(self, seen: Observed | None, *, wait: bool = True) -> int | None:
-        """Decide and do it: the exit code, or None to make another attempt."""
+        """Decide after an attempt and carry out the decision. Return the exit code, or None to make
+        another attempt.
+        """
         stop = self._stop_wish()
         faults = seen.faults.items() if seen and self.records[-1].outcome == "unhealthy" else ()
         unhealthy = {node: next(filter(is_lasting, found), found[0]) for node, found in faults}
@@ -254,7 +269,9 @@ class Supervisor:
         return None
 
     def _stopped(self, decision: Decision, *, cancelled: bool) -> int:
-        """The item ends here, unfinished."""
+        """End the item unfinished: write stop.json if the supervisor gave up, report the reason,
+        and return the exit code.
+        """
         last = self.records[-1]
         if decision.gave_up:
             why = {
@@ -292,7 +309,7 @@ class Supervisor:
         )
 
     def _requeue(self, reason: str) -> int:
-        """Put the job back into the queue. Returns only where that cannot be done."""
+        """Requeue the job. Return an exit code only if that fails or the item is to stop."""
         told, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
         while number < REQUEUE_TRIES:
             if (stop := self._stop_wish(ask=True)) is not None:
@@ -317,7 +334,11 @@ class Supervisor:
         return Exit.FAULT
 
     def _excluded(self) -> list[str]:
-        """The nodes that this item is not to get again: what was decided since a person last started it, and the cordon file's."""
+        """Return the nodes that this item must not get again.
+
+        These are the nodes excluded by decisions since a user last started the item, and those in
+        the cordon file.
+        """
         stops = [index for index, record in enumerate(self.records[:-1]) if record.end.stopped]
         recent = self.records[stops[-1] + 1 :] if stops else self.records
         decided = [
@@ -331,7 +352,11 @@ class Supervisor:
         return list(dict.fromkeys([*decided, *away]))
 
     def _cordon(self, decision: Decision, unhealthy: Mapping[str, str]) -> None:
-        """Tell all runs of nodes that failed: for good where the hardware has a fault, for hours where it may pass, else for some days."""
+        """Add the nodes that failed to the cordon file, which all runs read.
+
+        An entry is permanent for a hardware fault, lasts hours for a fault that may disappear, and
+        days for other failures.
+        """
         path, failure = (
             cordon_file(self.job.profile, self.job.working_directory),
             self.records[-1].failure,
@@ -355,7 +380,10 @@ class Supervisor:
                 self.journal.event("cordoned", f"{node}: {why}", node=node)
 
     def _wait(self, seconds: float, reason: str) -> None:
-        """Wait before the next attempt; a signal ends the wait. After a save that was only to start again, signals are done with."""
+        """Wait before the next attempt. A signal ends the wait.
+
+        Without a queue, signals that only requested a save and a restart are forgotten first.
+        """
         if self.signals.any and not self.signals.ends and not self.place.can_requeue:
             self.signals.forget()
         self.journal.state("waiting", f"{reason}; again in {seconds:g} s")
@@ -365,7 +393,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _leave_early(self) -> int | None:
-        """Before an attempt: the exit code where none is to be made."""
+        """Return the exit code if no attempt is to be made, otherwise None."""
         if (stop := self._stop_wish()) is not None:
             return self._end_without_attempt(stop)
         if not self.signals.any:
@@ -381,13 +409,16 @@ class Supervisor:
         return Exit.DONE
 
     def _end_without_attempt(self, message: str) -> int:
-        """Someone asked the item to stop."""
+        """Record that a user stopped the item before an attempt, and return the exit code."""
         self.journal.say(f"not started: {message}")
         self.journal.state("cancelled", message)
         return Exit.FAULT
 
     def _stop_wish(self, *, ask: bool = False) -> str | None:
-        """Why someone asked this item to stop, or None; the queue is asked after SIGTERM, or where it is to be (``ask``)."""
+        """Return the reason for which a user stopped this item, or None.
+
+        The queue is queried after SIGTERM, or if ``ask`` is True.
+        """
         stop = read(launch_folder(self.directory) / "stop.json")
         if stop is not None:
             return f"{stop.get('why') or 'stopped'}: {stop.get('message') or 'no reason given'}"

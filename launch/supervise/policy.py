@@ -1,26 +1,38 @@
-"""What to do after an attempt, as a pure function of how the attempts ended. Standard library alone: it runs inside jobs.
+"""Decision after an attempt, as a pure function of the ends of all attempts. Standard library
+alone: it runs inside jobs.
 
-The rules, in the order in which they hold:
+The rules, in order of precedence:
 
-    someone asked the item to stop        stop
-    finished                              finish
-    wrong input                           stop: another attempt says the same; unless one made progress with it: then a folder may be
-                                          missing on a node, and it is a failure as any other. On one host of several alone it is that
-                                          node's failure; on another host, too, later: wrong input
+    a user stopped the item               stop finished                              finish wrong
+    input                           stop: another attempt would fail the same way. Exceptions: an
+    attempt
+                                          made progress with this input, so a folder may be missing
+                                          on a node (an ordinary failure); only one of several hosts
+                                          reports it (a failure of that node, unless another host
+                                          reports it later)
     the loss stayed non-finite            stop with the diagnosis: another attempt computes the same
-    too many attempts                     stop
-    the allocation was taken away         requeue: no failure, not counted
-    an excluded node was allocated        requeue without it
-    saved at a signal                     requeue; without a queue: stop, or go on here if only a restart was asked for;
-                                          more than max_failures times in a row without progress (of a run): stop with the diagnosis
-    the run directory is in use           wait and restart; not counted up to `BUSY_TIMES` in a row and `BUSY_SECONDS`, then a failure
-    the same failure same_failure times in a row at the same step (but a hang or an error of NCCL before an attempt's first step, which
-    a requeue may cure); the same at any step max_failures times in a row, within `KEEP_SECONDS`; more failures without progress than
-    max_failures                          stop with the diagnosis
-    any other failure                     restart after a back-off that doubles until there is progress;
-                                          on other nodes where one is down, unhealthy, or failed node_failures times
+    too many attempts                     stop the allocation was taken away         requeue; not
+    counted as a failure an excluded node was allocated        requeue without it saved at a signal
+    requeue; without a queue: stop, or restart if the signal requested only
+                                          that; more than max_failures times in a row without
+                                          progress (of a run): stop with the diagnosis
+    the run directory is in use           wait and restart; not counted up to `BUSY_TIMES` in a row
+    and
+                                          `BUSY_SECONDS`, then a failure
+    repeated failure                      stop with the diagnosis, if one of these holds: the same
+    failure
+                                          same_failure times in a row at the same step (except a
+                                          hang or an NCCL error before an attempt's first step,
+                                          which a requeue may cure); the same at any step
+                                          max_failures times in a row within `KEEP_SECONDS`; more
+                                          than max_failures failures without progress
+    any other failure                     restart after a back-off that doubles until there is
+    progress; on
+                                          other nodes if one is down, unhealthy, or failed
+                                          node_failures times
 
-What is held against a node is no failure of the program: it makes no "same failure".
+A failure that is attributed to a node is not a failure of the program and does not count for "the
+same failure".
 """
 
 from __future__ import annotations
@@ -47,7 +59,7 @@ MISPLACED_TIMES = 3  # in a row: then the nodes are taken as they are
 
 @dataclass(frozen=True)
 class Limits:
-    """When a run that failed starts again: the profile's ``restarts``."""
+    """Limits on restarts after failures: the profile's ``restarts``."""
 
     max_failures: int = setting(
         5, "Failures without a new checkpoint in between before giving up.", least=0
@@ -71,7 +83,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed: the first of its ranks that did, or its node."""
+    """Cause of an attempt's failure: its first failing rank, or its node."""
 
     kind: str  # exit | signal | hang | node | health | config | diverged | memory | nccl | lost | busy | place
     message: str  # one line
@@ -83,7 +95,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended."""
+    """End of an attempt."""
 
     outcome: str  # finished | saved | interrupted | misplaced | failed | hang | unhealthy | lost | cancelled | busy
     failure: Failure | None = None
@@ -95,7 +107,7 @@ class End:
 
 @dataclass(frozen=True)
 class Situation:
-    """What holds at the time of the decision."""
+    """Circumstances at the time of the decision."""
 
     stop: str | None = None  # someone asked the item to stop: why
     ending: bool = False  # a signal said that the allocation, or this process, ends soon
@@ -113,7 +125,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now."""
+    """Action to take after an attempt."""
 
     action: str  # finish | restart | requeue | stop
     reason: str  # one line
@@ -126,7 +138,7 @@ class Decision:
 
 
 def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Decision:
-    """What to do after the attempts of ``history`` (not empty; oldest first)."""
+    """Return the decision after the attempts of ``history`` (not empty; oldest first)."""
     recent = since_stop(history)
     last = recent[-1]
     if last.outcome == "finished":
@@ -165,7 +177,9 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
 
 
 def _is_wrong_input(recent: Sequence[End]) -> bool:
-    """Whether the last attempt ended for wrong input that no attempt made progress with, and that is not one node's alone."""
+    """Return True if the last attempt ended for wrong input, no attempt made progress with it, and
+    not one node alone reports it.
+    """
     last = recent[-1].failure
     if last is None or any(end.progress for end in recent):
         return False
@@ -200,7 +214,7 @@ def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> 
 
 
 def _leave(situation: Situation, why: str) -> Decision:
-    """The end of the allocation, or of this process, is near, or here: no new attempt in it."""
+    """Return the decision when the allocation or this process ends: no new attempt is made in it."""
     if situation.can_requeue:
         return Decision("requeue", why)
     return (
@@ -253,9 +267,10 @@ def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) 
 
 
 def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation) -> dict[str, str]:
-    """Nodes that this item is not to get again -> why. Where every one of several nodes is unhealthy, the check is to blame.
+    """Return node -> reason of the nodes that this item must not get again.
 
-    A node that is down is left to Slurm, which gives it to nobody until it is back.
+    If all of several nodes are unhealthy, the check is blamed and none is excluded for it. A node
+    that is down is left to Slurm, which allocates it to no job until it is back.
     """
     leave: dict[str, str] = {}
     if situation.nodes == 1 or len(situation.unhealthy) < situation.nodes:
@@ -270,7 +285,7 @@ def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation)
 
 
 def _failures_of_nodes(recent: Sequence[End]) -> dict[str, list[End]]:
-    """The failures held against each node, of late."""
+    """Return the recent failures attributed to each node."""
     now = recent[-1].time
     against: dict[str, list[End]] = {}
     for end in recent:
@@ -283,7 +298,10 @@ def _failures_of_nodes(recent: Sequence[End]) -> dict[str, list[End]]:
 
 
 def blamed(failure: Failure | None) -> str | None:
-    """The node that a failure is held against, or None: a crash of the program says nothing of the node that it was seen on first."""
+    """Return the node that a failure is attributed to, or None.
+
+    A crash of the program is not evidence against the node on which it was first seen.
+    """
     if failure is None or failure.host is None:
         return None
     killed = failure.kind == "signal" and failure.exit in (Exit.KILLED, 128 + signal.SIGBUS)
@@ -291,7 +309,10 @@ def blamed(failure: Failure | None) -> str | None:
 
 
 def since_stop(history: Sequence[End]) -> Sequence[End]:
-    """The attempts since a person last started the item; those that found its directory in use for too long are failures."""
+    """Return the attempts since a user last started the item.
+
+    Attempts that found the run directory in use for too long become failures.
+    """
     start = next(
         (index + 1 for index in range(len(history) - 2, -1, -1) if history[index].stopped), 0
     )
@@ -310,7 +331,10 @@ def since_stop(history: Sequence[End]) -> Sequence[End]:
 
 
 def failures_since_progress(recent: Sequence[End]) -> int:
-    """Failed attempts since the last one that left a later checkpoint; that one, if it failed, counts as the first."""
+    """Return the number of failed attempts since the last one that left a later checkpoint.
+
+    That attempt counts as the first if it failed.
+    """
     count = 0
     for end in reversed(recent):
         count += end.outcome in FAILED
@@ -320,13 +344,15 @@ def failures_since_progress(recent: Sequence[End]) -> int:
 
 
 def saves_without_progress(recent: Sequence[End]) -> int:
-    """How often in a row, the last time included, an attempt was saved at a signal and left no later checkpoint."""
+    """Return how many attempts in a row, up to the last, were saved at a signal without a later
+    checkpoint.
+    """
     idle = takewhile(lambda end: not end.progress and end.outcome not in FAILED, reversed(recent))
     return sum(end.outcome == "saved" for end in idle)
 
 
 def misplaced(history: Sequence[End]) -> int:
-    """How often in a row, the last time included, an excluded node was allocated."""
+    """Return how many times in a row, up to the last attempt, an excluded node was allocated."""
     return len(
         list(
             takewhile(lambda end: end.outcome == "misplaced" and not end.stopped, reversed(history))
@@ -335,9 +361,10 @@ def misplaced(history: Sequence[End]) -> int:
 
 
 def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
-    """How often in a row the program failed in the same way, the last time included; what says nothing of the program is passed over.
+    """Return how many times in a row, up to the last attempt, the program failed in the same way.
 
-    ``anywhere``: at whatever step, but not longer ago than `KEEP_SECONDS`.
+    Attempts that are no evidence about the program are skipped. With ``anywhere``, the step may
+    differ, but only failures of the last `KEEP_SECONDS` count.
     """
     count, last = 0, _signature(recent[-1], anywhere)
     if last is None:
@@ -367,13 +394,15 @@ def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
 
 
 def back_off(failures: int, limits: Limits) -> float:
-    """Seconds to wait after so many failures without progress (1 or more)."""
+    """Return the seconds to wait after this many failures without progress (1 or more)."""
     doubled = limits.back_off_seconds * 2.0 ** min(failures - 1, 60)
     return min(doubled, max(limits.back_off_max_seconds, 0.0))
 
 
 def normalised(message: str) -> str:
-    """A message without what differs between two occurrences of one failure: addresses, paths, numbers."""
+    """Replace addresses, paths and numbers in a message, which differ between two occurrences of
+    one failure.
+    """
     for pattern, stand_in in (
         (r"0x[0-9a-fA-F]+", "ADDRESS"),
         (r"(?:/[\w.+@~-]+)+/?", "PATH"),
@@ -384,7 +413,7 @@ def normalised(message: str) -> str:
 
 
 def describe(failure: Failure | None) -> str:
-    """A failure in one line."""
+    """Return a failure in one line."""
     if failure is None:
         return "no failure is known"
     places = {"rank": failure.rank, "on": failure.host or None, "after step": failure.step}
@@ -393,7 +422,7 @@ def describe(failure: Failure | None) -> str:
 
 
 def limits_of(restarts: Mapping[str, Any]) -> Limits:
-    """The limits in a profile's ``restarts``; what it does not name has its default."""
+    """Return the limits in a profile's ``restarts``, with defaults for missing keys."""
     return Limits(
         **{name: restarts[name] for name in Limits.__dataclass_fields__ if name in restarts}
     )
