@@ -1,9 +1,12 @@
-"""``python -m launch.node.checks FOLDER WANTED``: is this node fit for a run? Standard library alone, nvidia-smi, and a matmul in the
-ranks' interpreter.
+"""``python -m launch.node.checks FOLDER WANTED``: check that this node is fit for a run.
 
-Runs on every node before an attempt, from the snapshot, and writes FOLDER/NODE.json: {"node", "ok", "faults", "warnings", "facts", "time"}.
-Each thing is looked at on a thread of its own with a time limit: a driver or a file system that hangs is a fault by name, not a wait.
-`check_command` makes its command line from a profile, `read_reports` reads what came back and names the nodes that did not answer.
+Standard library alone, with nvidia-smi and a matrix product in the ranks' interpreter.
+
+It runs on every node before an attempt, from the snapshot, and writes FOLDER/NODE.json: {"node",
+"ok", "faults", "warnings", "facts", "time"}. Each check runs in its own thread with a time limit: a
+driver or a file system that hangs is reported as a fault and blocks no other check. `check_command`
+makes the command line from a profile. `read_reports` reads the reports and names the nodes that did
+not answer.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ OF_GPUS = 0.85  # of that time for all that is done with the GPUs, so that what 
 
 @dataclass(frozen=True)
 class Check:
-    """A line of `launch doctor`: how something is, and what to do where it is not well."""
+    """A line of `launch doctor`: a result and, if needed, the remedy."""
 
     level: str  # ok | absent: not there, and training does without | warning | FAILED
     name: str
@@ -45,7 +48,9 @@ class Check:
 
 @dataclass
 class Report:
-    """What a check, or all of a node's, found. The node is unfit when there is a fault; a warning does not count."""
+    """Findings of one check, or of all checks of a node. A node with a fault is unfit; warnings do
+    not count.
+    """
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -55,17 +60,17 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the node is fit."""
+        """True if the node is fit."""
         return not self.faults
 
     def add(self, other: Report) -> None:
-        """Take in another's findings."""
+        """Add another report's findings."""
         self.faults += other.faults
         self.warnings += other.warnings
         self.facts |= other.facts
 
     def checks(self) -> Iterator[Check]:
-        """The findings for `launch doctor`."""
+        """Yield the findings as lines of `launch doctor`."""
         name = f"node {self.node}"
         yield from (Check("FAILED", name, fault, REMEDY) for fault in self.faults)
         yield from (Check("warning", name, warning) for warning in self.warnings)
@@ -92,11 +97,16 @@ def check_command(
     host_python: str = sys.executable,
     folders: Sequence[str] = (),
 ) -> list[str]:
-    """The command to run once on each node, the same on all; its report lands in the folder `out` as NODE.json, and it ends with 0.
+    """Return the command to run once on each node, the same on all. It writes the report to
+    out/NODE.json and exits with 0.
 
-    profile: `Profile.as_json()`. python: the ranks' interpreter, for the matmul (None: none); host_python: the check's own.
-    folders: more folders that the node must be able to write, beside the profile's paths.shared. PYTHONPATH must lead to `launch`.
-    It takes health.timeout_seconds at most; whoever runs it ends it then, and calls `read_reports`.
+    The command takes at most health.timeout_seconds; the caller ends it then and calls
+    `read_reports`. PYTHONPATH must contain `launch`.
+
+    profile: `Profile.as_json()`.
+    python: the ranks' interpreter, for the matrix product (None: no product).
+    host_python: the interpreter of the check itself.
+    folders: folders that the node must be able to write, in addition to the profile's paths.shared.
     """
     health, nodes, paths, container = (
         profile.get(section) or {} for section in ("health", "nodes", "paths", "container")
@@ -115,7 +125,7 @@ def check_command(
 
 
 def read_report(path: Path) -> Report | None:
-    """A node's report, or None where there is none, or not a whole one."""
+    """Return a node's report, or None if it is missing or incomplete."""
     raw = read_json(path)
     try:
         faults, warnings = (list(map(str, raw[key])) for key in ("faults", "warnings"))
@@ -127,10 +137,11 @@ def read_report(path: Path) -> Report | None:
 def read_reports(
     folder: Path, nodes: Sequence[str], began: float | None = None, skew_seconds: float = 0
 ) -> dict[str, Report]:
-    """The reports of these nodes, in their order; a node that left none has that as its fault, with NODE.log's last line.
+    """Return the reports of these nodes, in order. A node without a report has that as its fault,
+    with NODE.log's last line.
 
-    began: unix time, here, at which the check was started. With skew_seconds > 0 a node whose clock says that it answered before that,
-    or later than now, by more than that much, has a fault too.
+    began: unix time on this host at which the check was started. skew_seconds: if positive, a
+    report that is dated earlier than that or later than now, by more than this, adds a fault.
     """
     reports: dict[str, Report] = {}
     for node in nodes:
@@ -149,12 +160,14 @@ def read_reports(
 
 
 def node_name() -> str:
-    """The node's name as Slurm knows it; elsewhere the host's, without its domain."""
+    """Return the node's Slurm name, or the host's name without its domain."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def look(wanted: Mapping[str, Any]) -> Report:
-    """Run all checks that `check_command` wants at once: what they found, in their order, within wanted["seconds"]."""
+    """Run all checks of `check_command` in parallel and return their findings in order, within
+    wanted["seconds"].
+    """
     seconds, python, numa = wanted["seconds"], wanted["python"], wanted["numa"]
     deadline = time.monotonic() + seconds
     checks: dict[str, Callable[[], Report]] = {"memory": partial(memory, wanted["free_memory_gb"])}
@@ -196,7 +209,9 @@ def look(wanted: Mapping[str, Any]) -> Report:
 
 
 def memory(least_gb: float) -> Report:
-    """Free memory against the least that is wanted, in GB; /dev/shm, through which NCCL and data workers talk."""
+    """Compare the free memory with the required minimum in GB, and check /dev/shm, which NCCL and
+    data workers use.
+    """
     free, total, shm = hardware.memory_gb()
     found = Report(
         facts={
@@ -218,7 +233,7 @@ def memory(least_gb: float) -> Report:
 
 
 def folder(name: str, least_gb: float) -> Report:
-    """Whether a folder can be written and read back here, and has room."""
+    """Check that a folder can be written and read back on this node, and has enough free space."""
     try:
         free = hardware.probe_folder(Path(name))
     except OSError as error:
@@ -232,24 +247,30 @@ def folder(name: str, least_gb: float) -> Report:
 
 
 def startable(python: str) -> bool:
-    """Whether there is such a program here."""
+    """Return True if this program exists on this node."""
     return shutil.which(python) is not None
 
 
 def program(name: str, fault: str) -> Report:
-    """Whether a program is here: the ranks' interpreter, or what torchrun binds them to CPUs with."""
+    """Check that a program exists: the ranks' interpreter, or the one with which torchrun binds
+    ranks to CPUs.
+    """
     return Report([] if startable(name) else [f"{name}: {fault}"])
 
 
 def links() -> Report:
-    """InfiniBand, RoCE and EFA ports by their state; one that is down is a warning: it may never have been wired."""
+    """Report InfiniBand, RoCE and EFA ports. A port that is down is only a warning, because it may
+    be unused.
+    """
     ports = hardware.network_ports()
     down = [f"network port {name} is {state}" for name, state in ports.items() if state != "ACTIVE"]
     return Report(warnings=down, facts={"ports": ports} if ports else {})
 
 
 def kernel_log() -> Report:
-    """The driver's errors (Xid) in the kernel's log of the last hour, where it may be read: those that mean broken hardware are faults."""
+    """Report the driver's errors (Xid) of the last hour in the kernel's log, if readable. Those of
+    broken hardware are faults.
+    """
     found = Report()
     for number, text in hardware.recent_xids():
         (found.faults if number in hardware.BROKEN else found.warnings).append(text)
@@ -257,7 +278,9 @@ def kernel_log() -> Report:
 
 
 def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
-    """The GPUs: how many, what nvidia-smi says of each, a product on each, and what holds down their clocks under it."""
+    """Check the number of GPUs, nvidia-smi's report of each, a product on each, and throttling
+    afterwards.
+    """
     patience = None
     while True:
         try:
@@ -294,7 +317,10 @@ def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
 
 
 def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Report:
-    """`launch.node.measure` on all GPUs at once, a process each: which fail, are wrong, hang, or are slow beside the others."""
+    """Run `launch.node.measure` on all GPUs in parallel, one process each.
+
+    Report those that fail, hang, give a wrong result, or are much slower than the median.
+    """
     answers: dict[int, hardware.Answer] = {}
 
     def run(place: int, gpu: hardware.Gpu) -> None:
@@ -334,7 +360,7 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
 
 
 def _result(answer: hardware.Answer) -> dict[str, Any]:
-    """What `launch.node.measure` printed, or an error that says how it ended."""
+    """Return the output of `launch.node.measure`, or an error text about its end."""
     if answer.code is None:
         return {"error": "a product did not end in time: it hangs"}
     said = (answer.output.strip() or "null").splitlines()[-1]
@@ -350,7 +376,7 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Look, and write the report: 0."""
+    """Run the checks and write the report. Return 0."""
     out, wanted = sys.argv[1:]
     found, name = look(json.loads(wanted)), node_name()
     write_json(

@@ -1,6 +1,7 @@
-"""Why a rank failed, by what it said, and which of an attempt's ranks failed first. Standard library alone: it runs inside jobs.
+"""Find out from a rank's output why it failed, and which of an attempt's ranks failed first.
 
-One failure brings the others down: peers report a closed connection, torchrun and Slurm end what is left. These are not the
+Standard library alone: it runs inside jobs. One failure brings the other ranks down: peers report a
+closed connection, and torchrun and Slurm end the remaining ranks. These later failures are not the
 cause.
 """
 
@@ -75,7 +76,7 @@ _NCCL = re.compile(r"nccl|ProcessGroup|collective operation|gloo", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Cause:
-    """An error a rank reported."""
+    """An error that a rank reported."""
 
     message: str  # one line
     time: float
@@ -84,7 +85,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed."""
+    """A rank's failure."""
 
     rank: int
     host: str
@@ -99,7 +100,7 @@ class Failure:
 
 
 class Findings:
-    """What a rank's lines say about an error, seen one by one as they come."""
+    """The error that a rank's lines report, found line by line as they arrive."""
 
     def __init__(self) -> None:
         self.last_line = ""  # that is not empty
@@ -113,7 +114,7 @@ class Findings:
         self._names_peer = False  # the line is NCCL's own account of the error just seen
 
     def see(self, line: str, now: float) -> None:
-        """Take the next line, said at the time `now`."""
+        """Process the next line, written at the time `now`."""
         self._lines += 1
         line = _PREFIX.sub("", line[:_LINE_CHARACTERS].rstrip())
         self.last_line = line.strip() or self.last_line
@@ -127,7 +128,10 @@ class Findings:
             self._see_plain(line, now)
 
     def cause(self, signal: str | None) -> Cause | None:
-        """The reported error of a rank that ended with an error, or by a signal: of SIGKILL nobody reports anything."""
+        """Return the reported error of a rank that ended with an error or by a signal, or None.
+
+        A rank cannot report a SIGKILL, so the result is None for it.
+        """
         if (
             self._cause is None
             or signal == "SIGKILL"
@@ -154,7 +158,7 @@ class Findings:
             self._found(Cause(line, self._began, text))
 
     def _see_plain(self, line: str, now: float) -> None:
-        """A line outside any traceback."""
+        """Process a line outside any traceback."""
         self._between = [*self._between[-3:], line]
         self._weak_next = bool(_WEAK.match(line))
         fatal = _FATAL.search(line)
@@ -175,7 +179,9 @@ class Findings:
 
 
 def kind_of(message: str, code: int | None, signal: str | None) -> str:
-    """What kind of failure it is: config | diverged | busy | memory | node | place | nccl | signal | exit."""
+    """Return the kind of a failure: config | diverged | busy | memory | node | place | nccl |
+    signal | exit.
+    """
     named: dict[int | None, str] = {
         Exit.WRONG_INPUT: "config",
         Exit.DIVERGED: "diverged",
@@ -193,7 +199,10 @@ OUT_OF_MEMORY = ": out of memory (OOM kill)"  # ends the message of a rank that 
 
 
 def killed_for_memory(error: str | None, code: int | None) -> str | None:
-    """The message of a rank, if its end may be an out-of-memory kill: SIGKILL, or an error about a killed process. Else None."""
+    """Return the failure message if a rank's end may be an out-of-memory kill, otherwise None.
+
+    The rank died of SIGKILL, or its error is about a killed process.
+    """
     if code == Exit.KILLED:
         return f"killed by SIGKILL{OUT_OF_MEMORY}"
     return (
@@ -202,26 +211,31 @@ def killed_for_memory(error: str | None, code: int | None) -> str | None:
 
 
 def told_to_end(told: Mapping[str, float], at: float) -> bool:
-    """Whether a rank with these signals (name -> time) was told to end before a time."""
+    """Return True if a rank with these signals (name -> time) got one to end before a time."""
     return any(name in _ENDING and since <= at for name, since in told.items())
 
 
 def blameless_signal(signal: str | None, traceback: str | None) -> bool:
-    """Whether a signal only followed the error: after an exception of Python's, gloo or NCCL may abort the interpreter on its way out."""
+    """Return True if a signal only followed the error: gloo or NCCL may abort the interpreter after
+    a Python exception.
+    """
     return signal == "SIGABRT" and "Traceback (most recent call last)" in (traceback or "")
 
 
 def records(attempt: Path) -> list[dict[str, Any]]:
-    """The ranks' records of an attempt, by rank."""
+    """Return the ranks' records of an attempt, by rank."""
     found = (read_json(path) for path in sorted((attempt / "ranks").glob("rank_*.json")))
     return [record for record in found if record is not None]
 
 
 def failures(attempt: Path, *, running: bool = False) -> list[Failure]:
-    """Every rank that failed or vanished, the likely cause first; ``running``: the attempt goes on, and nothing has vanished yet.
+    """Return every rank that failed or vanished, the likely cause first.
 
-    First come those that failed of themselves (those that say why before those that do not), then those that vanished with their keeper,
-    then those that report a lost peer, then those that were ended by others; among their like, the earliest.
+    running: the attempt continues, so ranks without a recorded end have not vanished.
+
+    The order is: ranks that failed on their own (with a reported error first), ranks that vanished
+    with their keeper, ranks that report a lost peer, ranks that got a signal to end. Within each
+    group the earliest is first.
     """
     found = []
     for record in records(attempt):
@@ -233,18 +247,22 @@ def failures(attempt: Path, *, running: bool = False) -> list[Failure]:
 
 
 def first_failure(attempt: Path, *, running: bool = False) -> Failure | None:
-    """The rank that failed first, or None where none did."""
+    """Return the rank that failed first, or None if none did."""
     return next(iter(failures(attempt, running=running)), None)
 
 
 def all_told(attempt: Path) -> bool:
-    """Whether ranks failed, and each of them only after a signal that told it to end: nothing of theirs was the cause."""
+    """Return True if ranks failed, and each of them only after a signal to end, so that none was
+    the cause.
+    """
     failed = [record for record in records(attempt) if record.get("exit") != 0]
     return bool(failed) and all(_was_told(_failure(attempt, record), record) for record in failed)
 
 
 def wrong_on(attempt: Path) -> tuple[str, ...]:
-    """The hosts on which ranks said that the input is wrong, where other hosts had ranks, too, and none of those did; else none."""
+    """Return the hosts whose ranks report wrong input, if other hosts had ranks and none of those
+    reports it. Otherwise none.
+    """
     hosts = {str(record.get("host")): False for record in records(attempt)}
     for record in records(attempt):
         hosts[str(record.get("host"))] |= record.get("exit") == Exit.WRONG_INPUT
@@ -253,7 +271,7 @@ def wrong_on(attempt: Path) -> tuple[str, ...]:
 
 
 def last_stamp(log: Path) -> float | None:
-    """When a rank's log got its last line, or None where it has none."""
+    """Return the time of the last line in a rank's log, or None if it has none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - (1 << 17)))
@@ -266,7 +284,7 @@ def last_stamp(log: Path) -> float | None:
 
 
 def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
-    """The failure that a record tells of."""
+    """Return the failure that a record describes."""
     rank, error, by, code = (
         record["rank"],
         record.get("error"),
@@ -311,7 +329,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
 
 
 def _order(failure: Failure, record: dict[str, Any]) -> int:
-    """Which failures are the likelier cause: the smaller comes first."""
+    """Return the sort key of a failure: the likelier the cause, the smaller."""
     if _was_told(failure, record):
         return 4
     if failure.lost_peer:
@@ -322,7 +340,7 @@ def _order(failure: Failure, record: dict[str, Any]) -> int:
 
 
 def _was_told(failure: Failure, record: dict[str, Any]) -> bool:
-    """Whether a rank was told to end before it failed."""
+    """Return True if a rank got a signal to end before it failed."""
     return told_to_end(
         record.get("told") or {}, failure.time if record.get("ended") is not None else math.inf
     )

@@ -1,7 +1,9 @@
-"""``python -m launch.node.machine [--build] [--fix]``: is this machine fit for training? A line of JSON a check, for `launch doctor`.
+"""``python -m launch.node.machine [--build] [--fix]``: check this machine for training, one JSON
+line per check.
 
-A process of its own, started with the ranks' interpreter: the only file here that asks the other rooms, which know what training needs.
-None of the checks but DeepSpeed's operations changes anything, and those only where they are asked to.
+`launch doctor` reads the lines. This is a separate process in the ranks' interpreter: the only file
+of this package that imports the other packages, which contain training's requirements. Only the
+checks of DeepSpeed's operations change files, and only with --build or --fix.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ Progress = Callable[[str, float], None]  # (op, seconds so far)
 
 
 def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """All checks, one after the other, those that need no torch first. One that breaks is a fault itself, and the next is made."""
+    """Yield all checks in order, those that need no torch first. A check that raises an error is a
+    fault, and the next one follows.
+    """
     yield from _guarded("python", python)
     torch = list(_guarded("torch", torch_and_megatron))
     yield from torch
@@ -84,7 +88,7 @@ def _asked(*command: str, seconds: float = LOOK_SECONDS) -> subprocess.Completed
 
 
 def python() -> Iterator[Check]:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     right = PYTHON[0] <= sys.version_info[:2] <= PYTHON[1]
     remedy = "" if right else "3.11 to 3.13 is needed; make setup PYTHON_BASE=/path/to/python"
     yield Check(
@@ -96,7 +100,9 @@ def python() -> Iterator[Check]:
 
 
 def torch_and_megatron() -> Iterator[Check]:
-    """Both are imported, as training imports them; Megatron-core is the pinned version."""
+    """Check that torch and Megatron-core can be imported as training imports them, and
+    Megatron-core's pinned version.
+    """
     try:
         torch = importlib.import_module("torch")
         platform = importlib.import_module("fem_megatron.megatron.platform")
@@ -128,14 +134,14 @@ def torch_and_megatron() -> Iterator[Check]:
 
 
 def _pinned(name: str, found: str, tested: str | None, remedy: str) -> Check:
-    """A package's version against the one that this code was tested with, if there is one."""
+    """Compare a package's version with the version that this code was tested with, if any."""
     if tested and found != tested:
         return Check("FAILED", name, f"{found}, but this code is verified against {tested}", remedy)
     return Check("ok", name, found)
 
 
 def gpus() -> Iterator[Check]:
-    """The GPUs that the driver names, and whether torch computes on one."""
+    """Check that torch computes on a GPU if the driver lists any."""
     from fem_megatron.megatron.platform import has_cuda, toolkit
     from kernels import machine
 
@@ -166,7 +172,7 @@ def gpus() -> Iterator[Check]:
 
 
 def triton() -> Iterator[Check]:
-    """Whether our kernels would run here."""
+    """Check that the Triton kernels can run."""
     from kernels import machine
     from kernels.implementations import lacks_triton, triton_version
 
@@ -188,7 +194,9 @@ def triton() -> Iterator[Check]:
 
 
 def deepspeed() -> Iterator[Check]:
-    """Whether the second engine can be imported, in a process of its own, and is the tested version."""
+    """Check in a separate process that DeepSpeed can be imported, and that it has the tested
+    version.
+    """
     from pretrain.engines.deepspeed_ops import INSTALL, prepare_environment
 
     if find_spec("deepspeed") is None:
@@ -214,7 +222,7 @@ def deepspeed() -> Iterator[Check]:
 
 
 def compiling() -> Iterator[Check]:
-    """ninja, and a compiler that makes a shared library with OpenMP."""
+    """Check ninja, and that the compiler builds a shared library with OpenMP."""
     from pretrain.engines import deepspeed_ops
 
     if missing := deepspeed_ops.lacks_ninja():
@@ -270,7 +278,7 @@ def compiling() -> Iterator[Check]:
 
 
 def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """DeepSpeed's compiled operations, and the folder that they are in."""
+    """Check DeepSpeed's compiled operations and their folder."""
     from pretrain.engines import deepspeed_ops
 
     directory = deepspeed_ops.extensions_directory()
@@ -296,7 +304,7 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
 
 
 def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """One operation: its lock, and whether it is compiled, or compiles."""
+    """Check one operation: its lock, and whether it is compiled, or compiles."""
     from pretrain.engines import deepspeed_ops
 
     stale = deepspeed_ops.stale_lock(name)
@@ -338,7 +346,9 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
 
 
 def cuda_toolkit() -> Iterator[Check]:
-    """nvcc, which packages of the extra `gpu` are compiled with, against torch's CUDA. DeepSpeed's ops above need none."""
+    """Compare nvcc with torch's CUDA. Packages of the extra `gpu` are compiled with nvcc;
+    DeepSpeed's operations above need none.
+    """
     from fem_megatron.megatron.platform import toolkit
 
     built_with = re.search(r"CUDA (\d+\.\d+)", toolkit() or "")
@@ -366,7 +376,7 @@ def cuda_toolkit() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """The optional packages of a GPU; not imported."""
+    """Check that the optional GPU packages are installed, without importing them."""
     from fem_megatron.megatron.platform import has_cuda
 
     for module, distribution in GPU_PACKAGES.items():
@@ -382,7 +392,7 @@ def packages() -> Iterator[Check]:
 
 
 def room() -> Iterator[Check]:
-    """Free space of this folder's disk and of shared memory."""
+    """Check the free space of this folder's disk and of shared memory."""
     for name, path, little, why in (
         ("disk", Path.cwd(), LITTLE_DISK, "checkpoints may not fit"),
         (
@@ -405,7 +415,7 @@ def room() -> Iterator[Check]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each check, and how long an operation has been compiling, as it is known: 0."""
+    """Print each check when it ends, and the progress of compilations. Return 0."""
     parser = argparse.ArgumentParser(prog="python -m launch.node.machine", allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now")
     parser.add_argument(

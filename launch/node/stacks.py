@@ -1,4 +1,6 @@
-"""Where a hanging process stands: its state, py-spy's stacks, faulthandler's, NCCL's flight recorder. Standard library alone."""
+"""Dump of a hanging process: its state, stacks of py-spy and faulthandler, NCCL's flight recorder.
+Standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ SECONDS = 20.0  # for py-spy: a process in a system call that never ends cannot 
 
 
 def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
-    """What can be said of a process now, as text; asks it, and NCCL in it, for what they alone can say. Takes at most `SECONDS`."""
+    """Return a text about a process's present state, within `SECONDS`.
+
+    The process and its NCCL are signalled to write the stacks and the flight recorder, which only
+    they can write.
+    """
     status = _status(pid)
     waits = _read(f"/proc/{pid}/wchan").strip("0 \n")
     said = [
@@ -36,14 +42,14 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
 
 
 def append(path: Path, text: str) -> None:
-    """Add a dump to a file."""
+    """Append a dump to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
 
 
 def stopped_ranks(folder: Path) -> list[int]:
-    """The ranks that their dumps in a folder show as stopped: by SIGSTOP, or by a debugger."""
+    """Return the ranks whose dumps in a folder show them stopped, by SIGSTOP or a debugger."""
     found = (
         _STOPPED.match(text)
         for path in folder.glob("rank_*.txt")
@@ -60,7 +66,7 @@ def _read(path: str) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """/proc/PID/status as a mapping; empty where there is no such process."""
+    """Return /proc/PID/status as a mapping, or {} if the process does not exist."""
     pairs = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
     return {name: value.strip() for name, _, value in pairs}
 
@@ -97,7 +103,10 @@ def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
 
 
 def _ask_nccl(rank: int, environ: Mapping[str, str]) -> str | None:
-    """Have NCCL's flight recorder written, by its pipe; what was done, or None where there is no pipe (gloo, or not started yet)."""
+    """Trigger NCCL's flight recorder through its pipe.
+
+    Return a description, or None if the pipe does not exist (gloo, or NCCL has not started yet).
+    """
     path = f"{environ.get('TORCH_NCCL_DEBUG_INFO_PIPE_FILE', '')}{rank}.pipe"
     try:
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,38 +1,36 @@
-"""Decision after an attempt, as a pure function of the ends of all attempts. Standard library
-alone: it runs inside jobs.
+"""Decision after an attempt, as a pure function of the ends of all attempts.
 
-The rules, in order of precedence:
+Standard library alone: it runs inside jobs. The rules, in order of precedence:
 
-    a user stopped the item               stop finished                              finish wrong
-    input                           stop: another attempt would fail the same way. Exceptions: an
-    attempt
-                                          made progress with this input, so a folder may be missing
-                                          on a node (an ordinary failure); only one of several hosts
-                                          reports it (a failure of that node, unless another host
-                                          reports it later)
-    the loss stayed non-finite            stop with the diagnosis: another attempt computes the same
-    too many attempts                     stop the allocation was taken away         requeue; not
-    counted as a failure an excluded node was allocated        requeue without it saved at a signal
-    requeue; without a queue: stop, or restart if the signal requested only
-                                          that; more than max_failures times in a row without
-                                          progress (of a run): stop with the diagnosis
-    the run directory is in use           wait and restart; not counted up to `BUSY_TIMES` in a row
-    and
-                                          `BUSY_SECONDS`, then a failure
-    repeated failure                      stop with the diagnosis, if one of these holds: the same
-    failure
-                                          same_failure times in a row at the same step (except a
-                                          hang or an NCCL error before an attempt's first step,
-                                          which a requeue may cure); the same at any step
-                                          max_failures times in a row within `KEEP_SECONDS`; more
-                                          than max_failures failures without progress
-    any other failure                     restart after a back-off that doubles until there is
-    progress; on
-                                          other nodes if one is down, unhealthy, or failed
-                                          node_failures times
+    a user stopped the item             stop
+    finished                            finish
+    wrong input                         stop: another attempt would fail the same way. Exceptions:
+                                        an attempt made progress with this input, so a folder may be
+                                        missing on a node (an ordinary failure); only one of several
+                                        hosts reports it (a failure of that node, unless another
+                                        host reports it later)
+    the loss stayed non-finite          stop with the diagnosis: another attempt computes the same
+    too many attempts                   stop
+    the allocation was taken away       requeue; not counted as a failure
+    an excluded node was allocated      requeue without it
+    saved at a signal                   requeue; without a queue: stop, or restart if the signal
+                                        requested only that; more than max_failures times in a row
+                                        without progress (of a run): stop with the diagnosis
+    the run directory is in use         wait and restart; not counted up to `BUSY_TIMES` in a row
+                                        and `BUSY_SECONDS`, then a failure
+    repeated failure                    stop with the diagnosis, if one of these holds:
+                                        - the same failure same_failure times in a row at the same
+                                          step (except a hang or an NCCL error before an attempt's
+                                          first step, which a requeue may cure)
+                                        - the same failure at any step max_failures times in a row
+                                          within `KEEP_SECONDS`
+                                        - more than max_failures failures without progress
+    any other failure                   restart after a back-off that doubles until progress is
+                                        made; on other nodes if one is down, unhealthy, or failed
+                                        node_failures times
 
-A failure that is attributed to a node is not a failure of the program and does not count for "the
-same failure".
+A failure that is attributed to a node is not a failure of the program and does not count as
+"the same failure".
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """``python -m launch.supervise.slurm_steps guard|signal ...``: separate Slurm steps next to the
-ranks. Standard library alone.
+ranks.
+
+Standard library alone.
 
 guard ITEM JOB RESTARTS PID   requeues a job whose supervisor was killed. When a batch script dies
-of SIGKILL (out of memory, or a
-                              user's kill), Slurm counts the job as failed and ends it without a
-                              requeue. The guard runs on the supervisor's node. As a step it has a
-                              few seconds after the batch script's end.
+                              of SIGKILL (out of memory, or a user's kill), Slurm counts the job as
+                              failed and ends it without a requeue. The guard runs on the
+                              supervisor's node. As a step it has a few seconds after the batch
+                              script's end.
 signal ATTEMPT NUMBER         sends a signal only to the keepers (`launch.node.rank`) of an attempt
-on this node. `scancel --signal`
-                              would reach every process of a step and kill those without a handler,
-                              such as the process through which torch writes a checkpoint.
+                              on this node. `scancel --signal` would reach every process of a step
+                              and kill those without a handler, such as the process through which
+                              torch writes a checkpoint.
 """
 
 from __future__ import annotations

@@ -300,8 +300,8 @@ class Watch:
 def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
     """Return True if an attempt ended badly because its allocation was taken away.
 
-    The queue reports it, or this process or the ranks (``told``) got a signal to end. It is False
-    if the queue reports the time limit or a user's cancel.
+    The queue reports it, or this process or the ranks got a signal to end. It is False if the queue
+    reports the time limit or a user's cancel.
     """
     if not place.can_requeue:
         return False
