@@ -1,4 +1,6 @@
-"""What `doctor` asks Slurm from the submitting host: controller, partition, nodes, account; would it take a job?"""
+"""Checks of `doctor` through Slurm, from the submitting host: controller, partition, nodes,
+account, and a test submission.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LISTED = 8  # names in a message
 
 
 def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
-    """All but the trial: what Slurm says of the profile, without a job. nodes_wanted: of a job, None: not said."""
+    """Yield all checks that need no job. ``nodes_wanted`` is the number of nodes of a job, or None
+    if not given.
+    """
     try:
         version = slurm.call("sbatch", "--version").split()[-1]
         said = [
@@ -55,7 +59,9 @@ def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
 def partition(
     profile: Profile, known: Mapping[str, Mapping[str, str]]
 ) -> tuple[list[Check], list[str]]:
-    """Whether the profile's partitions are there: lines, and the names of those that are."""
+    """Check that the profile's partitions exist and are up. Return the checks and the names of the
+    existing partitions.
+    """
     wanted = (
         profile.slurm.partition.split(",")
         if profile.slurm.partition
@@ -109,7 +115,7 @@ def partition(
 
 
 def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None) -> Iterator[Check]:
-    """The profile's time limit, account, QOS and the number of nodes against a partition's."""
+    """Compare the profile's time limit, account, QOS and number of nodes with a partition's limits."""
     name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
     wanted = seconds(profile.slurm.time) if profile.slurm.time else None
     if wanted is not None and wanted > most:
@@ -164,7 +170,9 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
 def machines(
     profile: Profile, known: Sequence[Node], chosen: Sequence[str], nodes_wanted: int | None
 ) -> Iterator[Check]:
-    """The partitions' nodes against what the profile takes of a node, and how many are in service."""
+    """Compare the partitions' nodes with the resources that the profile takes, and count those in
+    service.
+    """
     mine = [node for node in known if set(node.partitions) & set(chosen)]
     wanted, gpus = profile.nodes, gpus_asked(profile)
     if not mine:
@@ -233,13 +241,17 @@ def machines(
 
 
 def gpus_asked(profile: Profile) -> int:
-    """The GPUs that the profile asks Slurm for: none where nodes.gres names none, whether the nodes have any or not."""
+    """Return the number of GPUs that the profile requests from Slurm: 0 if nodes.gres names none,
+    even if the nodes have GPUs.
+    """
     gres = profile.nodes.gres
     return (profile.nodes.gpus or 0) if gres is None or "gpu" in gres else 0
 
 
 def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
-    """Whether accounting lets this user use the profile's account and QOS; where there is none, nobody asks."""
+    """Check that accounting lets this user use the profile's account and QOS. Without accounting
+    the check passes.
+    """
     storage = configuration.get("AccountingStorageType", "")
     if "slurmdbd" not in storage:
         return Check("ok", "account", "this cluster keeps no accounts")
@@ -287,7 +299,7 @@ def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
 
 
 def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
-    """Whether a job that is preempted is told so early enough to save."""
+    """Check that a preempted job is signalled early enough to save."""
     if configuration.get("PreemptMode", "OFF") in ("OFF", "GANG", "SUSPEND,GANG"):
         return
     # SlurmctldParameters=preempt_send_user_signal, or by its newer name PreemptParameters=send_user_signal.
@@ -312,7 +324,7 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
 
 
 def would_take(script: Path) -> Check:
-    """Slurm's own word on a batch script, by `sbatch --test-only`."""
+    """Check a batch script with `sbatch --test-only`."""
     try:
         slurm.call("sbatch", "--test-only", str(script))
     except slurm.SlurmError as error:

@@ -1,6 +1,7 @@
-"""A cluster profile: what of a job depends on the cluster alone. One frozen dataclass a section.
+"""Cluster profile: the settings of a job that depend only on the cluster. One frozen dataclass per
+section.
 
-Jobs carry the profile as plain values in job.json; no YAML is read inside a job.
+A job stores the profile as plain values in job.json; no YAML is read inside a job.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SMI_SECONDS = 20.0  # for nvidia-smi to answer
 
 @dataclass(frozen=True)
 class NodesProfile:
-    """A node, and what of it a job takes."""
+    """Resources of a node that a job takes."""
 
     gpus: int | None = setting(
         0,
@@ -106,7 +107,7 @@ class SlurmProfile:
 
 @dataclass(frozen=True)
 class ContainerProfile:
-    """A container that the ranks run in; the supervisor runs outside."""
+    """Container that the ranks run in. The supervisor runs outside."""
 
     runtime: str = setting(
         "none",
@@ -132,7 +133,7 @@ class ContainerProfile:
 
 @dataclass(frozen=True)
 class SetupProfile:
-    """What the batch script does before the supervisor starts."""
+    """Steps of the batch script before the supervisor starts."""
 
     modules: tuple[str, ...] = setting(
         (), "Environment modules to load, in order.", check=profile_values.word
@@ -146,7 +147,7 @@ class SetupProfile:
 
 @dataclass(frozen=True)
 class PathsProfile:
-    """Folders."""
+    """Folders and files of the cluster."""
 
     shared: tuple[str, ...] = setting(
         (),
@@ -162,7 +163,9 @@ class PathsProfile:
 
 @dataclass(frozen=True)
 class WatchdogProfile:
-    """How long without progress a run is taken for hung; then every rank's stacks are written and the run restarts."""
+    """Times without progress after which a run counts as hung. Then every rank's stacks are written
+    and the run restarts.
+    """
 
     start_minutes: float = setting(60.0, "Until the first step; 0: for ever.", least=0)
     step_minutes: float = setting(
@@ -175,7 +178,7 @@ class WatchdogProfile:
 
 @dataclass(frozen=True)
 class HealthProfile:
-    """What a node must pass before ranks start on it."""
+    """Conditions that a node must meet before ranks start on it."""
 
     check: bool = setting(True, "Check the nodes before every attempt; false: never.")
     matmul: bool = setting(
@@ -196,7 +199,7 @@ class HealthProfile:
 
 @dataclass(frozen=True)
 class NotifyProfile:
-    """Who is told what."""
+    """Notifications about a job's events."""
 
     command: str | None = setting(
         None,
@@ -208,7 +211,7 @@ class NotifyProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """A cluster, as far as a job needs to know it."""
+    """Description of a cluster for jobs."""
 
     scheduler: str = setting(
         "slurm",
@@ -253,29 +256,33 @@ class Profile:
 
     @property
     def processes_per_node(self) -> int:
-        """Ranks a node."""
+        """Number of ranks per node."""
         return self.nodes.processes or self.nodes.gpus or 1
 
     def interpreters(self, submitting: str) -> tuple[str, str]:
-        """(the ranks', the supervisor's) interpreter, where ``submitting`` is the one that runs now."""
+        """Return the interpreters of the ranks and of the supervisor. ``submitting`` is the one
+        that runs now.
+        """
         ranks = self.python or submitting
         return ranks, self.host_python or (
             submitting if self.container.runtime != "none" else ranks
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The profile as JSON's plain values, whole; `from_json` gives it back."""
+        """Return the complete profile as plain JSON values, which `from_json` reads."""
         values: dict[str, Any] = config.plain(self)
         return values
 
 
 def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
-    """The profile in a YAML file, ``slurm.partition=x`` overrides applied, variables and relative paths filled in.
+    """Load a profile from a YAML file, with ``slurm.partition=x`` overrides, and fill in variables
+    and relative paths.
 
-    A bare name that is no file here is a shipped profile's.
+    A bare name that is no file in the working directory is the name of a shipped profile.
 
     Raises:
-        UserError: the file cannot be read, a key is unknown, a value is refused, or values contradict each other.
+        UserError: the file cannot be read, a key is unknown, a value is refused, or values
+        contradict each other.
     """
     if not Path(path).exists() and (SHIPPED / f"{path}.yaml").is_file():
         path = SHIPPED / f"{path}.yaml"
@@ -297,12 +304,12 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
 
 
 def from_json(values: dict[str, Any]) -> Profile:
-    """The profile that `Profile.as_json` gave."""
+    """Return the profile from the values of `Profile.as_json`."""
     return config.from_plain(Profile, values)
 
 
 def _contradictions(profile: Profile) -> Iterator[str]:
-    """What no single value can know, a line each."""
+    """Yield a line for each contradiction between values."""
     nodes, container = profile.nodes, profile.container
     if nodes.gpus is None:
         yield "nodes.gpus = null: say how many GPUs a node has; only this machine's (scheduler: local) can be counted"
@@ -349,7 +356,7 @@ def _contradictions(profile: Profile) -> Iterator[str]:
 
 
 def _bash_fault(lines: tuple[str, ...]) -> str | None:
-    """What bash's parser says of lines that run together, or None (too where there is no bash)."""
+    """Return the error of bash's parser for a sequence of lines, or None (also without bash)."""
     bash = shutil.which("bash")
     if not lines or bash is None:
         return None
@@ -364,7 +371,7 @@ def _bash_fault(lines: tuple[str, ...]) -> str | None:
 
 
 def _filled_in(section: Any) -> Any:
-    """A section with its paths whole."""
+    """Return a section with complete paths."""
     changed = {}
     for item in fields(section):
         old, check = getattr(section, item.name), spec(item).check

@@ -1,7 +1,9 @@
-"""The doctor's trial: a small job through everything that a real one goes through, whose program is `launch.node.measure`.
+"""Trial of the doctor: a small job that passes through all steps of a real job. Its program is
+`launch.node.measure`.
 
-It is rendered, submitted (or, with a local profile, started here), checks its nodes and starts ranks as every job does; what is read
-afterwards is what it left in its directory. It is cancelled when it waits or runs too long.
+The trial is rendered and submitted (or, with a local profile, started on this machine). It checks
+its nodes and starts ranks like any job. The result is read from its directory. It is cancelled if
+it waits or runs too long.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ MINUTES = 20  # the job's time limit
 
 @dataclass
 class Outcome:
-    """What came of the trial."""
+    """Result of the trial."""
 
     directory: Path
     nodes: tuple[str, ...] = ()  # that it ran on, as far as known
@@ -49,9 +51,13 @@ class Outcome:
 
 
 def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:
-    """The trial's job and its profile: the given one, but one attempt, a short time limit, the check of the nodes on, nobody told.
+    """Create the trial's directory with the code in it, and return the trial's job and profile.
 
-    The directory is made, with the code in it. Raises UserError where there is no code to copy.
+    The profile is the given one with one attempt, a short time limit, the nodes' check on and
+    notifications off.
+
+    Raises:
+        UserError: no code exists to copy.
     """
     signal = min(profile.slurm.signal_seconds, 60)
     mine = replace(
@@ -91,7 +97,12 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
 
 
 def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
-    """Submit the trial and see it through; it is cancelled where it waits in the queue, or runs, too long. Raises SlurmError."""
+    """Submit the trial and wait for its end. It is cancelled if it waits in the queue, or runs, too
+    long.
+
+    Raises:
+        SlurmError: a Slurm command fails.
+    """
     outcome, limit = (
         Outcome(Path(job.directory)),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
@@ -141,7 +152,7 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
 
 
 def here(job: Job, say: Callable[[str], None]) -> Outcome:
-    """Start the trial on this machine and see it through."""
+    """Start the trial on this machine and wait for its end."""
     outcome, limit = (
         Outcome(Path(job.directory)),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
@@ -167,7 +178,7 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
 
 
 def look(outcome: Outcome) -> None:
-    """Tell the trial the time, and read what it has written by now."""
+    """Write the time for the trial's clock check, and read the files that it has written so far."""
     write_json(outcome.directory / "clock.json", {"time": time.time()})
     if outcome.result is None and (result := read_json(outcome.directory / "bandwidth.json")):
         outcome.result, outcome.received = result, time.time()
@@ -179,18 +190,20 @@ def look(outcome: Outcome) -> None:
 
 
 def last_attempt(outcome: Outcome) -> dict[str, Any] | None:
-    """The attempt's record, or None where there is none (yet)."""
+    """Return the attempt's record, or None if it does not exist (yet)."""
     folders = attempts(outcome.directory)
     return read_json(folders[-1] / "attempt.json") if folders else None
 
 
 def logs(outcome: Outcome) -> list[Path]:
-    """What Slurm and the supervisor say, as files."""
+    """Return the files with the output of Slurm and the supervisor."""
     return sorted(launch_folder(outcome.directory).glob("slurm-*.out"))
 
 
 def explained(outcome: Outcome, name: str) -> Outcome:
-    """The outcome of a trial that is over, with the reason where it left no result."""
+    """Complete the outcome of a trial that has ended: without a result, add the reason and the last
+    lines of its logs.
+    """
     if outcome.result is not None:
         outcome.trouble = ""
         return outcome

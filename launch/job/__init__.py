@@ -1,33 +1,33 @@
-"""Job description (``launch/job.json``), file layout of a job, and helpers that read and write its
-small files.
+"""Job description (``launch/job.json``), file layout of a job, and functions for its small files.
 
 Standard library alone: the supervisor reads these files inside jobs.
 
     DIR/launch/job.json          the job's description (`Job`), including the profile
-    DIR/launch/job.sh            the rendered batch script (Slurm) DIR/launch/config.yaml       the
-    resolved configuration of a run, from which every attempt starts DIR/launch/code/
-    the code snapshot that every attempt runs DIR/launch/code.json         the snapshot's revision,
-    number of files and sha256 DIR/launch/changes.diff      the changes since that revision, if any
+    DIR/launch/job.sh            the rendered batch script (Slurm)
+    DIR/launch/config.yaml       the resolved configuration of a run; every attempt starts from it
+    DIR/launch/code/             the code snapshot that every attempt runs
+    DIR/launch/code.json         the snapshot's revision, number of files and sha256
+    DIR/launch/changes.diff      the changes since that revision, if any
     DIR/launch/submissions.jsonl one line per submission: time, job id, the user's command
     DIR/launch/slurm-%j.out      output of Slurm and the supervisor (appended over requeues);
                                  of an array: slurm-%A_%a.out
 
-An item is one run of the job. Its directory is the job's directory or, in an array, a separate
-directory:
+An item is one run of the job. Its directory is the job's or, in an array, a separate one:
 
-    ITEM/launch/state.json       the item's state, written by its supervisor ITEM/launch/stop.json
-    a user stopped the item, or the supervisor gave up: the item does not
-                                 restart until `requeue` removes this file
+    ITEM/launch/state.json       the item's state, written by its supervisor
+    ITEM/launch/stop.json        a user stopped the item, or the supervisor gave up: the item does
+                                 not restart until `requeue` removes this file
     ITEM/launch/busy_JOB.json    how often, and since when, that job found the item in use by
-    another job ITEM/attempts/0001/          attempt.json, environment.json, job.sh, config.yaml
+                                 another job
+    ITEM/attempts/0001/          attempt.json, environment.json, job.sh, config.yaml
         logs/rank_00000.log      lines of "<unix time> <text>"; at most 64 MiB, then the first and
-        last
-                                 16 MiB (`launch.node.logs`)
-        ranks/rank_00000.json    pid, host, exit, error health/NODE.json         the pre-flight
-        check dumps/rank_00000.txt     stacks of a hang flight/                  NCCL's flight
-        recorder
-    ITEM/progress.json, metrics.jsonl, checkpoints/ ...      a training run's files (see pretrain's
-    README)
+                                 last 16 MiB (`launch.node.logs`)
+        ranks/rank_00000.json    pid, host, exit, error
+        health/NODE.json         the pre-flight check
+        dumps/rank_00000.txt     stacks of a hang
+        flight/                  NCCL's flight recorder
+    ITEM/progress.json, metrics.jsonl, checkpoints/ ...
+                                 a training run's files (see pretrain's README)
 
 When an attempt begins, the attempts between the first 5 and the last 20 lose all files except
 attempt.json (`launch.supervise.run_files.prune`).

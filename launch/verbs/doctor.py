@@ -1,10 +1,14 @@
-"""``doctor``: is this machine fit for training; and, with a profile, is the profile right for its cluster?
+"""``doctor``: check this machine for training, or a profile against its cluster.
 
-    doctor [--build] [--fix]                       this machine: packages, GPU, what DeepSpeed has compiled, room
-    doctor --cluster PROFILE.yaml [--nodes 2]      a profile against its cluster, with a trial job of a few minutes on so many nodes
-    doctor --cluster PROFILE.yaml --nodes 0        only what can be seen from here
+    doctor [--build] [--fix]                       this machine: packages, GPU, DeepSpeed's compiled
+                                                   operations, free space
+    doctor --cluster PROFILE.yaml [--nodes 2]      a profile against its cluster, with a trial job
+    of
+                                                   a few minutes on this many nodes
+    doctor --cluster PROFILE.yaml --nodes 0        only the checks that need no job
 
-A line a check: ok, absent (this machine trains without it), warning or FAILED, and what to do about it. Ends with 1 when something FAILED.
+Each check prints a line: ok, absent (this machine trains without it), warning or FAILED, and the
+remedy. The exit code is 1 if a check FAILED.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ REMEDY = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "--cluster",
         metavar="PROFILE.yaml",
@@ -90,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the checks as they are made: 0, 1 where one FAILED."""
+    """Print each check when it is made. Return 0, or 1 if one FAILED."""
     if arguments.nodes is not None and arguments.nodes < 0:
         raise UserError(f"--nodes {arguments.nodes}: must be 0 or more")
     failed = warned = 0
@@ -104,7 +108,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(check: Check) -> None:
-    """A check as a line, over what `compiling` left there, and its remedy as another."""
+    """Print a check as a line, in place of the line of `compiling`, and its remedy as another line."""
     print(f"{CLEAR if sys.stdout.isatty() else ''}{check.level:<8} {check.name:<14} {check.text}")
     if check.remedy:
         print(f"{'':<23} -> {check.remedy}")
@@ -112,7 +116,9 @@ def show(check: Check) -> None:
 
 
 def compiling(name: str, seconds: float) -> None:
-    """How long an op has been compiling: one line that changes on a terminal, a line twice a minute elsewhere."""
+    """Print how long an operation has been compiling: one changing line on a terminal, otherwise a
+    line twice a minute.
+    """
     live = sys.stdout.isatty()
     if live or round(seconds) % 30 == 0:
         line = f"{'...':<8} {name:<14} compiling or loading, {seconds:.0f} s"
@@ -120,7 +126,7 @@ def compiling(name: str, seconds: float) -> None:
 
 
 def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """What `launch.node.machine` finds, as it finds it."""
+    """Yield the checks of `launch.node.machine`, each when it is made."""
     given = [
         option
         for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix))
@@ -140,7 +146,9 @@ def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """All checks, one after the other; later ones may take minutes. The trial is left out where an earlier one FAILED."""
+    """Yield all checks of a profile in order; later ones may take minutes. The trial is left out if
+    an earlier check FAILED.
+    """
     try:
         profile = load_profile(arguments.cluster, arguments.set)
     except UserError as error:
@@ -174,7 +182,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
 
 
 def described(profile: Profile) -> str:
-    """What a profile is, in a few words."""
+    """Return a short description of a profile."""
     nodes = profile.nodes
     what = (
         f"{counted(nodes.gpus, 'GPU')} a node"
@@ -190,7 +198,9 @@ def described(profile: Profile) -> str:
 
 
 def interpreters(profile: Profile) -> Iterator[Check]:
-    """The ranks' interpreter, which needs torch, and the supervisor's. One inside a container is left to the trial."""
+    """Check the ranks' interpreter, which needs torch, and the supervisor's. The trial checks one
+    inside a container.
+    """
     ranks, host = profile.interpreters(sys.executable)
     inside = profile.container.runtime != "none"
     if inside or host != ranks:
@@ -200,7 +210,9 @@ def interpreters(profile: Profile) -> Iterator[Check]:
 
 
 def interpreter(key: str, path: str, *, torch: bool) -> Check:
-    """An interpreter of the profile: whether it starts here, is new enough, and has torch."""
+    """Check that an interpreter of the profile starts on this host, is new enough, and has torch if
+    needed.
+    """
     try:
         done = subprocess.run(
             [path, "-c", ASK],
@@ -235,7 +247,7 @@ def interpreter(key: str, path: str, *, torch: bool) -> Check:
 
 
 def shared_folders(profile: Profile) -> Iterator[Check]:
-    """The shared folders as they are here."""
+    """Check the shared folders on this host."""
     if not profile.paths.shared and profile.scheduler == "slurm":
         text = "paths.shared is empty: only the trial's own folder is checked"
         yield Check(
@@ -257,7 +269,7 @@ def shared_folders(profile: Profile) -> Iterator[Check]:
 
 
 def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """What Slurm says, and the nodes that runs keep away from."""
+    """Yield the checks through Slurm, and a warning about cordoned nodes."""
     if profile.scheduler != "slurm":
         return
     yield from checks.of_slurm(profile, arguments.nodes)
@@ -273,7 +285,7 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
 
 
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """Make the trial, say what came of it, and remove its files where all was well."""
+    """Run the trial, yield its findings, and remove its files if all checks pass."""
     base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
     directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     launch_folder(directory).mkdir(parents=True)
@@ -301,13 +313,18 @@ def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]
 
 
 def progress(text: str) -> None:
-    """Say on a terminal what the trial is doing, in place of what it did before."""
+    """Print the trial's present step on a terminal, in place of the previous one."""
     if sys.stderr.isatty():
         print(f"{CLEAR}... {text}", end="", file=sys.stderr, flush=True)
 
 
 def trial_nodes(profile: Profile, wanted: int | None) -> int:
-    """Nodes of the trial: as many as wanted, else two where there are two in service. Raises SlurmError."""
+    """Return the number of nodes of the trial: the given number, else two if two are in service,
+    else one.
+
+    Raises:
+        SlurmError: a Slurm command fails.
+    """
     if profile.scheduler != "slurm":
         return 1
     if wanted is not None:
@@ -322,7 +339,7 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
 
 
 def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """What the trial says, a line for each node and each thing that the nodes do together."""
+    """Yield the trial's results: a line for each node, and one for each joint measurement."""
     folders = attempts(outcome.directory)
     reports: dict[str, Report] = {}
     if folders and outcome.nodes:
@@ -351,7 +368,7 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
 
 
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
-    """The all-reduce against its floor, and the slowest neighbours where it is below."""
+    """Compare the all-reduce with its floor. Below it, name the slowest neighbours."""
     if not result.get("sizes"):
         return Check("ok", "all-reduce", "not measured: there is one process")
     floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
@@ -374,7 +391,11 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
 
 
 def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """The nodes' clocks beside this host's: only what is certain in spite of the time that files take to be seen is held against them."""
+    """Compare the nodes' clocks with this host's.
+
+    A node is faulty only if its clock is certainly off, despite the delay with which files are
+    seen.
+    """
     assert outcome.result is not None
     told, limit = outcome.result["clocks"], profile.health.clock_skew_seconds
     least, most = told["written"] - outcome.received, told["ahead_at_most"]

@@ -1,7 +1,9 @@
-"""``requeue``: continue a run that was cancelled, gave up or was lost, with the code it began with; one that runs saves and starts again.
+"""``requeue``: continue a run that ended, or save and restart one that runs.
+
+A run that was cancelled, gave up or was lost continues with the code that it began with.
 
 requeue DIR...                               as it was submitted
-requeue DIR --cluster PROFILE --exclude n7   with what the profile says now, and not on node n7
+requeue DIR --cluster PROFILE --exclude n7   with the profile's present settings, without node n7
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from launch.verbs.submit import excluded, send
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "directories",
         nargs="+",
@@ -60,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Requeue each directory's items that are not finished: 0, or a local run's exit code. Raises UserError."""
+    """Requeue each directory's unfinished items. Return 0, or a local run's exit code.
+
+    Raises:
+        UserError: an item cannot be requeued.
+    """
     if arguments.set and not arguments.cluster:
         raise UserError("--set changes a profile that is read again; give --cluster, too")
     worst = 0
@@ -76,7 +82,10 @@ def main(arguments: argparse.Namespace) -> int:
 def _requeue(
     job: Job, items: Sequence[int], arguments: argparse.Namespace
 ) -> tuple[Job, list[int]] | None:
-    """Restart what runs, and submit what does not: on this machine, what is to be started once the directory is let go."""
+    """Restart the items that run, and submit the others.
+
+    On this machine, return the job and the items to start after the directory's lock is released.
+    """
     chosen = [standing for standing in standings(job) if standing.index in items]
     begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
     restart(job, [standing for standing in chosen if standing.kind == "active"], arguments.exclude)
@@ -108,17 +117,19 @@ def _requeue(
 
 
 def _allow(job: Job, index: int) -> None:
-    """Nothing forbids an item's start any more."""
+    """Remove the mark that prevents an item's start."""
     (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
 
 
 def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> None:
-    """Tell what runs to save and start again, though it may be saving in order to end; release what is held.
+    """Signal running items to save and restart, even if they are saving in order to end, and
+    release held jobs.
 
-    What waits is excluded from the nodes that are cordoned now, the profile's and those ``named``, and from no other.
+    Waiting jobs exclude exactly the nodes that are cordoned now, the profile's, and those
+    ``named``.
 
     Raises:
-        UserError: one is on a machine that is out of reach.
+        UserError: an item runs on a machine that is out of reach.
     """
     for standing in active:
         if standing.pid is None and standing.job_id is None:

@@ -1,11 +1,12 @@
-"""``status``: how runs stand, one line a run: queue, attempt, step, loss, tokens/s, time left, the last step's age.
+"""``status``: show runs, one line each: queue, attempt, step, loss, tokens/s, time left, age of the
+last step.
 
-    status                all under runs/ but those that ended more than a day ago
-    status DIR... --items each task of an array on a line of its own
-    status --watch 10     again every 10 seconds, until all are over
+    status                all under runs/ except those that ended more than a day ago
+    status DIR... --items each task of an array on a separate line
+    status --watch 10     again every 10 seconds, until all have ended
 
-DIR is a job's directory, or a folder with such directories below it. What Slurm says of a job counts more than what its supervisor
-wrote last. A fork stands below its parent.
+DIR is a job's directory, or a folder with job directories below it. Slurm's report takes precedence
+over the state that a supervisor wrote last. A fork is listed below its parent.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _STEPPING = ("running", "running?", "saving", "saving?")  # states in which step
 
 @dataclass(frozen=True)
 class Row:
-    """An item, or a whole array. What is not known is None."""
+    """State of an item, or of an entire array. Unknown values are None."""
 
     name: str
     directory: str
@@ -71,14 +72,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Queue:
-    """What Slurm says: its answer, or why there is none."""
+    """Slurm's answer, or the reason if it does not answer."""
 
     states: Mapping[str, slurm.QueueState]
     silent: str | None = None
 
 
 def ask(jobs: Sequence[Job]) -> Queue:
-    """Slurm's word on all jobs that are not over, in one question."""
+    """Query Slurm's state of all unfinished jobs in one call."""
     ids = list[str]()
     for job in jobs:
         states = (
@@ -100,7 +101,7 @@ def ask(jobs: Sequence[Job]) -> Queue:
 
 
 def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
-    """A row for each item of a job, or for some of them."""
+    """Return a row for each item of a job, or for some of them."""
     return [
         _row(job, index, queue, now)
         for index in (range(len(job.items)) if items is None else items)
@@ -108,7 +109,7 @@ def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = No
 
 
 def summary(job: Job, rows: Sequence[Row]) -> Row:
-    """An array as one row: how many are in which state, and the first trouble."""
+    """Return an array as one row: the number of items in each state, and the first problem."""
     counts = Counter(row.state for row in rows)
     trouble = next((row for row in rows if row.state in ("lost", "stopped") or row.failures), None)
     message = f"{trouble.name}: {trouble.message}" if trouble and trouble.message else ""
@@ -163,7 +164,9 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
 
 
 def _queued(job: Job, index: int, queue: Queue) -> str | None:
-    """The item's job id that Slurm knows: an active one before the last one."""
+    """Return the item's job id among those that Slurm reports, preferably an active one, otherwise
+    the last.
+    """
     submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
     ids = [f"{one}_{index}" if job.array else one for one in submitted]
     known = [
@@ -181,7 +184,7 @@ def _word(
     job_id: str | None,
     queue: Queue,
 ) -> tuple[str, str]:
-    """The state in one word, and a message where there is a better one than the supervisor's."""
+    """Return the state in one word, and a message if a better one than the supervisor's exists."""
     said, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
     if said == "finished":
         return said, ""
@@ -216,7 +219,7 @@ def _word(
 def _in_queue(
     job: Job, said: str | None, state: Mapping[str, Any], found: slurm.QueueState
 ) -> tuple[str, str]:
-    """The state of a job that Slurm has."""
+    """Return the state of a job that Slurm lists as active, and a message."""
     if found.state == "PENDING":
         told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
         if found.reason == "BadConstraints":
@@ -232,7 +235,9 @@ def _in_queue(
 
 
 def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[str, Any]:
-    """What a run's own files say; the time left only where its last attempt makes steps and has made one."""
+    """Return the values from a run's own files. The time left is given only if the last attempt has
+    made a step and continues.
+    """
     progress: dict[str, Any] = read_json(directory / "progress.json") or {}
     fork: dict[str, Any] = read_json(directory / "fork.json") or {}
     metrics = directory / "metrics.jsonl"
@@ -281,7 +286,7 @@ _NOT_ENTERED = {"attempts", "tasks", "checkpoints", "launch", "__pycache__"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "directories",
         nargs="*",
@@ -304,7 +309,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the board, once or again and again. Raises UserError where a DIR is no job and has none below."""
+    """Print the table, once or repeatedly.
+
+    Raises:
+        UserError: a DIR is no job and has none below it.
+    """
     if arguments.watch is not None and arguments.watch <= 0:
         raise UserError(f"--watch is {arguments.watch}; it must be more than 0 seconds")
     while True:
@@ -320,7 +329,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
-    """The text, and whether anything is active."""
+    """Return the text, and True if an item is active."""
     now, asked = time.time(), bool(arguments.directories)
     once: dict[Path, tuple[Job, set[int]]] = {}  # each job with all of its items that are asked for
     for job, items in (
@@ -358,7 +367,10 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
-    """The jobs in a folder or below it, by name of their folder, with their items; of a task's folder, the job and that item alone."""
+    """Return the jobs in or below a folder, ordered by folder, with their items.
+
+    For the folder of a task, return its job and that item.
+    """
     found = [job for path in _job_folders(directory, DEPTH) if (job := load_job(path)) is not None]
     if found or not asked:
         return [(job, list(range(len(job.items)))) for job in found]
@@ -382,7 +394,11 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterator[tuple[str, ...]]:
-    """A line a job, its only row or a summary of all, and its items'; of jobs of one name the directory instead. Below it its forks'."""
+    """Yield a line per job (its only row, or a summary), the lines of its items, and below them its
+    forks.
+
+    Jobs with equal names are shown with their directories.
+    """
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
     names, here, done = Counter(head.name for head in heads), f"{Path.cwd()}/", set[int]()
     numbers = {
@@ -414,7 +430,7 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
 
 
 def _cells(row: Row, name: str) -> tuple[str, ...]:
-    """A row as the table shows it."""
+    """Return a row's cells for the table."""
     attempt = "-" if row.attempt is None else str(row.attempt)
     steps = f"{row.step if row.step is not None else '-'}{f'/{row.steps}' if row.steps else ''}"
     loss = "-" if row.loss is None else f"{row.loss:.4f}"
@@ -433,7 +449,9 @@ def _cells(row: Row, name: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as aligned lines, without columns that nobody fills, as wide as the terminal where there is one."""
+    """Return rows as aligned lines without empty columns, cut to the terminal's width if printed to
+    one.
+    """
     used = [
         index
         for index in range(len(rows[0]))

@@ -1,11 +1,12 @@
-"""``submit``: a training run, or any command of ours, to Slurm.
+"""``submit``: submit a training run, or another command, to Slurm.
 
     submit CONFIG.yaml [section.key=value ...] --cluster PROFILE --nodes 8
     submit --cluster PROFILE --tasks 16 --at-once 8 -- data_prep run --out DIR
     submit --cluster PROFILE --dependency RUN -- tools.hf export RUN OUT
 
-The run goes on by itself through time limits, preemption, dead nodes and crashes; its code is copied as it is now. The same command given
-again continues a run that ended early, with the code it began with, and does nothing where all is done.
+The run continues automatically after time limits, preemption, node failures and crashes. Its code
+is copied at submission. The same command again continues a run that ended early, with the code that
+it began with, and has no effect if everything is finished.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ WRITTEN = re.compile(
 
 
 def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
-    """What sbatch's --dependency says for some words: ids, ``afterok:ID``, directories of jobs; None where nothing has to be waited for.
+    """Translate words to sbatch's --dependency: ids, ``afterok:ID``, directories of jobs. None if
+    no job must be waited for.
 
-    ``ask`` False: without asking the queue.
+    ask: False leaves out the query of Slurm's queue.
 
     Raises:
-        UserError: a word is none of these, the job of a directory is neither finished nor in the queue, or a job that is named by its
-            id ended so that what depends on it would never start.
+        UserError: a word is none of these, the job of a directory is neither finished nor in the
+        queue, or a job that is given by its
+            id ended in a way after which a dependent job would never start.
     """
     told: list[str] = []
     for word in words:
@@ -71,7 +74,9 @@ _NEVER = {"afterok": "badly", "aftercorr": "badly", "afternotok": "well"}
 
 
 def _check(kind: str, job_id: str, word: str) -> None:
-    """Raises UserError where a job ended in a way after which a job that depends on it so would never start, or Slurm has forgotten it."""
+    """Raise UserError if a job ended in a way after which a dependent job would never start, or if
+    Slurm does not list it.
+    """
     found = slurm.queue([job_id])
     state = found.get(job_id)
     if state is None:
@@ -89,7 +94,9 @@ def _check(kind: str, job_id: str, word: str) -> None:
 
 
 def _of_directory(directory: str, ask: bool) -> list[str]:
-    """One dependency for every job that works at a directory's items; none where all are finished."""
+    """Return one dependency for every job that runs a directory's items, or none if all are
+    finished.
+    """
     job, items = find_job(directory)
     chosen = [
         item for item in standings(job, ask=ask) if item.index in items and item.kind != "finished"
@@ -114,7 +121,7 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -130,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bool = True) -> None:
-    """What a run is to run on, and where it keeps its files: the same for every verb that starts one."""
+    """Add the arguments about resources and directory, shared by all verbs that start a run."""
     parser.add_argument(
         "--cluster",
         required=cluster_required,
@@ -165,7 +172,7 @@ def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bo
 
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only Slurm knows."""
+    """Add the arguments that only apply to Slurm."""
     parser.add_argument(
         "--time",
         metavar="LIMIT",
@@ -197,7 +204,11 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """What the command line asks for; the profile is read, with --set and --time. Raises UserError."""
+    """Return the request of a command line, with the profile loaded, including --set and --time.
+
+    Raises:
+        UserError: both a run and a command are given, or the profile is invalid.
+    """
     limit = [f'slurm.time="{arguments.time}"'] if getattr(arguments, "time", None) else []
     rest = getattr(arguments, "rest", [])  # a sweep has none
     if rest and arguments.words:
@@ -219,7 +230,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def prepare(request: Request, *, data: bool = False) -> Job:
-    """Write a job's directory (snapshot, configuration, job.json) without starting it; with ``data``, only if the runs' data is there.
+    """Write a job's directory (snapshot, configuration, job.json) without starting it. With
+    ``data``, the runs' data must exist.
 
     Raises:
         UserError: it runs or was stopped, or data is missing.
@@ -236,20 +248,30 @@ def prepare(request: Request, *, data: bool = False) -> Job:
 
 
 def refuse_without_data(draft: Draft, else_do: str = "") -> None:
-    """Raises UserError where the data of a run that would start is not there, or does not fit: it would wait in a queue to say so."""
+    """Raise UserError if a run that would start lacks its data, or the data does not fit. Otherwise
+    it would fail only after the queue.
+    """
     fault = data_fault(draft.starting, draft.job.world_size)
     if fault is not None:
         raise UserError(fault + else_do)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Submit what is not done: 0. Raises UserError."""
+    """Submit the unfinished items. Return 0.
+
+    Raises:
+        UserError: the job cannot be submitted.
+    """
     request = request_of(arguments)
     return submit(wanted(request), arguments, request.profile)
 
 
 def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
-    """Submit the items of a job that are not finished or at work; with --dry-run say what would be done. Raises UserError."""
+    """Submit a job's items that are neither finished nor active. With --dry-run, print the plan.
+
+    Raises:
+        UserError: the job cannot be submitted.
+    """
     if profile.scheduler != "slurm":
         raise UserError(
             f"{arguments.cluster} is no profile of Slurm; on this machine: python -m launch local"
@@ -301,7 +323,12 @@ def send(
     after: str | None,
     exclude: Sequence[str],
 ) -> str:
-    """Write DIR/launch/job.sh, submit it and note the submission: the job's id. The directory is locked. Raises UserError."""
+    """Write DIR/launch/job.sh, submit it, record the submission, and return the job's id. The
+    caller holds the directory's lock.
+
+    Raises:
+        UserError: the script cannot be rendered, or sbatch refuses it.
+    """
     script = job.script
     array = array_words(items, at_once) if job.array else None
     write_whole(
@@ -331,7 +358,7 @@ def send(
 
 
 def array_words(items: Sequence[int], at_once: int | None) -> str:
-    """Item numbers as Slurm writes them: ``0-3,7%2``."""
+    """Format item indices for Slurm: ``0-3,7%2``."""
     runs: list[list[int]] = []
     for number in sorted(items):
         if runs and number == runs[-1][-1] + 1:
@@ -342,9 +369,11 @@ def array_words(items: Sequence[int], at_once: int | None) -> str:
 
 
 def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
-    """The nodes to exclude besides the profile's: those named, and the cordoned ones that this cluster has.
+    """Return the nodes to exclude in addition to the profile's: the named ones, and the cordoned
+    ones of this cluster.
 
-    All cordoned ones where Slurm lists no nodes (PrivateData), or is not to be asked (``ask`` False).
+    All cordoned ones are returned if Slurm lists no nodes (PrivateData) or is not queried (``ask``
+    False).
     """
     away = cordoned(cordon_file(job.profile, job.working_directory))
     known = {node.name for node in slurm.all_nodes()} if away and ask else set[str]()
@@ -352,7 +381,9 @@ def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
 
 
 def _dry_run(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
-    """Print the plan and the script; writes nothing, and does without Slurm where it does not answer."""
+    """Print the plan and the script without writing files. If Slurm does not answer, leave out its
+    part.
+    """
     try:
         words = _plan(asked, arguments, profile, ask=True)
     except slurm.SlurmError as error:
@@ -375,7 +406,11 @@ def _plan(asked: Wanted, arguments: argparse.Namespace, profile: Profile, *, ask
 
 
 def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
-    """Say why no item starts: 0 where all is done or under way. Raises UserError where one job is at work, or something was stopped."""
+    """Report why no item starts. Return 0 if all are finished or active.
+
+    Raises:
+        UserError: the only item is active, or an item was stopped.
+    """
     chosen = [draft.standings[index] for index in draft.asked]
     if any(item.kind == "stopped" for item in chosen) or (
         not draft.job.array and chosen[0].kind == "active"
@@ -387,7 +422,7 @@ def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
 
 
 def _why_not(draft: Draft) -> str:
-    """Why no item may start, as one line."""
+    """Return the reason in one line for which no item may start."""
     chosen = [draft.standings[index] for index in draft.asked]
     stopped = next((item for item in chosen if item.kind == "stopped"), None)
     if stopped is not None:
@@ -402,7 +437,7 @@ def _why_not(draft: Draft) -> str:
 
 
 def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Namespace) -> None:
-    """What was submitted, and what to do next."""
+    """Print a report of the submission and the next command."""
     if arguments.parsable:
         print(job_id)
         return

@@ -1,10 +1,13 @@
-"""``sweep``: many runs of one configuration, as a job array, or K at a time on this machine.
+r"""``sweep``: start many runs of one configuration, as a job array or on this machine.
 
-    sweep CONFIG.yaml train.steps=2000 --cluster PROFILE --grid optimizer.lr=1e-4,3e-4 train.seed=1,2,3 --at-once 4
-    sweep CONFIG.yaml --cluster PROFILE --list runs.txt        a line is a run: the words of its overrides, quoted as in a shell; # comments
+    sweep CONFIG.yaml train.steps=2000 --cluster PROFILE --at-once 4 \
+          --grid optimizer.lr=1e-4,3e-4 train.seed=1,2,3
+    sweep CONFIG.yaml --cluster PROFILE --list runs.txt
 
-A run has a directory of its name: what stands before a colon at the start of its line (`small: model.num_layers=2`), else its overrides.
-The same command given again starts what is not finished and not under way; a longer list adds runs.
+Each line of the list is a run: its overrides, quoted as in a shell; # begins a comment. A run's
+directory has its name: the text before a colon at the start of its line (`small:
+model.num_layers=2`), else its overrides. The same command again starts the runs that are not
+finished and not running; a longer list adds runs.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ AT_ONCE = 4  # configurations that are resolved at the same time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "words",
         nargs="+",
@@ -51,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Submit the runs that are not done, or run them here: 0, or a local run's exit code. Raises UserError."""
+    """Submit the unfinished runs, or run them on this machine. Return 0, or a local run's exit
+    code.
+
+    Raises:
+        UserError: the list, the grid or a configuration is invalid.
+    """
     runs = read_list(arguments.list) if arguments.list else named(grid(arguments.grid))
     request = request_of(arguments)
     asked = wanted_sweep(request, runs)
@@ -61,7 +69,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def read_list(path: Path) -> dict[str, tuple[str, ...]]:
-    """Name -> overrides of each line of a list. Raises UserError."""
+    """Return name -> overrides of each line of a list.
+
+    Raises:
+        UserError: a line is invalid or repeated, or the list is empty.
+    """
     runs: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(read_lines(path), 1):
         try:
@@ -97,14 +109,17 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def named(runs: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The runs by the names that their overrides give them."""
+    """Return the runs by the names made from their overrides."""
     return {run_name(words): words for words in runs}
 
 
 def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every combination of ``key=v1,v2`` words, the last key's values changing fastest. Raises UserError.
+    """Return every combination of ``key=v1,v2`` words; the last key's values change fastest.
 
     Commas inside brackets, braces and quotes separate no values: ``model.pattern=[a,b],[c]``.
+
+    Raises:
+        UserError: a word is invalid or repeated.
     """
     axes: dict[str, list[str]] = {}
     for word in words:
@@ -129,7 +144,7 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Values between the commas that stand outside of brackets, braces and quotes."""
+    """Split a text at the commas outside of brackets, braces and quotes."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if character == "," and depth == 0 and not quote:
@@ -146,7 +161,9 @@ def split_values(text: str) -> list[str]:
 
 
 def run_name(words: Sequence[str]) -> str:
-    """A run's name, which is also its directory's, from its overrides alone: readable where it can be, always another for others."""
+    """Return a run's name, which is also its directory's, from its overrides. It is readable if
+    possible, and unique.
+    """
     told = ",".join(words)
     plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", told)
     if plain == told and len(told) <= LONGEST:
@@ -155,7 +172,11 @@ def run_name(words: Sequence[str]) -> str:
 
 
 def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wanted:
-    """The job of a sweep: an item a run, by name, each with its own configuration. Raises UserError with the run that is refused."""
+    """Return the job of a sweep: one named item per run, each with its own configuration.
+
+    Raises:
+        UserError: a configuration is refused; the text names the run.
+    """
     name = request.name or Path(request.words[0]).stem
     directory = absolute(request.directory or SWEEPS / name)
     world_size = request.nodes * (request.processes or request.profile.processes_per_node)
@@ -190,7 +211,7 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
 
 
 def _check_mirrors(configs: Mapping[str, str]) -> None:
-    """Raises UserError where two runs, directory -> resolved configuration, have one mirror."""
+    """Raise UserError if two runs (directory -> resolved configuration) have the same mirror."""
     owners = dict[str, str]()
     for directory, text in configs.items():
         mirror = read_config(text).get("checkpoint", {}).get("mirror")
@@ -201,7 +222,7 @@ def _check_mirrors(configs: Mapping[str, str]) -> None:
 
 
 def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
-    """Run on this machine what is not finished."""
+    """Run the unfinished runs on this machine."""
     if arguments.dependency or arguments.exclude or arguments.parsable:
         raise UserError(
             f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile of this machine"
