@@ -16,7 +16,7 @@ from launch.cluster.profile_values import seconds
 from launch.cluster.slurm import Node, all_nodes, fields, hosts, mebibytes, records
 from launch.node.checks import Check
 
-LISTED = 8  # names in a message
+LISTED = 8  # most names in a message
 
 
 def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
@@ -302,7 +302,8 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
     """Check that a preempted job is signalled early enough to save."""
     if configuration.get("PreemptMode", "OFF") in ("OFF", "GANG", "SUSPEND,GANG"):
         return
-    # SlurmctldParameters=preempt_send_user_signal, or by its newer name PreemptParameters=send_user_signal.
+    # SlurmctldParameters=preempt_send_user_signal, or by its newer name
+    # PreemptParameters=send_user_signal.
     if any(
         "send_user_signal" in configuration.get(key, "")
         for key in ("SlurmctldParameters", "PreemptParameters")

@@ -24,10 +24,9 @@ from launch.supervise.policy import Limits
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "cluster"
-SIGNAL_EARLY_SECONDS = (
-    60  # Slurm's signal before the time limit comes up to a minute earlier than asked for
-)
-SMI_SECONDS = 20.0  # for nvidia-smi to answer
+# Slurm's signal before the time limit may be up to a minute early.
+SIGNAL_EARLY_SECONDS = 60
+SMI_SECONDS = 20.0  # limit for nvidia-smi
 
 
 @dataclass(frozen=True)
@@ -288,7 +287,8 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
         path = SHIPPED / f"{path}.yaml"
     profile = config.load(Profile, path, overrides, shipped=SHIPPED)
     if profile.nodes.gpus is None and profile.scheduler == "local":
-        # As many as nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it.
+        # As many as nvidia-smi lists for this process. If it lists none, use 1, so that the check
+        # before the run reports the missing GPU.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = (
             min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])])

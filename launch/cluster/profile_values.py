@@ -14,7 +14,7 @@ TIME = r"\d+(:\d\d){0,2}|\d+-\d{1,2}(:\d\d){0,2}|infinite|unlimited"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-# Variables that the launcher, torchrun or bash itself sets, and what to write instead.
+# Variables that the launcher, torchrun or bash itself sets -> the remedy.
 _TAKEN = {
     "PATH": "write `export PATH=/folder:$PATH` in setup.lines",
     "PYTHONPATH": "the launcher sets it to the code snapshot; install what is needed into the interpreter",
@@ -29,7 +29,7 @@ _TAKEN = {
         "it means something to bash itself",
     ),
 }
-# Options of sbatch that the launcher decides, and where to say what they would.
+# Options of sbatch that the launcher sets -> the setting that determines them.
 _DECIDED = {
     **{
         name: f"slurm.{name}"

@@ -18,25 +18,23 @@ from pathlib import Path
 
 from fem_common.errors import UserError
 
-TIMEOUT = 60.0  # seconds for an answer: slurmctld's own message time-out is 10
-ANSWER_SECONDS = 20.0  # ... to a question that is asked while ranks run
-KEPT = (
-    "SLURM_CONF",
-    "SLURM_CONF_SERVER",
-    "SLURM_CLUSTERS",
-    "SLURM_JWT",
-)  # which Slurm, and who asks
-# Partitions that are hidden, or closed to this user's groups, are left out of every answer otherwise, and the jobs and nodes in them.
+# seconds for an answer; slurmctld's own message time-out is 10
+TIMEOUT = 60.0
+ANSWER_SECONDS = 20.0  # the same for queries while ranks run
+# Variables that identify the Slurm cluster and the user.
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+# Without these, answers leave out partitions that are hidden or closed to the user's groups, with
+# their jobs and nodes.
 ALL = {"SQUEUE_ALL": "1", "SINFO_ALL": "1", "SCONTROL_ALL": "1"}
 OURS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SCANCEL|SCONTROL|SALLOC|SACCT|SINFO|PET)_")
-# What says which rank of somebody else's MPI job the submitting shell is: by Hydra, MVAPICH, PALS, PMIx, Open MPI. Settings
-# (PMIX_MCA_*, OMPI_MCA_*) stay, but for those that mpirun gives its ranks.
+# Variables that give the submitting shell's rank in another MPI job: by Hydra, MVAPICH, PALS, PMIx,
+# Open MPI. Settings (PMIX_MCA_*, OMPI_MCA_*) are kept, except those that mpirun sets for its ranks.
 OTHERS_RANK = re.compile(
     r"(PMI|HYDI|HYDRA_(PROXY|CONTROL)|MPISPAWN|MV2_COMM_WORLD|PALS)_|MPI_LOCAL(RANKID|NRANKS)$|PMIX_(?!MCA_|INSTALL_PREFIX)"
     r"|OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|NUM_APP|FIRST_RANKS|ARGV|COMMAND|FILE_LOCATION)"
     r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num|num_nodes|(jobfam|top)_session))"
 )
-# Not over: the job holds, or will hold, nodes.
+# States of jobs that hold, or will hold, nodes.
 ACTIVE = {
     "PENDING",
     "CONFIGURING",
@@ -49,7 +47,7 @@ ACTIVE = {
     "RESIZING",
 }
 ACTIVE |= {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-CHUNK = 200  # job ids a question: a command line has an end
+CHUNK = 200  # job ids per query: the length of a command line is limited
 
 
 class SlurmError(UserError):
@@ -61,10 +59,9 @@ class QueueState:
     """State of a job, or of a task of a job array, in Slurm."""
 
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, ...
-    reason: str = (
-        ""  # why it waits: Resources, Priority, Dependency, BeginTime, ...; "" where it does not
-    )
-    nodes: str = ""  # as Slurm writes them: node[1-4]
+    # reason for waiting: Resources, Priority, Dependency, BeginTime, ...; "" if it does not wait
+    reason: str = ""
+    nodes: str = ""  # in Slurm's form: node[1-4]
     command: str = ""  # the batch script, or the sbatch command line that ends with it; "": unknown
 
     @property
@@ -171,7 +168,7 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
     if past:
         arrays = {name.partition("_")[0] for name in found}
         found |= _sacct([job for job in wanted if job not in found and job not in arrays])
-    # An array as one job.
+    # State of an array's id.
     ways = (
         lambda task: task.active and task.state != "PENDING",
         lambda task: task.active,
@@ -198,7 +195,9 @@ def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
-        return {}  # the only one of a question is unknown; of several, the unknown are passed over
+        # Slurm reports this error only if the query has one id. Of several, it skips the unknown
+        # ones.
+        return {}
     return _parse(answer)
 
 
@@ -308,7 +307,7 @@ class Node:
 
     name: str
     state: str  # IDLE, ALLOCATED, MIXED+DRAIN, DOWN* ...
-    reason: str  # its first line
+    reason: str  # first line only
     cpus: int
     memory: int  # MiB
     gres: str = ""  # gpu:h100:8(S:0-1),nvme:2
@@ -355,13 +354,8 @@ class Node:
 _GRES = re.compile(
     r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?"
 )
-_UNITS = {
-    "K": 1 / 1024,
-    "M": 1.0,
-    "G": 1024.0,
-    "T": 1024.0**2,
-    "": 1.0,
-}  # of Slurm's memory sizes, in MiB
+# Slurm's units of memory sizes, in MiB.
+_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}
 
 
 def amounts(gres: str) -> list[tuple[str, str, int]]:
@@ -419,7 +413,7 @@ def all_nodes() -> list[Node]:
             features=tuple(record.get("AvailableFeatures", "").split(",")),
         )
         for record in records(answer)
-        if record.get("NodeName")  # a line of its own may be the second one of a node's reason
+        if record.get("NodeName")  # a line without NodeName is the second one of a reason
     ]
 
 
@@ -437,7 +431,7 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
         return False
     reserved = set[str]()
     for name in listed(job, "Reservation"):
-        with suppress(SlurmError):  # what cannot be read counts as met
+        with suppress(SlurmError):  # a reservation that cannot be read counts as met
             for record in records(
                 call("scontrol", "show", "reservation", name, "--oneliner", timeout=ANSWER_SECONDS)
             ):
@@ -496,7 +490,8 @@ def fields(text: str, separator: str = " ") -> dict[str, str]:
         pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
         return {name.strip(): value.strip() for name, _, value in pairs}
     parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
-    # The first of a name counts: people's own words (Comment, Reason), which may look like fields, come after the fields that are read.
+    # The first occurrence of a name counts: the users' free texts (Comment, Reason), which may
+    # contain text in the form of fields, follow the fields that are read.
     return dict(
         reversed([*zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True)])
     )

@@ -30,10 +30,12 @@ from launch.job import (
     write_json,
 )
 
-RUN_SECONDS = 300.0  # of the ranks: their start on a cold file system, and the measurements
+# limit for the ranks: their start on a cold file system, and the measurements
+RUN_SECONDS = 300.0
 POLL_SECONDS = 0.5
-END_SECONDS = 20.0  # for the first files of a job that is over to be seen here,
-MORE_SECONDS = 5.0  # and for more, once there are some
+# wait for the first files of a job that has ended
+END_SECONDS = 20.0
+MORE_SECONDS = 5.0  # wait for more files once the first are seen
 MINUTES = 20  # the job's time limit
 
 
@@ -42,12 +44,12 @@ class Outcome:
     """Result of the trial."""
 
     directory: Path
-    nodes: tuple[str, ...] = ()  # that it ran on, as far as known
-    began: float | None = None  # unix time at which its nodes' check began
+    nodes: tuple[str, ...] = ()  # nodes it ran on, if known
+    began: float | None = None  # unix time at which the nodes' check began
     result: dict[str, Any] | None = None  # bandwidth.json
-    received: float = 0.0  # unix time at which that was first seen here
-    trouble: str = ""  # why it came to nothing
-    tail: list[str] = field(default_factory=list)  # the last lines that it said
+    received: float = 0.0  # unix time at which this host first saw the result
+    trouble: str = ""  # reason for a missing result
+    tail: list[str] = field(default_factory=list)  # last lines of its output
 
 
 def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:
@@ -115,7 +117,8 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
         ):
             look(outcome)
             state = slurm.queue([job_id]).get(job_id)
-            # COMPLETING can last: a node that hangs is waited for by Slurm, and not here.
+            # COMPLETING can last long, because Slurm waits for a node that hangs. Do not wait for
+            # it.
             if (
                 state is None
                 or not state.active
@@ -161,7 +164,8 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
     say("the trial runs on this machine")
     command = [sys.executable, "-m", "launch.supervise", job.directory]
     with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
-        try:  # its ranks die with it
+        # A process that is killed at the time limit takes its ranks with it.
+        try:
             subprocess.run(
                 command,
                 cwd=job.directory,

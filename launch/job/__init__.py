@@ -45,21 +45,19 @@ from typing import Any
 from fem_common.files import append_json_line, write_whole
 
 FORMAT = 1
-TAIL_BYTES = 1 << 16  # of a long file are looked at
+TAIL_BYTES = 1 << 16  # part of a long file that is read
 
 
 @dataclass(frozen=True)
 class Item:
     """One run of a job: the only one, or one task of an array."""
 
-    directory: str  # absolute; attempts, state and the run's own files
-    arguments: tuple[
-        str, ...
-    ]  # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    directory: str  # absolute; contains attempts, state and the run's files
+    # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    arguments: tuple[str, ...]
     name: str
-    environment: dict[str, str] = field(
-        default_factory=dict
-    )  # for this item alone: an array command's SLURM_ARRAY_TASK_*
+    # additional variables of this item: an array command's SLURM_ARRAY_TASK_*
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,15 @@ class Job:
     """A job: items that run on the same code with the same resources."""
 
     name: str
-    kind: str  # "run": a training run, which has steps to watch and a checkpoint to save; "command": anything else
+    # "run": a training run, which has steps to watch and a checkpoint to save; "command": any other
+    kind: str
     directory: str  # absolute
-    working_directory: str  # absolute; relative paths of the command start here
+    working_directory: str  # absolute; start of the command's relative paths
     code: str  # absolute; the snapshot, first on PYTHONPATH
     python: str  # the ranks' interpreter
     nodes: int
     processes_per_node: int
-    torchrun: bool  # False: one process, started as it is
+    torchrun: bool  # False: one process, started directly
     items: tuple[Item, ...]
     profile: dict[str, Any]  # launch.cluster.profile.Profile as plain values
     profile_path: str

@@ -18,7 +18,8 @@ from fem_common.errors import UserError
 from launch.cluster import slurm
 from launch.job import Job, launch_folder, load_job, read_json, read_json_lines
 
-SLACK = 2.0  # seconds between two clocks' readings of one moment
+# seconds between two clocks' readings of the same moment
+SLACK = 2.0
 
 
 def process_of(state: Mapping[str, Any] | None) -> int | None:
@@ -53,13 +54,9 @@ def start_time(pid: int) -> float | None:
     return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-AT_WORK = (
-    "checking",
-    "running",
-    "saving",
-    "waiting",
-)  # a supervisor's states with a process behind them
-OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states, of its own will
+# states of a supervisor whose process runs
+AT_WORK = ("checking", "running", "saving", "waiting")
+OVER = ("finished", "stopped", "cancelled")  # final states that a supervisor writes
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,13 @@ class Standing:
     """Current state of an item."""
 
     index: int
-    kind: str  # "finished"; "active"; "stopped": until `requeue`; "idle": may be submitted
+    kind: str  # "finished"; "active"; "stopped": until `requeue`; "idle": may start
     job_id: str | None = None  # active on Slurm: the id that scancel knows, ID or ID_TASK
     state: str | None = None  # active: PENDING, RUNNING, ..., or "local"
-    pid: int | None = None  # active here: the supervisor
-    message: str = ""  # active: why it waits; stopped: why; idle: why it ended, where the same command may start it again
+    pid: int | None = None  # active on this machine: the supervisor
+    # active: the reason for waiting; stopped: the reason; idle: the reason for its end, if the same
+    # command may start it again
+    message: str = ""
 
     @property
     def where(self) -> str:

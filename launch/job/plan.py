@@ -34,13 +34,12 @@ class Draft:
 
     job: Job
     configs: Mapping[str, str]  # an item's directory -> its run's configuration
-    code: snapshot.Code | None  # the snapshot that stays; None: a new one is to be taken
-    asked: tuple[int, ...]  # the items asked for this time
+    code: snapshot.Code | None  # the snapshot to keep; None: take a new one
+    asked: tuple[int, ...]  # items requested by this command
     standings: tuple[Standing, ...]  # of all items
-    reopened: tuple[
-        int, ...
-    ] = ()  # items that `--update` starts again: what is said of their end is removed
-    notes: tuple[str, ...] = ()  # what to tell
+    # items that `--update` starts again: the records of their end are removed
+    reopened: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()  # notes to print
 
     @property
     def ready(self) -> tuple[int, ...]:
@@ -66,7 +65,7 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     job, directory = wanted.job, Path(wanted.job.directory)
     before = load_job(directory)
     known = standings(before, ask=ask) if before else []
-    # One that Slurm refused at once was never more than a description, and binds nobody to its settings.
+    # A job that Slurm refused at once is only a description: its settings may change freely.
     begun = before is not None and (
         (launch_folder(directory) / "submissions.jsonl").exists()
         or any(item.kind != "idle" for item in known)
@@ -85,7 +84,7 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     ]
     place = {item.directory: index for index, item in enumerate(merged.items)}
     asked = tuple(place[item.directory] for item in job.items)
-    notes = []  # of the cluster, which is no setting of a run
+    notes = []  # about the cluster, which is no setting of a run
     if before.profile != job.profile:
         key, old, new = first_difference(before.profile, job.profile)
         notes.append(f"the profile's {key} was {old}, is {new}")
@@ -294,7 +293,7 @@ def describe(
     elif words:
         try:
             told = pretrain(words, job.world_size, "--plan").rstrip()
-        except UserError as error:  # the data may be what an earlier job of a chain makes
+        except UserError as error:  # the data may be made by an earlier job of a chain
             told = f"pretrain's plan is not known yet: {error}"
         lines += ["", told]
     return "\n".join(lines) + "\n"

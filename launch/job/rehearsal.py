@@ -29,9 +29,10 @@ from launch.job.request import pretrain_text, read_config
 from launch.job.snapshot import ROOT, code_folder, source_files
 
 RECORD = Path("runs") / "rehearsed.jsonl"
-ROOMS = ("fem_common", "fem_megatron", "kernels", "pretrain")  # whose code a rehearsal runs
+ROOMS = ("fem_common", "fem_megatron", "kernels", "pretrain")  # packages that a rehearsal runs
 SKIP = "--no-rehearse submits it all the same"
-# Settings that no tensor's size depends on: runs that differ in these alone are rehearsed once. What is not named here is compared.
+# Settings that affect no tensor's size: runs that differ only in these are rehearsed once. All
+# other settings are compared.
 INERT = {
     "": ("name", "run_dir", "checkpoint", "log", "evaluate"),
     "train": ("steps", "tokens", "seed", "eval_interval", "eval_batches", "max_bad_steps"),

@@ -93,7 +93,8 @@ def check(text: str, what: str) -> None:
         raise UserError(f"{what} = {text!r}: {fault}")
 
 
-# How long a run waits in the queue, at least, before its next start where its supervisor could not be started, for each time in a row.
+# Minimum seconds that a run waits in the queue after its supervisor could not be started, for the
+# first, second and third time in a row.
 START_DELAYS = (0, 300, 1200)
 _DEPENDENCY = re.compile(r"[a-z]+(:[0-9_+]+)*([,?][a-z]+(:[0-9_+]+)*)*", re.ASCII)
 _ARRAY = re.compile(

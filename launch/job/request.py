@@ -28,7 +28,8 @@ from launch.job import Item, Job, launch_folder
 from launch.job.snapshot import ROOT, code_folder
 
 COMMANDS = Path("runs") / "jobs"  # default folder of commands' directories
-SECONDS = 600.0  # for pretrain to read a configuration: a cold shared file system's imports
+# limit for pretrain to resolve a configuration: imports from a cold file system take long
+SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class Request:
     profile: Profile
     profile_path: str
     nodes: int = 1
-    processes: int | None = None  # ranks a node; None: the profile's for a run, 1 for a command
+    processes: int | None = None  # ranks per node; None: the profile's for a run, 1 for a command
     name: str | None = None
     directory: str | None = None
-    tasks: int | None = None  # of a command: a job array of so many
-    update: bool = False  # take new settings and new code where there is a job already
+    tasks: int | None = None  # of a command: number of tasks of a job array
+    update: bool = False  # replace the settings and the code of an existing job
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,10 @@ class Wanted:
     """A requested job, before it is compared with an existing job in its directory."""
 
     job: Job
-    configs: Mapping[
-        str, str
-    ]  # an item's directory -> its run's whole configuration as YAML; empty for commands
-    again: Callable[
-        [Path], Mapping[str, str]
-    ]  # `configs` as the code in another folder resolves them
+    # An item's directory -> its run's complete configuration as YAML; empty for commands.
+    configs: Mapping[str, str]
+    # `configs` as the code in another folder resolves them
+    again: Callable[[Path], Mapping[str, str]]
 
 
 def wanted(request: Request) -> Wanted:
@@ -68,7 +67,7 @@ def wanted(request: Request) -> Wanted:
     """
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError("--nodes and --processes must be at least 1")
-    for name, value in os.environ.items():  # words are written into the job's files
+    for name, value in os.environ.items():  # the words are written into the job's files
         found = (
             secrets.values({name: value})
             if secrets.is_secret(name) and not os.path.exists(value)
@@ -256,7 +255,8 @@ def _command(request: Request) -> Wanted:
     elif tasks < 1:
         raise UserError(f"--tasks is {tasks}; it must be at least 1")
     else:
-        # What a command of an array reads, whatever part of the array is submitted.
+        # The variables that a command of an array reads, independent of the submitted part of the
+        # array.
         every = {
             f"SLURM_ARRAY_TASK_{key}": str(value)
             for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))

@@ -21,7 +21,7 @@ from launch.job import launch_folder, read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
-BESIDE = "configs"  # of a checkout: what some commands read
+BESIDE = "configs"  # folder of a checkout that some commands read
 SUFFIXES = (
     ".py",
     ".pyi",
@@ -36,7 +36,7 @@ SUFFIXES = (
     ".cpp",
     ".h",
 )
-LARGEST = 1 << 20  # bytes of a file; a source file has less
+LARGEST = 1 << 20  # bytes of a file; source files are smaller
 LARGEST_DIFF = 16 << 20  # bytes of changes.diff
 REVISION = "REVISION.json"
 
@@ -49,9 +49,8 @@ class Code:
     dirty: bool | None  # whether the files differ from the revision
     files: int
     bytes: int
-    left_out: (
-        int  # files that are no source of ours: too large, of another kind, a link to elsewhere
-    )
+    # files that are no source: too large, another type, or a link to a place outside
+    left_out: int
     sha256: str  # over names and contents of all files
 
     @property
@@ -114,7 +113,8 @@ def take(directory: Path, root: Path = ROOT) -> Code:
             left_out,
             digest.hexdigest(),
         )
-        if revision is None and (installed := read_json(root / REVISION)):  # from a snapshot
+        # root is itself a snapshot
+        if revision is None and (installed := read_json(root / REVISION)):
             code = Code(
                 **{
                     **asdict(code),
@@ -144,7 +144,7 @@ def source_files(root: Path) -> tuple[list[str], int]:
     Elsewhere they are all files but caches.
     """
     names = _listed(root, "--cached", "--others", "--exclude-standard") or _walk(root)
-    present = [name for name in names if (root / name).is_file()]  # git lists what is deleted, too
+    present = [name for name in names if (root / name).is_file()]  # git also lists deleted files
     ours = [name for name in present if _is_source(root, root / name)]
     return sorted(ours), len(present) - len(ours)
 
@@ -156,11 +156,12 @@ def _is_source(root: Path, path: Path) -> bool:
 
 
 def _walk(root: Path) -> Iterable[str]:
+    # Another project's folder may have the same name, so check for known subfolders.
     beside = (
         [BESIDE]
         if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir()
         else []
-    )  # not another's of that name
+    )
     for room in (*ROOMS, *beside):
         for folder, folders, files in os.walk(root / room):
             folders[:] = sorted(
@@ -213,5 +214,5 @@ def _git(root: Path, *arguments: str) -> bytes | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    compares = "--no-index" in arguments  # 1: they differ
+    compares = "--no-index" in arguments  # exit code 1 means that the files differ
     return done.stdout if done.returncode == 0 or (compares and done.returncode == 1) else None

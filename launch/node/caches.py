@@ -60,7 +60,7 @@ def variables(
             else "local"
         )
         place = parent / f"{node}_{job}"
-        with contextlib.suppress(FileNotFoundError):  # nothing was compiled yet
+        with contextlib.suppress(FileNotFoundError):  # no code was compiled yet
             os.utime(place)
         if (environ.get("LOCAL_RANK") or "0") == "0":
             _remove_unused(parent)
@@ -76,9 +76,9 @@ def _parent() -> Path:
         OSError: the folder cannot be created.
     """
     temporary = tempfile.gettempdir()
-    if (
-        temporary == os.getcwd() and temporary != "/tmp"
-    ):  # Python's last resort, usually not a local file system
+    # Without a writable temporary directory, Python falls back to the working directory, which is
+    # usually not on a local file system.
+    if temporary == os.getcwd() and temporary != "/tmp":
         raise OSError(f"only the working directory can be written: {temporary}")
     parent = Path(temporary) / f"launch_caches_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
@@ -110,6 +110,6 @@ def _fault(parent: Path) -> str | None:
 def _remove_unused(parent: Path) -> None:
     """Remove the folders with which no rank was started for `UNUSED_DAYS`."""
     for folder in parent.iterdir():
-        with contextlib.suppress(OSError):  # another rank was faster
+        with contextlib.suppress(OSError):  # another rank may remove it at the same time
             if folder.lstat().st_mtime < time.time() - UNUSED_DAYS * 86400:
                 shutil.rmtree(folder, ignore_errors=True)

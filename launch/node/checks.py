@@ -29,18 +29,22 @@ from launch.node import hardware
 
 REMEDY = "tell the administrators, and meanwhile name it in slurm.exclude"
 NO_ANSWER = "did not answer the health check"
-SMI_SECONDS = 60.0  # for nvidia-smi's answers; without its persistence mode each takes seconds
-RELEASE_SECONDS = 20.0  # how long the memory of ranks that were just ended may still be in use
-SLOW = 0.5  # of the node's median speed: a GPU below it is a fault
-SHARE = 0.85  # of health.timeout_seconds for the checks themselves: the rest is for starting them
-OF_GPUS = 0.85  # of that time for all that is done with the GPUs, so that what was found is told when a later part hangs
+# limit for nvidia-smi; without its persistence mode each call takes seconds
+SMI_SECONDS = 60.0
+# how long the memory of ranks that just ended may still be in use
+RELEASE_SECONDS = 20.0
+SLOW = 0.5  # fraction of the node's median speed: a slower GPU is a fault
+# fraction of health.timeout_seconds for the checks; the rest is for starting them
+SHARE = 0.85
+# fraction of that time for the GPU checks, so that findings are reported if a later part hangs
+OF_GPUS = 0.85
 
 
 @dataclass(frozen=True)
 class Check:
     """A line of `launch doctor`: a result and, if needed, the remedy."""
 
-    level: str  # ok | absent: not there, and training does without | warning | FAILED
+    level: str  # ok | absent: missing, and training does not need it | warning | FAILED
     name: str
     text: str
     remedy: str = ""
@@ -56,7 +60,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     node: str = ""
-    time: float = 0.0  # unix time, by the node's clock, at which it was written
+    time: float = 0.0  # unix time by the node's clock, when written
 
     @property
     def ok(self) -> bool:
@@ -388,4 +392,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # a thread that hangs in the kernel must not keep the process
+    os._exit(main())  # a thread that hangs in the kernel must not block the exit

@@ -18,19 +18,16 @@ from fem_common.exits import Exit
 from launch.job import rank_log, read_json
 
 TRACEBACK_BYTES = 8192
-_LINE_CHARACTERS = 2000  # of a line are looked at
-_RECENT_LINES = 400  # of a rank that a signal ended: what was said before these is another matter
-_ABORT_LINES = 20  # an error and the words that follow from it
+_LINE_CHARACTERS = 2000  # part of a line that is searched
+# For a rank that a signal ended, an error more lines ago than this is not the cause.
+_RECENT_LINES = 400
+_ABORT_LINES = 20  # an error and the lines that follow from it
 
-_ENDING = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-)  # a rank that fails after one of these was ended by others
+# A rank that fails after one of these signals was ended from outside.
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 _STAMP = re.compile(rb"(\d+\.\d+) ")
-_PREFIX = re.compile(
-    r"^\[rank\d+\]:? ?"
-)  # torch's, on each line of an exception in a distributed program
+# torch's prefix on each line of an exception in a distributed program
+_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
 _TRACEBACK = re.compile(r"^\s*(?:Original )?Traceback \(most recent call last\):")
 _CHAIN = re.compile(
     r"^(During handling of the above exception|The above exception was the direct cause)"
@@ -57,12 +54,13 @@ _NODE = re.compile(
     r"|NVML|driver shutting down|devices? unavailable|device\(s\) is/are busy",
     re.IGNORECASE,
 )
-# A rank's error after one of its own processes was killed.
+# A rank's error after a process that it started was killed.
 _KILLED_PROCESS = re.compile(
     r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
 )
-# The error of a file system that went away, as Python, Rust, C++ and our commands ("FILE: reason") write it. A lost peer, over sockets or
-# InfiniBand, may give the same reason, but without such a number and without a file before it.
+# The error of a file system that became unavailable, in the form of Python, Rust, C++ and this
+# project's commands ("FILE: reason"). A lost peer, over sockets or InfiniBand, may give the same
+# reason, but without an error number and without a file before it.
 _REASONS = (
     r"(?:Input/output error|Transport endpoint is not connected|Cannot send after transport endpoint shutdown|Host is down"
     r"|Stale (?:NFS )?file handle|Remote I/O error)"
@@ -80,7 +78,7 @@ class Cause:
 
     message: str  # one line
     time: float
-    traceback: str | None  # at most `TRACEBACK_BYTES` of it, its end
+    traceback: str | None  # the end of it, at most `TRACEBACK_BYTES`
 
 
 @dataclass(frozen=True)
@@ -95,23 +93,24 @@ class Failure:
     time: float
     exit: int | None  # 128 + n after a signal n; None: its keeper died, too
     signal: str | None  # the signal's name
-    lost_peer: bool  # it only reports that another went away
-    reported: bool  # the message is its own
+    lost_peer: bool  # it only reports that another rank was lost
+    reported: bool  # the rank reported the message itself
 
 
 class Findings:
     """The error that a rank's lines report, found line by line as they arrive."""
 
     def __init__(self) -> None:
-        self.last_line = ""  # that is not empty
+        self.last_line = ""  # last line that is not empty
         self._lines = 0
-        self._block: list[str] = []  # the traceback that is being read, or was last
+        self._block: list[str] = []  # the current or last traceback
         self._open = self._weak_next = self._weak = False
-        self._between: list[str] = []  # lines since its end: of a chain, they belong to it
+        # Lines since the traceback's end. In a chain of exceptions they belong to it.
+        self._between: list[str] = []
         self._began, self._indent = 0.0, 0
         self._cause: Cause | None = None
         self._cause_line = 0
-        self._names_peer = False  # the line is NCCL's own account of the error just seen
+        self._names_peer = False  # the next line is NCCL's description of the error
 
     def see(self, line: str, now: float) -> None:
         """Process the next line, written at the time `now`."""
@@ -164,9 +163,8 @@ class Findings:
         fatal = _FATAL.search(line)
         if self._names_peer and line and self._cause:
             self._found(replace(self._cause, message=f"{self._cause.message} ({line.strip()})"))
-        elif fatal and not (
-            fatal["fault"] and self._is_recent(_ABORT_LINES)
-        ):  # a crash's own words are the least: "Aborted"
+        elif fatal and not (fatal["fault"] and self._is_recent(_ABORT_LINES)):
+            # A crash's own message ("Aborted") is less informative than the error before it.
             traceback = (
                 self._cause.traceback if self._cause and self._is_recent(_ABORT_LINES) else None
             )
@@ -195,7 +193,8 @@ def kind_of(message: str, code: int | None, signal: str | None) -> str:
     return "signal" if signal else "exit"
 
 
-OUT_OF_MEMORY = ": out of memory (OOM kill)"  # ends the message of a rank that the kernel killed, or a process of it
+# ends the message of a rank that, or a process of which, the kernel killed
+OUT_OF_MEMORY = ": out of memory (OOM kill)"
 
 
 def killed_for_memory(error: str | None, code: int | None) -> str | None:

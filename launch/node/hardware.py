@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_MIB = 2048  # memory in use on a GPU that should be idle; the driver's own share is well below
+# memory in use that marks a GPU as busy; the driver's own share is well below
+BUSY_MIB = 2048
 NOTHING = frozenset(
     {
         "",
@@ -72,7 +73,7 @@ class Gpu:
     row_pending: bool = False  # a repair of its memory waits for a reset
     row_failure: bool = False  # a repair of its memory failed
     throttled: tuple[str, ...] = ()  # of THROTTLING
-    recovery: str | None = None  # what the driver asks for: Reset, Reboot, ...
+    recovery: str | None = None  # the driver's request: Reset, Reboot, ...
     fabric: str | None = None  # NVSwitch: Completed, In Progress, Not Started
     users: tuple[str, ...] = ()  # "pid 12 (python, 71000 MiB)"
     odd: tuple[str, ...] = ()  # fields whose value is an error, such as memory.used [Unknown Error]
@@ -330,9 +331,11 @@ GB = 1e9
 XID = re.compile(
     r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, (?P<said>.*))?$"
 )
-RECENT_SECONDS = 3600.0  # an older error has been lived with, or its GPU was reset since
-# By NVIDIA's list of Xid errors. Of the hardware, the driver or the links: the GPU needs a reset, a reboot or a technician.
-# The others (13, 31, 43, 45, 63, 94 ...) are a program's own, or dealt with already.
+# an older error had no effect, or its GPU was reset since
+RECENT_SECONDS = 3600.0
+# Numbers in NVIDIA's list of Xid errors that concern the hardware, the driver or the links: the GPU
+# needs a reset, a reboot or a technician. All others (13, 31, 43, 45, 63, 94 ...) are a program's
+# errors, or are already handled.
 BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 
 

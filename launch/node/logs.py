@@ -29,8 +29,9 @@ from urllib.parse import quote
 from launch.job import attempts, launch_folder, read_json
 from launch.node.failures import Findings
 
-LINE_BYTES = 65536  # a line without an end is cut here
-LOG_BYTES = 1 << 26  # of a rank's log; a longer one keeps its first and its last quarter
+LINE_BYTES = 65536  # a longer line is split
+# limit of a rank's log; a longer one is reduced to its first and last quarter
+LOG_BYTES = 1 << 26
 
 
 class Scribe:
@@ -46,10 +47,10 @@ class Scribe:
     def __init__(self, path: Path, hidden: Sequence[str], findings: Findings) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, _LOG_FLAGS, 0o644)
-        self._room = 0  # bytes that may be written before the log's size is looked at
-        self._head = self._left_out = (
-            0  # the size of the first quarter, to its last line's end; bytes that are no longer in the log
-        )
+        self._room = 0  # bytes that may be written before the next check of the size
+        # The size of the first quarter up to the end of its last line; the number of bytes that are
+        # no longer in the log.
+        self._head = self._left_out = 0
         self._findings = findings
         self._hidden = _pattern(hidden)
         self._rest = bytearray()
@@ -123,7 +124,7 @@ class Scribe:
         try:
             status = os.fstat(self._file)
             self._room = LOG_BYTES - status.st_size
-            if self._room >= 0:  # or it is a device, or someone truncated it
+            if self._room >= 0:  # also if it is a device, or another process truncated it
                 return
             self._room = LOG_BYTES // 2
             head = os.pread(self._file, self._head or quarter, 0)
@@ -144,10 +145,8 @@ class Scribe:
                 os.fsync(new)
                 os.replace(temporary, self._path)
                 self._file, new = new, self._file
-                self._head, self._left_out = (
-                    len(head),
-                    left_out - len(marker),
-                )  # the next time, the marker is left out, too
+                # The next reduction omits the marker, too.
+                self._head, self._left_out = (len(head), left_out - len(marker))
                 self._room = LOG_BYTES - sum(map(len, (head, marker, tail)))
             finally:
                 os.close(new)
@@ -188,7 +187,8 @@ SUPERVISOR_LOG = "supervisor.log"  # in ITEM/launch: "<unix time> <text>"
 _STAMP = re.compile(rb"(\d{9,11}\.\d{1,6}) ?")
 _MARKER = re.compile(rb"^\d+\.\d+ \[launch\] \d+ bytes left out: ", re.MULTILINE)
 _BLOCK = 1 << 16
-_GONE = (errno.ENOENT, errno.ESTALE)  # the second: the file was replaced while it was read over NFS
+# The second error: the file was replaced while it was read over NFS.
+_GONE = (errno.ENOENT, errno.ESTALE)
 _SUPERVISOR = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) launch: ")
 
 
@@ -212,9 +212,9 @@ class Source:
     label: str
     since: float = 0.0  # lines outside these two unix times are another attempt's
     until: float = float("inf")
-    of_slurm: bool = (
-        False  # its time is that of the supervisor's lines in it, which supervisor.log has as well
-    )
+    # Lines get the time of the supervisor's lines in the same file; supervisor.log contains those
+    # lines, too.
+    of_slurm: bool = False
 
     def lines(self) -> Iterator[Line]:
         """Yield the present lines of the file, or none if it does not exist."""
@@ -238,9 +238,8 @@ class Source:
         """
         raw = raw.rstrip(b"\r\n")
         if self.of_slurm and (told := _SUPERVISOR.match(raw)):
-            return time.mktime(
-                time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")
-            ) + 1.0, None  # its fraction is not told
+            # the line has no fraction of the second
+            return time.mktime(time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None
         stamp = None if self.of_slurm else _STAMP.match(raw)
         at, text = (float(stamp[1]), raw[stamp.end() :]) if stamp else (otherwise, raw)
         return at, Line(
@@ -253,7 +252,7 @@ class Tail:
 
     def __init__(self, source: Source) -> None:
         self.source, self.offset, self._rest = source, 0, b""
-        self.last = b""  # the last whole line before the offset
+        self.last = b""  # the last complete line before the offset
         self._at, self._began = 0.0, False
 
     def skip_to_last(self, count: int) -> None:
@@ -262,9 +261,8 @@ class Tail:
             with self.source.path.open("rb") as file:
                 position = end = file.seek(0, os.SEEK_END)
                 data = b""
-                while (
-                    position > 0 and data.count(b"\n") <= count + 1
-                ):  # with the line before, which `last` is to be whole
+                # One more line than requested, so that `last` is complete.
+                while position > 0 and data.count(b"\n") <= count + 1:
                     position = max(0, position - _BLOCK)
                     file.seek(position)
                     data = file.read(end - position)
@@ -340,7 +338,7 @@ class Follower:
             if self._first is not None:
                 tail.skip_to_last(self._first)
         lines = [line for tail in self._tails.values() for line in tail.read()]
-        # A source that is no longer named was read once more: its last lines may have come since.
+        # A source that `find` no longer returns is read once more, because it may have new lines.
         self._tails = {path: tail for path, tail in self._tails.items() if path in found}
         lines.sort(key=lambda line: line.time)
         if self._first is not None:

@@ -31,11 +31,10 @@ from launch.node import hardware
 from launch.node.checks import Check
 
 PYTHON = ((3, 11), (3, 13))
-LOOK_SECONDS = 300.0  # for an import from a cold network file system
-LITTLE_SHM, LITTLE_DISK = (
-    1.0,
-    10.0,
-)  # GB: containers get 0.064 of shared memory unless told; a small checkpoint, a few of compiled code
+LOOK_SECONDS = 300.0  # limit for an import from a cold network file system
+# GB. Containers have 0.064 of shared memory by default. The disk must fit a small checkpoint and a
+# few compiled operations.
+LITTLE_SHM, LITTLE_DISK = (1.0, 10.0)
 GPU_PACKAGES = {
     "flash_attn": "flash-attn",
     "fla": "flash-linear-attention",
@@ -72,7 +71,7 @@ def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
 def _guarded(name: str, checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from checks()
-    except Exception as error:  # whatever is broken here, the others are still to be told
+    except Exception as error:  # report all other checks, whatever is broken
         yield Check("FAILED", name, f"{type(error).__name__}: {one_line(error)}")
 
 
@@ -119,9 +118,8 @@ def torch_and_megatron() -> Iterator[Check]:
     try:
         with warnings.catch_warnings():
             platform.import_megatron()
-            importlib.import_module(
-                "pretrain.engines"
-            )  # imports of Megatron-core what training does
+            # This imports all of Megatron-core that training imports.
+            importlib.import_module("pretrain.engines")
     except (ImportError, OSError) as error:
         yield Check(
             "FAILED",
@@ -161,7 +159,8 @@ def gpus() -> Iterator[Check]:
     import torch
 
     device = machine.device()
-    torch.ones(8, device=device).sum().item()  # a build without this GPU's machine code fails here
+    # Fails if this build has no machine code for the GPU.
+    torch.ones(8, device=device).sum().item()
     capability = machine.architecture(device)
     yield Check(
         "ok",
@@ -215,7 +214,7 @@ def deepspeed() -> Iterator[Check]:
         )
         return
     tested = None
-    with contextlib.suppress(PackageNotFoundError):  # where this project is not installed itself
+    with contextlib.suppress(PackageNotFoundError):  # this project may not be installed
         pins = [re.match(r"deepspeed==([\w.]+)", line) for line in requires("fem-megatron") or []]
         tested = next((pin[1] for pin in pins if pin), None)
     yield _pinned("deepspeed", hardware.last_line(asked.stdout), tested, INSTALL)
@@ -425,7 +424,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no check
+    os.dup2(2, 1)  # the output of libraries is no check
     for check in examine(
         given.build,
         given.fix,

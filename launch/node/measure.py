@@ -35,7 +35,8 @@ from launch.node.checks import node_name
 MIB = 1 << 20
 SIZES = {"nccl": (1, 32, 1024), "gloo": (1, 16)}  # MiB; the last one is compared with the floor
 SECONDS_A_SIZE = 1.0
-SEEN_SECONDS = 15.0  # for a file to be seen from another node: network file systems keep folder listings for a while
+# until a file is seen from another node: network file systems cache folder listings
+SEEN_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -259,8 +260,10 @@ def all_reduce(argv: list[str]) -> int:
     return 0
 
 
-SIZE = 2048  # of the product that is compared; its inner size is half of it: sums of +1, 0, -1 that bfloat16 holds exactly
-TIMED = 8192  # of the products that are timed, on a GPU
+# Size of the product that is compared. Its inner size is half of it: sums of +1, 0, -1 that
+# bfloat16 represents exactly.
+SIZE = 2048
+TIMED = 8192  # size of the products that are timed, on a GPU
 
 
 def check(
@@ -302,7 +305,8 @@ def product(device: str) -> int:
         RuntimeError,
         AssertionError,
         OSError,
-    ) as error:  # AssertionError: a torch without CUDA
+    ) as error:
+        # torch without CUDA raises AssertionError.
         result = {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
     print(json.dumps(result), flush=True)
     return 1 if result.get("error") or result.get("wrong") else 0

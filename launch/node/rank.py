@@ -39,17 +39,17 @@ from launch.node.failures import Findings, blameless_signal, killed_for_memory, 
 from launch.node.logs import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-PATIENCE_SECONDS = 5.0  # an unfinished line is written after this; what the command leaves running gets this to end
-OOM_SECONDS = (
-    60.0  # an out-of-memory kill that is older, up to twice as much, is not why a rank was killed
-)
-_PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # of <linux/prctl.h>
+# an unfinished line is written after this; also the time that left-over processes get to end
+PATIENCE_SECONDS = 5.0
+# an out-of-memory kill that is older (up to twice as much) did not kill the rank
+OOM_SECONDS = 60.0
+_PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # from <linux/prctl.h>
 _FLIGHT_FOLDERS = {
     "TORCH_FR_DUMP_TEMP_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
 }
-_NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES
+_NO_GPUS = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -105,7 +105,7 @@ class Keeper:
         """
         flight = str(self.attempt / "flight" / "rank_")
         pipe = {}
-        with contextlib.suppress(FileNotFoundError):  # no folder that can be written: no pipe
+        with contextlib.suppress(FileNotFoundError):  # without a writable folder, use no pipe
             name = f"launch_{int(self._started * 1000)}_{os.getpid()}_"
             pipe["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(Path(tempfile.gettempdir()) / name)
         return {
@@ -130,9 +130,8 @@ class Keeper:
             signal.signal(number, signal.SIG_IGN)
         source, sink = os.pipe()
         try:
-            for name in (
-                self._environ.keys() & _FLIGHT_FOLDERS
-            ):  # torch does not make them, and a pipe without its folder ends the rank
+            for name in self._environ.keys() & _FLIGHT_FOLDERS:
+                # torch does not create them, and a pipe without its folder ends the rank.
                 Path(self._environ[name]).parent.mkdir(parents=True, exist_ok=True)
             prepare = functools.partial(_in_the_command, os.getpid())
             quiet = subprocess.DEVNULL
@@ -326,15 +325,17 @@ def oom_counter() -> Path | None:
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
+            # cgroup version 1, then 2
             folder, name = (
                 (CGROUPS / controllers, "memory.oom_control")
                 if controllers
                 else (CGROUPS, "memory.events")
-            )  # version 1, 2
+            )
             for counter in (
                 folder / path.lstrip("/") / name,
                 folder / name,
-            ):  # a container may show its own cgroup as the root
+            ):
+                # The second one: a container may show its own cgroup as the root.
                 if counter.is_file():
                     return counter
     return None

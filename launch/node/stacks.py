@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _STOPPED = re.compile(r"=== .* rank (\d+), process \d+: [Tt] ")
-SECONDS = 20.0  # for py-spy: a process in a system call that never ends cannot be looked at
+# limit for py-spy: it cannot read a process in an endless system call
+SECONDS = 20.0
 
 
 def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
@@ -31,11 +32,10 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
         *([f"waits in the kernel in {waits}"] if waits else []),
         *([flight] if (flight := _ask_nccl(rank, environ)) else []),
     ]
-    # First py-spy, which changes nothing: a handler's work would be in its picture.
+    # py-spy is first because it changes no state: it would otherwise show the handler's work.
     said.append(_py_spy(pid, stopped=status.get("State", "").startswith(("T", "t"))))
-    if (
-        int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1
-    ):  # it has a handler; the signal would end it otherwise
+    if int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:
+        # Without a handler the signal would end the process.
         os.kill(pid, signal.SIGUSR2)
         said.append("SIGUSR2 was sent: the stacks by Python's own account are in the rank's log")
     return "\n".join(said) + "\n"
@@ -77,7 +77,8 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
     if program is None:
         return "py-spy is not installed beside this interpreter: no stacks"
     try:
-        # A process that is stopped cannot be paused, and what is seen without a pause can be torn: then the other way.
+        # A stopped process cannot be paused, and stacks read without a pause can be inconsistent.
+        # Then try the other mode.
         said = _run_py_spy(program, pid, pause=not stopped)
         return said if said.startswith("Process") else _run_py_spy(program, pid, pause=stopped)
     except subprocess.TimeoutExpired:

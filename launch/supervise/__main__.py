@@ -24,8 +24,10 @@ from launch.supervise.place import LocalPlace, Place, PlaceError, Unreachable, e
 from launch.supervise.policy import BUSY_SECONDS, BUSY_TIMES
 from launch.supervise.watch import Signals, noted
 
-LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
-BUSY = "busy_{}.json"  # in ITEM/launch: how often, and since when, this job found that another one keeps the item going
+# on Slurm: how long a supervisor on a failed node may still hold its lock
+LOCK_SECONDS = 120.0
+# in ITEM/launch: how often, and since when, this job found the item in use by another job
+BUSY = "busy_{}.json"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,7 +133,9 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
                     time.sleep(1.0)
                     continue
                 if (read_json(folder / "state.json") or {}).get("job_id") == place.job_id:
-                    yield False  # Slurm runs a job once at a time: a node that went down, or its file server, holds the lock
+                    # Slurm never runs a job twice at once: a failed node, or its file server, still
+                    # holds the lock.
+                    yield False
                     return
                 _back(item, place, journal)
             except OSError:

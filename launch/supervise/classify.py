@@ -23,14 +23,15 @@ from launch.supervise.run_files import Sight, has_stepped
 
 _SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
-_OOM_BYTES = (
-    16 * TAIL_BYTES
-)  # at the end of an agent's log are searched for Slurm's message: torchrun's may follow it
-# Not "Exceeded job memory limit at some point": that limit includes the page cache, and nothing was killed.
+# Bytes at the end of an agent's log that are searched for Slurm's message, because torchrun's
+# output may follow it.
+_OOM_BYTES = 16 * TAIL_BYTES
+# Not "Exceeded job memory limit at some point": that limit includes the page cache, and no process
+# was killed.
 _OOM = re.compile(
     rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
 )
-# What an agent (srun, slurmstepd, torchrun, bash) says when no rank tells why: the line that a person would look for.
+# Output of an agent (srun, slurmstepd, torchrun, bash) that explains an end if no rank does.
 _TELLING = re.compile(
     r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:"
 )
@@ -40,24 +41,21 @@ _TELLING = re.compile(
 class Observed:
     """Observations of the supervisor about an attempt that has ended."""
 
-    code: int | None  # of the whole; None: it could not be started
+    code: int | None  # of the launcher; None: it could not be started
     before: Sight  # the run's files when it started
     after: Sight
-    told: bool = False  # it was asked to save and end
-    hang: str | None = None  # the watchdog's verdict, upon which it was killed
-    refused: str | None = None  # why it could not be started
-    faults: Mapping[str, list[str]] = field(
-        default_factory=dict
-    )  # node -> what the pre-flight check found; only nodes that have some
-    down: Mapping[str, str] = field(
-        default_factory=dict
-    )  # nodes of the attempt that went down -> why
-    cancelled: bool = False  # someone asked the item to stop
+    told: bool = False  # a signal requested to save and end
+    hang: str | None = None  # the watchdog's reason for killing it
+    refused: str | None = None  # the reason if it could not be started
+    # Node -> faults found by the pre-flight check. Only nodes with faults.
+    faults: Mapping[str, list[str]] = field(default_factory=dict)
+    # Nodes of the attempt that are down -> reason.
+    down: Mapping[str, str] = field(default_factory=dict)
+    cancelled: bool = False  # a user stopped the item
     taken: bool = False  # its allocation is being taken away
-    queue: bool = False  # there is one, with other nodes, which may not answer for a while
-    oom_kill: bool = (
-        False  # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
-    )
+    queue: bool = False  # a queue exists, with other nodes; it may not answer for a while
+    # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
+    oom_kill: bool = False
     limit: str | None = None  # `memory_limit`
 
 
@@ -69,7 +67,8 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     """
     step = last_step(seen)
     state = seen.after.state if fresh(seen) else None
-    if kind == "run" and state in ("complete", "stopped"):  # whatever became of its processes then
+    # The run's own state counts, whatever happened to its processes afterwards.
+    if kind == "run" and state in ("complete", "stopped"):
         return ("finished" if state == "complete" else "saved"), None
     if seen.taken and not seen.cancelled and seen.code != 0:
         return ("saved" if kind == "command" and seen.told else "interrupted"), None
@@ -81,9 +80,8 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
             "place" if seen.queue else "exit", seen.refused
         )
     if kind == "command" and seen.told and seen.code != 0:
-        return (
-            "cancelled" if seen.cancelled else "saved"
-        ), None  # what it has finished is kept, and the same command goes on
+        # The command's finished work is kept, and the same command continues.
+        return ("cancelled" if seen.cancelled else "saved"), None
     if seen.hang is not None:
         return "cancelled" if seen.cancelled else "hang", Failure("hang", seen.hang, step=step)
     if seen.code == 0 and (kind == "command" or seen.told):
@@ -98,7 +96,8 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     first = first_failure(folder)
     if first is not None and first.kind == "busy":
         return "busy", None
-    if kind == "command" and first is not None and first.kind == "diverged":  # the code is a run's
+    # only a run's exit code means divergence
+    if kind == "command" and first is not None and first.kind == "diverged":
         first = replace(first, kind="exit")
     return "failed", _failure(seen, folder, first, step)
 
@@ -159,12 +158,11 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
     """Return the message if an out-of-memory kill ended the attempt, by the kernel's counter or
     Slurm's log, otherwise None.
     """
-    kept = (
-        first is not None and first.kind != "lost"
-    )  # its keeper lives, whose counter is closer to the rank than the supervisor's
+    # The rank's keeper survived, and its counter is closer to the rank than the supervisor's.
+    kept = first is not None and first.kind != "lost"
     if first is None:
         words = killed_for_memory(None, Exit.KILLED) if seen.code else None
-    elif OUT_OF_MEMORY in first.message:  # by the rank's keeper
+    elif OUT_OF_MEMORY in first.message:  # found by the rank's keeper
         return first.message
     elif first.kind in ("config", "diverged", "busy") or all_told(folder):
         return None
@@ -243,7 +241,7 @@ _AWAY = re.compile(
     r"Unable to contact slurm controller|gave no answer|[Cc]onnection (?:refused|timed out)|connect failure|Zero Bytes|Unexpected message"
     r"|[Cc]ommunication connection failure|[Ss]ocket timed out|backup controller|Slurm backup|temporarily unable"
 )
-# Faults by the words of `launch.node.checks`: these stay until someone mends or resets the hardware.
+# Faults reported by `launch.node.checks` that remain until the hardware is repaired or reset.
 _LASTING = re.compile(
     r"\bECC\b|row of its memory|\bXid\b|GPU is lost|fallen off the bus|its driver asks for|entries of a product are wrong"
     r"|^(?!0 )\d+ GPUs are visible, the profile says"

@@ -76,7 +76,7 @@ def cordon(
     return added
 
 
-SECONDS = 30.0  # for a command, from its start; then it is ended
+SECONDS = 30.0  # time limit of a command; then it is killed
 
 
 class Notifier:
@@ -89,9 +89,8 @@ class Notifier:
         """Read the profile's ``notify`` settings."""
         self._command: str | None = settings.get("command")
         self._events = tuple(settings.get("events") or ())
-        self._hooks: list[
-            tuple[subprocess.Popen[bytes], IO[bytes], float]
-        ] = []  # its output, and its end at the latest (monotonic)
+        # Each command with its output and its latest end (monotonic).
+        self._hooks: list[tuple[subprocess.Popen[bytes], IO[bytes], float]] = []
 
     def send(self, event: str, facts: Mapping[str, Any]) -> str | None:
         """Start the command if the settings name this event, with {"event", "time", **facts} as

@@ -33,11 +33,12 @@ from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
 REQUEUE_TRIES = 30
 REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
-REQUEUE_MAX_SECONDS = 60.0  # ... and be away for long
-PASSING_SECONDS = (
-    6 * 3600.0
-)  # a node is kept from all runs for what may pass: a full disk, a busy GPU, a mount that is missing
-HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
+REQUEUE_MAX_SECONDS = 60.0  # the controller may be unavailable for long
+# How long a node is cordoned for a fault that may disappear: a full disk, a busy GPU, a missing
+# mount.
+PASSING_SECONDS = 6 * 3600.0
+# for the user's hook before a requeue, which also ends the hook
+HOOK_SECONDS = 5.0
 
 
 class Supervisor:
@@ -138,7 +139,7 @@ class Supervisor:
             attempt = Attempt(number, folder, self.job, self.item, nodes, environment)
             if faults := self._check(attempt):
                 return self._not_begun(record, before, faults=faults)
-            if self.signals.any:  # while the nodes were checked
+            if self.signals.any:  # received during the check
                 outcome = "cancelled" if self._stop_wish() else "saved"
                 return self._close(record, Observed(0, before, before, told=True), outcome=outcome)
             self._tell_start(attempt, before)

@@ -34,10 +34,10 @@ from launch.node.checks import check_command, read_reports
 from launch.supervise.classify import cancelled, is_away, taken
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agent_command, started
 
-# What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
-# node's number from PET_NODE_RANK.
+# The command of each node's task. The agent ignores the signals meant for ranks (an ignored signal
+# stays ignored over exec). torchrun reads its node's number from PET_NODE_RANK.
 WRAPPER = 'trap "" USR1 USR2; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"'
-END_SECONDS = 60.0  # how long a node that does not answer is waited for
+END_SECONDS = 60.0  # how long to wait for a node that does not answer
 STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inval", "no_respond")
 
 
@@ -56,7 +56,8 @@ class SlurmPlace(Place):
             environ.get("SLURM_ARRAY_TASK_ID"),
         )
         self._environ = dict(environ)
-        # The bare number of an array's last task is the whole array's as well: commands take ARRAY_TASK.
+        # The plain number of an array's last task is also the number of the entire array, so
+        # commands get ARRAY_TASK.
         self.job_id = self._job = f"{array}_{task}" if array and task is not None else raw
         self._number = int(raw)
         self.restart_count = int(environ.get("SLURM_RESTART_COUNT") or 0)
@@ -129,9 +130,8 @@ class SlurmPlace(Place):
             step.kill(10.0)
         reports = read_reports(folder, attempt.nodes)
         said = "".join(last_lines(folder / "srun.log"))
-        if code and not any(
-            report.time for report in reports.values()
-        ):  # no node is to blame for what srun could not do
+        if code and not any(report.time for report in reports.values()):
+            # srun itself failed, so no node is to blame.
             silence = next(fault for report in reports.values() for fault in report.faults)
             raise PlaceError(f"the nodes cannot be checked: {f'srun: {said}' if said else silence}")
         return {
@@ -145,7 +145,8 @@ class SlurmPlace(Place):
         """Start a step with one task per node that runs the command."""
         profile, nodes = attempt.job.profile, attempt.nodes
         taken = profile.get("nodes") or {}
-        # The number is all that the step gets of a node: of nodes that are the job's own, all (192, where the profile takes 96 cores).
+        # --cpus-per-task determines all that the step gets of a node. If the job owns its nodes,
+        # use all CPUs (192, even if the profile takes 96 cores).
         whole = (
             re.findall(r"(?:^|,)(\d+)", self._environ.get("SLURM_JOB_CPUS_PER_NODE") or "")
             if taken.get("exclusive")
@@ -198,7 +199,8 @@ class SlurmPlace(Place):
         for line in answer.splitlines():
             node, _, rest = line.strip().partition("|")
             state, _, reason = rest.partition("|")
-            # A line without a node is the second one of a reason. `*`: the node does not answer Slurm.
+            # A line without a node is the second one of a reason. `*`: the node does not answer
+            # Slurm.
             if node in nodes and (
                 state.endswith("*") or any(word in state.lower() for word in STATES_DOWN)
             ):
@@ -251,7 +253,7 @@ class SlurmPlace(Place):
             except SlurmError as error:
                 if is_away(str(error)):
                     raise Unreachable(f"Slurm does not answer: {error}") from None
-                if "pending" not in str(error):  # Slurm was faster: it is requeued
+                if "pending" not in str(error):  # pending: Slurm has already requeued it
                     raise PlaceError(f"Slurm refuses the requeue: {error}") from None
             if exclude:
                 self._exclude(exclude)
@@ -284,7 +286,7 @@ class SlurmPlace(Place):
         """
         try:
             nodes = all_nodes()
-            # Slurm refuses the whole list for one name that it does not know any more.
+            # Slurm refuses the entire list if it contains one unknown name.
             known = {node.name for node in nodes} or None
             shown = self._shown()
             before = hosts(listed(shown, "ExcNodeList"))
@@ -345,10 +347,9 @@ class SlurmRunning:
         self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt
     ) -> None:
         self._srun, self._job, self._name, self._attempt = srun, job, name, attempt
-        self._telling: dict[
-            int, tuple[subprocess.Popen[bytes], float]
-        ] = {}  # a signal's number -> who tells, since when (monotonic)
-        self._over: float | None = None  # when srun ended, on the monotonic clock
+        # A signal's number -> the process that sends it, and its start (monotonic).
+        self._telling: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
+        self._over: float | None = None  # when srun ended (monotonic)
         self._gone = False
 
     def poll(self) -> int | None:
@@ -363,13 +364,12 @@ class SlurmRunning:
         if not self._gone:
             try:
                 left = bool(self._steps())
-            except (
-                SlurmError
-            ) as error:  # where Slurm does not answer, srun's own code says that the step is over
+            except SlurmError as error:
+                # If Slurm does not answer, srun's own code shows that the step has ended.
                 left = code < 0 and "Invalid job id" not in str(error)
             self._gone = now - self._over > END_SECONDS or not left
         if not self._gone:
-            if first and code >= 0:  # the step's end is on its way to slurmctld
+            if first and code >= 0:  # slurmctld does not know the step's end yet
                 time.sleep(0.2)
             else:
                 self._scancel("KILL")
@@ -389,7 +389,8 @@ class SlurmRunning:
             telling.kill()
             telling.wait()
             del self._telling[number]
-            if code:  # Slurm starts no step beside: every process of the step gets it, then
+            # Slurm does not start another step, so every process of this step gets the signal.
+            if code:
                 self._scancel(signal.Signals(number).name.removeprefix("SIG"))
                 return
         folder, words = (

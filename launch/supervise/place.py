@@ -38,9 +38,9 @@ class Attempt:
     job: Job
     item: Item
     nodes: tuple[str, ...]  # the nodes of this attempt; the first is the head node
-    environment: Mapping[
-        str, str
-    ]  # the ranks' whole environment, LAUNCH_ATTEMPT=FOLDER among it, and secrets: never written anywhere
+    # The ranks' complete environment, with LAUNCH_ATTEMPT=FOLDER and secrets: never write it to a
+    # file.
+    environment: Mapping[str, str]
 
 
 class PlaceError(Exception):
@@ -76,9 +76,9 @@ class Running(Protocol):
 class Place:
     """A place that runs an item. The base class implements a place without a queue."""
 
-    job_id: str | None = None  # Slurm's; of an array's task ARRAY_TASK
-    restart_count = 0  # how often Slurm requeued this job
-    can_requeue = False  # whether `requeue` can get other nodes and another time limit
+    job_id: str | None = None  # Slurm's; ARRAY_TASK for a task of an array
+    restart_count = 0  # number of requeues by Slurm
+    can_requeue = False  # True if `requeue` can get other nodes and a new time limit
 
     def nodes(self) -> tuple[str, ...]:
         """Return the nodes to run on, the head node first.
@@ -231,7 +231,7 @@ class LocalPlace(Place):
             check = started(command, log, cwd=self.job.working_directory, env=attempt.environment)
         except OSError as error:
             return {attempt.nodes[0]: [f"the check cannot be started: {reason(error)}"]}
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the missing report says it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the missing report shows it
             check.wait(float(health.get("timeout_seconds") or 180.0))
         check.kill()
         return {node: report.faults for node, report in read_reports(folder, attempt.nodes).items()}
@@ -305,9 +305,8 @@ class LocalRanks:
         self._over_since = self._over_since or now
         left = processes(self.attempt.folder)
         if left and now - self._over_since < _GONE_SECONDS:
-            if (
-                now - self._over_since > 10.0
-            ):  # launch.node.rank ends what its command leaves behind within that
+            if now - self._over_since > 10.0:
+                # launch.node.rank ends its command's left-over processes within this time.
                 send(left, signal.SIGKILL)
             return None
         return 128 - code if code < 0 else code

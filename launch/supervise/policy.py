@@ -45,14 +45,14 @@ from typing import Any
 from fem_common.exits import Exit
 from fem_common.settings import setting
 
-KEEP_SECONDS = 3 * 86400.0  # a node's failures are held against it for so long
-# Kinds of failure that say something of the program, so that the same one twice in a row will come again.
+KEEP_SECONDS = 3 * 86400.0  # how long a failure counts against its node
+# Kinds of failure that concern the program: the same one twice in a row will occur again.
 OF_THE_PROGRAM = ("exit", "signal", "hang", "memory", "nccl", "config")
 OF_THE_NODE = ("node", "health", "lost")
-OF_THE_PLACES = ("hang", "nccl")  # other nodes may do better, where it was before the first step
+OF_THE_PLACES = ("hang", "nccl")  # before the first step, other nodes may avoid it
 FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count
-BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # so long the run directory may be in use
-MISPLACED_TIMES = 3  # in a row: then the nodes are taken as they are
+BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # limits for a run directory in use
+MISPLACED_TIMES = 3  # in a row; then the nodes are accepted
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,12 @@ class Limits:
 class Failure:
     """Cause of an attempt's failure: its first failing rank, or its node."""
 
-    kind: str  # exit | signal | hang | node | health | config | diverged | memory | nccl | lost | busy | place
+    # exit | signal | hang | node | health | config | diverged | memory | nccl | lost | busy | place
+    kind: str
     message: str  # one line
     rank: int | None = None
     host: str | None = None
-    step: int | None = None  # the last whole step
+    step: int | None = None  # last complete step
     exit: int | None = None  # 128 + n for a signal
 
 
@@ -95,11 +96,14 @@ class Failure:
 class End:
     """End of an attempt."""
 
-    outcome: str  # finished | saved | interrupted | misplaced | failed | hang | unhealthy | lost | cancelled | busy
+    # finished | saved | interrupted | misplaced | failed | hang | unhealthy | lost | cancelled |
+    # busy
+    outcome: str
     failure: Failure | None = None
     progress: bool = False  # a later checkpoint than it started from
     time: float = 0.0  # unix time of the end
-    stopped: bool = False  # the decision after it was to stop: what came before is forgiven to whoever starts it again
+    # the decision after it was to stop; a later start by a user ignores all attempts up to it
+    stopped: bool = False
     stepped: bool = True  # it did a step
 
 
@@ -107,18 +111,16 @@ class End:
 class Situation:
     """Circumstances at the time of the decision."""
 
-    stop: str | None = None  # someone asked the item to stop: why
-    ending: bool = False  # a signal said that the allocation, or this process, ends soon
-    restart: bool = False  # ... and was only to save and start again
+    stop: str | None = None  # why a user stopped the item
+    ending: bool = False  # a signal announced the end of the allocation or of this process
+    restart: bool = False  # the signal requested only to save and restart
     can_requeue: bool = False
-    down: Mapping[str, str] = field(
-        default_factory=dict
-    )  # nodes of the allocation that cannot be used -> why
-    unhealthy: Mapping[str, str] = field(
-        default_factory=dict
-    )  # nodes that failed the pre-flight check -> the first fault
-    nodes: int = 1  # of the attempt
-    checkpoints: bool = True  # progress can be seen; of a command it cannot
+    # Nodes of the allocation that cannot be used -> reason.
+    down: Mapping[str, str] = field(default_factory=dict)
+    # Nodes that failed the pre-flight check -> first fault.
+    unhealthy: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1  # number of the attempt's nodes
+    checkpoints: bool = True  # the job has checkpoints that show progress; commands have none
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,10 @@ class Decision:
     reason: str  # one line
     delay_seconds: float = 0.0
     exclude: tuple[str, ...] = ()  # nodes not to be used again
-    cordon: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of these, the nodes that no run of ours should get -> why
-    gave_up: bool = False  # a stop that holds until a person has looked: the item is not to be started again by itself
+    # Those of `exclude` that no run should get -> reason.
+    cordon: Mapping[str, str] = field(default_factory=dict)
+    # the item must not restart until a user has intervened
+    gave_up: bool = False
 
 
 def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Decision:
@@ -146,7 +148,8 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
     if last.outcome == "cancelled":
         return Decision("stop", "cancelled")
     if last.failure is not None and _is_wrong_input(recent):
-        # No mark that only `requeue` removes: who has mended the input gives the same command again.
+        # No mark that only `requeue` removes: after correcting the input, a user gives the same
+        # command again.
         return Decision("stop", f"the input is wrong, and stays so: {describe(last.failure)}")
     if last.failure is not None and last.failure.kind == "diverged":
         return _give_up(
@@ -290,7 +293,8 @@ def _failures_of_nodes(recent: Sequence[End]) -> dict[str, list[End]]:
         node = blamed(end.failure)
         if node is not None and now - end.time <= KEEP_SECONDS:
             against.setdefault(node, []).append(end)
-    # A node with an old record that had no part in this end is left to the cordon file.
+    # Only the node of the last failure is considered. A node with older failures is left to the
+    # cordon file.
     last = blamed(recent[-1].failure)
     return {node: ends for node, ends in against.items() if node == last}
 
@@ -387,7 +391,8 @@ def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
     ):
         return None
     if failure.kind == "signal" and failure.exit == Exit.KILLED:
-        return None  # by the kernel, a person or the node's end: nothing that is sure to come again
+        # The kernel, a user or the node's end killed it, which need not happen again.
+        return None
     return failure.kind, normalised(failure.message), None if anywhere else failure.step
 
 

@@ -28,15 +28,13 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})$")
 class Sight:
     """State of a run's files at one moment."""
 
-    state: (
-        str | None
-    )  # starting | running | complete | stopped | failed; None where nothing is known
-    step: int | None  # the last whole step
+    # starting | running | complete | stopped | failed; None if unknown
+    state: str | None
+    step: int | None  # last complete step
     checkpoint: int | None  # the newest checkpoint's step
     message: str | None
-    writer: tuple[
-        Any, ...
-    ]  # who wrote progress.json, and when: tells one attempt's words from another's
+    # Writer and time of progress.json, which distinguish the attempts.
+    writer: tuple[Any, ...]
     metrics: int  # bytes of metrics.jsonl
     said: int | None = None  # the step in progress.json
 
@@ -91,7 +89,8 @@ def newest_checkpoint(directory: Path) -> int | None:
     return max((int(match[1]) for match in map(_CHECKPOINT.match, names) if match), default=None)
 
 
-# Variables of whoever started the supervisor that would mislead its ranks: another array's, another torchrun's, another MPI job's.
+# Variables of the supervisor's environment that would mislead its ranks: those of another array,
+# another torchrun, another MPI job.
 _FOREIGN = ("SLURM_ARRAY_", "TORCHELASTIC_", "PET_", "MASTER_", "ROLE_", "GROUP_")
 _FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -106,8 +105,8 @@ class Record:
     restart_count: int
     nodes: tuple[str, ...]
     world_size: int
-    host: str  # of the supervisor
-    pid: int  # of the supervisor
+    host: str  # the supervisor's
+    pid: int  # the supervisor's
     ended: float | None = None
     outcome: str | None = None  # see `policy.End`
     step_start: int | None = None
@@ -116,7 +115,7 @@ class Record:
     checkpoint_end: int | None = None
     failure: Failure | None = None
     decision: dict[str, Any] | None = None  # {"action", "delay_seconds", "exclude", "reason"}
-    removed: str | None = None  # why its folder has no other files
+    removed: str | None = None  # why its other files were removed
     folder: Path = field(default=Path(), compare=False)
 
     @property
@@ -198,11 +197,10 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
     return closed
 
 
-KEPT_FIRST, KEPT_LAST = (
-    5,
-    20,
-)  # attempts that keep all files; the others keep attempt.json, which is all that decisions need
-PRUNE_SECONDS = 10.0  # at most, to delay no attempt; the next one continues
+# Number of first and last attempts that keep all files. All others keep only attempt.json, which
+# contains all that decisions need.
+KEPT_FIRST, KEPT_LAST = 5, 20
+PRUNE_SECONDS = 10.0  # limit, so that no attempt is delayed; the next call continues
 
 
 def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
@@ -214,7 +212,8 @@ def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
     tried again at the next attempt.
     """
     kept, end = list(found), time.monotonic() + PRUNE_SECONDS
-    for index in range(KEPT_FIRST, len(kept) - (KEPT_LAST - 1)):  # the new one is among the last
+    # the new one counts as one of the last
+    for index in range(KEPT_FIRST, len(kept) - (KEPT_LAST - 1)):
         record = kept[index]
         if record.ended is None or record.removed or record.folder.is_symlink():
             continue
@@ -229,7 +228,7 @@ def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
             removed = f"an item keeps the files of its first {KEPT_FIRST} and its last {KEPT_LAST} attempts"
             kept[index] = replace(record, removed=removed)
             kept[index].save()
-        except FileNotFoundError:  # someone removes it, too
+        except FileNotFoundError:  # another process removes it, too
             continue
         except OSError as error:
             say(f"the files of attempt {record.attempt} cannot be removed: {reason(error)}")

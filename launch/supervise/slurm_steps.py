@@ -27,7 +27,7 @@ from launch.job import launch_folder, read_json
 from launch.job.item_state import OVER, start_time
 from launch.supervise.place import keepers, send, words_of
 
-TRIES = 20  # to requeue, every quarter of a second
+TRIES = 20  # tries to requeue, every quarter of a second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,12 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guard(item: str, job: str, restarts: str, pid: str) -> None:
     """Wait for the supervisor's end, and requeue the job if the supervisor was killed."""
-    # The signals that end a job, and those for ranks, are not for the guard.
+    # The guard must survive the signals that end a job, and those for ranks.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if b"launch.supervise" not in words_of(
-        int(pid)
-    ):  # of another machine, or where processes are hidden from each other
+    if b"launch.supervise" not in words_of(int(pid)):
+        # The process is on another machine, or processes are hidden from each other.
         print(
             f"launch: process {pid} is no supervisor that can be seen from here: no guard",
             flush=True,

@@ -25,7 +25,7 @@ from launch.supervise.journal import Journal
 from launch.supervise.place import Attempt, Place, Running
 from launch.supervise.run_files import Sight, has_stepped, look
 
-SAVE = signal.SIGUSR1  # the time limit is near, the job is preempted, or someone asked
+SAVE = signal.SIGUSR1  # the time limit is near, a preemption, or a user's request
 END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -66,7 +66,8 @@ def noted() -> Iterator[Signals]:
         yield signals
 
 
-_LONGEST_LOOK = 30.0  # seconds that may count between two looks: a machine that slept, or a job that was suspended, did not hang
+# Longest time that counts between two observations. A suspended machine or job is no hang.
+_LONGEST_LOOK = 30.0
 
 
 class Watchdog:
@@ -78,7 +79,7 @@ class Watchdog:
         """
         self.start, self.step, self.save = start, step, save
         self._last_look = now
-        self._waited = 0.0  # seconds since something moved
+        self._waited = 0.0  # seconds since the last progress
         self._mark: object = None
         self._stepped = self._told = False
 
@@ -120,12 +121,12 @@ def duration(seconds: float) -> str:
 
 
 POLL_SECONDS = 0.1
-LOOK_SECONDS = 1.0  # between looks at the run's files
-REPEAT_SECONDS = (
-    5.0  # between signals to the ranks: one that was still starting did not take the last
-)
-DUMP_SECONDS = 45.0  # for every rank's stacks
-LAST_SECONDS = 3.0  # after SIGTERM on Slurm: SIGKILL follows within KillWait, and the job is to be requeued before
+LOOK_SECONDS = 1.0  # between reads of the run's files
+# Between signals to the ranks, because a rank that was still starting did not get the last one.
+REPEAT_SECONDS = 5.0
+DUMP_SECONDS = 45.0  # limit for all ranks' stacks
+# Time after SIGTERM on Slurm: SIGKILL follows within KillWait, and the job must be requeued before.
+LAST_SECONDS = 3.0
 
 
 class Watch:
@@ -140,7 +141,7 @@ class Watch:
         stop: Callable[[], str | None],
     ) -> None:
         self.attempt, self.place, self.signals, self.journal = attempt, place, signals, journal
-        self._stop = stop  # why someone asked the item to stop, or None
+        self._stop = stop  # returns why a user stopped the item, or None
         self._is_run = attempt.job.kind == "run"
         self._directory = Path(attempt.item.directory)
         self._told_at: float | None = None

@@ -24,9 +24,8 @@ from launch.job.item_state import Standing, counted, find_job, standings, start_
 from launch.job.plan import locked
 
 LINES = 8
-GRACE_SECONDS = (
-    30.0  # a local supervisor's time to end its ranks before it is killed, and they with it
-)
+# A local supervisor's time to end its ranks, before it and they are killed.
+GRACE_SECONDS = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,7 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
         slurm.cancel([str(standing.job_id) for standing in ended])
     for standing in active:
         if standing.state == "PENDING":
-            path = _launch(job, standing) / "state.json"  # no supervisor will say it
+            path = _launch(job, standing) / "state.json"  # no supervisor will write it
             ended_state = {
                 "state": "cancelled",
                 "message": f"by {by}",

@@ -40,7 +40,7 @@ from launch.supervise.journal import cordon_file, cordoned
 
 CLEAR = "\r\033[K"
 PYTHON = (3, 11)
-LOOK_SECONDS = 120.0  # for an interpreter on a cold file system to say what it is
+LOOK_SECONDS = 120.0  # limit for an interpreter on a cold file system
 ASK = "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not None)"
 REMEDY = {
     "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network it takes: NCCL_IB_HCA, NCCL_SOCKET_IFNAME, EFA's plugin",

@@ -34,8 +34,9 @@ from launch.node.logs import (
     supervisor_source,
 )
 
-FOLLOWERS = 8  # ranks that failed after the first are told of, one by one; the rest are counted
-LAST_LINES = 15  # of a rank that gave no traceback
+# ranks that failed after the first and are printed; the rest are counted
+FOLLOWERS = 8
+LAST_LINES = 15  # of a rank without a traceback
 
 
 def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
@@ -110,8 +111,8 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
 
 
 FOLLOW_SECONDS = 0.5
-FOLLOW_LAST = 20  # lines that -f begins with
-SLURM_LINES = 15  # of Slurm's file, where nothing else says why
+FOLLOW_LAST = 20  # number of lines at the start of -f
+SLURM_LINES = 15  # last lines of Slurm's file, if no other source explains the failure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -254,7 +255,7 @@ def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) ->
     """Print new lines until every item has ended, or until interrupted."""
     try:
         while True:
-            over = all(_is_over(job, item) for item in items)  # before the last look
+            over = all(_is_over(job, item) for item in items)  # before the last read
             _print(follower.read(), with_time)
             if over:
                 return

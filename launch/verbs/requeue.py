@@ -162,7 +162,7 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""
     text = f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"
-    with suppress(slurm.SlurmError):  # the update is made
+    with suppress(slurm.SlurmError):  # the update is already made
         nodes = slurm.all_nodes() if away else []
         if nodes and not slurm.enough_nodes(nodes, slurm.job_fields(job_id), slurm.hosts(away)):
             where = cordon_file(job.profile, job.working_directory)

@@ -41,7 +41,7 @@ from launch.job.item_state import (
 )
 from launch.node.logs import started
 
-LAST_SUBMISSIONS = 5  # of a job are asked for
+LAST_SUBMISSIONS = 5  # of a job that are queried
 _STEPPING = ("running", "running?", "saving", "saving?")  # states in which steps may be made
 
 
@@ -51,10 +51,12 @@ class Row:
 
     name: str
     directory: str
-    state: str  # queued, starting, checking, running, saving, waiting; finished, stopped, cancelled, lost; "new"; of an array: counts
-    active: bool  # it is in the queue or at work
+    # queued, starting, checking, running, saving, waiting; finished, stopped, cancelled, lost;
+    # "new"; of an array: counts
+    state: str
+    active: bool  # in the queue or running
     job_id: str | None = None
-    queue: str | None = None  # Slurm's own word: RUNNING
+    queue: str | None = None  # Slurm's state: RUNNING
     attempt: int | None = None
     failures: int = 0
     step: int | None = None
@@ -64,9 +66,10 @@ class Row:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     step_age: float | None = None  # seconds since the last step's line, of an active run
-    parent: str | None = None  # run directory that it is a fork of, and the step that it began at
+    # run directory of which it is a fork, and the step at which it began
+    parent: str | None = None
     parent_step: int | None = None
-    since: float | None = None  # unix time of the supervisor's last word
+    since: float | None = None  # unix time of the supervisor's last state
     message: str = ""
 
 
@@ -209,9 +212,8 @@ def _word(
         return "lost", f"{gone}; `python -m launch requeue {shlex.quote(job.directory)}` continues"
     if found is not None:
         see = f"python -m launch logs {shlex.quote(job.directory)}"
-        why = (
-            f" ({found.reason})" if found.reason else ""
-        )  # DependencyNeverSatisfied, of what waited for a job that failed
+        # DependencyNeverSatisfied, for a job that waited for one that failed
+        why = f" ({found.reason})" if found.reason else ""
         return "lost", f"job {job_id}: {found.state}{why} before the supervisor began; see: {see}"
     return ("unknown?" if silent and _submitted(job) else "new"), ""
 
@@ -267,7 +269,7 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
 
 
 ROOT = "runs"
-DEPTH = 4  # folders below a root
+DEPTH = 4  # levels below a root
 RECENT_SECONDS = 86400.0
 HEADER = (
     "NAME",
@@ -331,7 +333,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     """Return the text, and True if an item is active."""
     now, asked = time.time(), bool(arguments.directories)
-    once: dict[Path, tuple[Job, set[int]]] = {}  # each job with all of its items that are asked for
+    # each job with all of its selected items
+    once: dict[Path, tuple[Job, set[int]]] = {}
     for job, items in (
         found
         for directory in arguments.directories or [ROOT]
@@ -409,7 +412,7 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
     parents = [numbers.get(head.parent or "") for head in heads]
 
     def tree(number: int, depth: int) -> Iterator[tuple[str, ...]]:
-        if number in done:  # two that name each other, in folders used again
+        if number in done:  # two forks of each other, after folders were reused
             return
         done.add(number)
         head, rows = heads[number], found[number][1]

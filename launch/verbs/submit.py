@@ -69,7 +69,7 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
     return ",".join(dict.fromkeys(told)) or None
 
 
-# Of a dependency's kind: the ends after which the other job would never start.
+# Kind of a dependency -> the end of the first job after which the dependent job would never start.
 _NEVER = {"afterok": "badly", "aftercorr": "badly", "afternotok": "well"}
 
 
@@ -86,7 +86,8 @@ def _check(kind: str, job_id: str, word: str) -> None:
     if kind == "aftercorr" and any(
         task.active or task.state == "COMPLETED" for task in found.values()
     ):
-        return  # the tasks that correspond to those start
+        # The dependent tasks that correspond to these start.
+        return
     if not state.active and ("well" if state.state == "COMPLETED" else "badly") == _NEVER[kind]:
         raise UserError(
             f"--dependency {word}: that job is {state.state}; a job after it would never start"
@@ -291,7 +292,7 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
         if after is None:
             refuse_without_data(draft, "; where another job makes it: --dependency JOB")
         exclude = excluded(draft.job, arguments.exclude)
-        # What cannot be rendered is refused before anything is written.
+        # Refuse a job that cannot be rendered before any file is written.
         render(
             draft.job,
             profile,

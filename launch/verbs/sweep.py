@@ -33,7 +33,7 @@ from launch.verbs.submit import add_place_arguments, add_submit_arguments, reque
 
 SWEEPS = Path("runs") / "sweeps"
 LONGEST = 120  # characters of a run's name
-AT_ONCE = 4  # configurations that are resolved at the same time
+AT_ONCE = 4  # configurations resolved in parallel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
