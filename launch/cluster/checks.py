@@ -29,7 +29,7 @@ def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
             line.strip() for line in slurm.call("scontrol", "ping").splitlines() if line.strip()
         ]
         if not any(line.endswith("UP") for line in said):
-            raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or come back later")
+            raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or try again later")
         yield Check("ok", "Slurm", f"{version}; {'; '.join(said)}")
     except slurm.SlurmError as error:
         yield Check("FAILED", "Slurm", str(error))
@@ -68,12 +68,12 @@ def partition(
         else [n for n, p in known.items() if p.get("Default") == "YES"]
     )
     if not wanted:
-        names = ", ".join(known) or "none at all"
+        names = ", ".join(known) or "none"
         return [
             Check(
                 "FAILED",
                 "partition",
-                f"the cluster has no default; it has {names}",
+                f"the cluster has no default partition; it has {names}",
                 "set slurm.partition",
             )
         ], []
@@ -90,7 +90,7 @@ def partition(
                 Check(
                     "FAILED",
                     "partition",
-                    f"there is no partition {name}",
+                    f"partition {name} does not exist",
                     f"slurm.partition: {hint}",
                 )
             )
@@ -119,7 +119,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
     name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
     wanted = seconds(profile.slurm.time) if profile.slurm.time else None
     if wanted is not None and wanted > most:
-        text = f"slurm.time = {profile.slurm.time} is more than partition {name} gives: {found['MaxTime']}"
+        text = f"slurm.time = {profile.slurm.time} is more than partition {name} allows: {found['MaxTime']}"
         yield Check(
             "FAILED",
             "time limit",
@@ -143,7 +143,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
             "warning", "time limit", text, "a longer slurm.time, or a smaller slurm.signal_seconds"
         )
     else:
-        text = f"{profile.slurm.time or found.get('MaxTime')}, partition {name} gives up to {found.get('MaxTime')}"
+        text = f"{profile.slurm.time or found.get('MaxTime')}, partition {name} allows up to {found.get('MaxTime')}"
         yield Check("ok", "time limit", text)
     for what, key, value in (
         ("account", "AllowAccounts", profile.slurm.account),
@@ -154,7 +154,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
             yield Check(
                 "FAILED",
                 what,
-                f"partition {name} does not take {value}",
+                f"partition {name} does not allow {value}",
                 f"slurm.{what.lower()}: one of {allowed}",
             )
     largest = found.get("MaxNodes", "UNLIMITED")
@@ -162,7 +162,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
         yield Check(
             "FAILED",
             "nodes",
-            f"partition {name} gives a job {largest} nodes at most, {nodes_wanted} are wanted",
+            f"partition {name} allows {largest} nodes per job, {nodes_wanted} are requested",
             "fewer --nodes",
         )
 
@@ -212,7 +212,7 @@ def machines(
             f"nodes.gpus: {most}",
         )
     if wanted.gpus and not gpus and most:
-        text = f"nodes.gres = {wanted.gres} asks for none of the nodes' {counted(most, 'GPU')}, which Slurm may then hide"
+        text = f"nodes.gres = {wanted.gres} requests none of the nodes' {counted(most, 'GPU')}, which Slurm may then hide"
         yield Check("warning", "nodes", text, "nodes.gres: null")
     away, excluded = [node for node in fit if not node.in_service], hosts(profile.slurm.exclude)
     left = [node for node in fit if node.in_service and node.name not in excluded]
@@ -254,9 +254,9 @@ def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
     """
     storage = configuration.get("AccountingStorageType", "")
     if "slurmdbd" not in storage:
-        return Check("ok", "account", "this cluster keeps no accounts")
+        return Check("ok", "account", "this cluster has no accounting")
     if shutil.which("sacctmgr") is None:
-        return Check("warning", "account", "not checked: sacctmgr is not installed here")
+        return Check("warning", "account", "not checked: sacctmgr is not installed on this host")
     user = getpass.getuser()
     try:
         answer = slurm.call(
@@ -335,4 +335,4 @@ def would_take(script: Path) -> Check:
             str(error),
             "the #SBATCH lines are in `submit --dry-run`; the slurm and nodes sections make them",
         )
-    return Check("ok", "sbatch", "Slurm would take such a job")
+    return Check("ok", "sbatch", "Slurm would accept this job")

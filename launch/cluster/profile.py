@@ -35,25 +35,25 @@ class NodesProfile:
 
     gpus: int | None = setting(
         0,
-        "GPUs a node has and a job takes; 0: a job without GPUs; null, for scheduler: local: as many as nvidia-smi lists, at least 1.",
+        "GPUs of a node, all of which a job takes; 0: jobs without GPUs; null, only with scheduler: local: the number that nvidia-smi lists, at least 1.",
         least=0,
     )
-    cpus: int = setting(1, "CPUs a job takes of a node, as Slurm counts them.", least=1)
+    cpus: int = setting(1, "CPUs of a node that a job takes, as Slurm counts them.", least=1)
     memory: str | None = setting(
         None,
-        'Memory a job takes of a node; "0": all of it; null: the partition\'s default.',
+        'Memory of a node that a job takes; "0": all; null: the partition\'s default.',
         check=profile_values.matches(r"\d+[KMGT]?", "0, 1800G or like"),
     )
-    processes: int | None = setting(None, "Ranks a node; null: one a GPU, or one.", least=1)
+    processes: int | None = setting(None, "Ranks per node; null: one per GPU, or one without GPUs.", least=1)
     gres: str | None = setting(
         None,
-        "What to ask Slurm for, such as gpu:h100:8; null: gpu:<gpus>; none: nothing, on clusters whose Slurm knows no GPUs (no Gres).",
+        "sbatch's --gres, such as gpu:h100:8; null: gpu:<gpus>; none: no option, on clusters whose Slurm does not manage GPUs (no Gres).",
         check=profile_values.matches(r"[A-Za-z][A-Za-z0-9_.,:-]*", "gpu:8, gpu:h100:8 or none"),
     )
-    exclusive: bool = setting(True, "No other job on the nodes.")
+    exclusive: bool = setting(True, "Allow no other job on the nodes.")
     numa: str = setting(
         "none",
-        "Binds each rank to the CPUs near its GPU: torchrun's --numa-binding. node is the one to try first.",
+        "Bind each rank to the CPUs near its GPU: torchrun's --numa-binding. Try node first.",
         choices=("none", "node", "socket", "exclusive", "core-complex"),
     )
 
@@ -75,7 +75,7 @@ class SlurmProfile:
     )
     time: str | None = setting(
         None,
-        "Time limit of one submission, which a run outlives; null: the partition's.",
+        "Time limit of one submission; a run continues in the next one; null: the partition's.",
         check=profile_values.matches(profile_values.TIME, "24:00:00, 3-00:00:00 or minutes"),
     )
     constraint: str | None = setting(
@@ -89,7 +89,7 @@ class SlurmProfile:
     reservation: str | None = setting(None, "Reservation.", check=profile_values.word)
     signal_seconds: int = setting(
         300,
-        "How long before the time limit the run is told to save: longer than a step and a checkpoint.",
+        "Seconds before the time limit at which the run is signalled to save: more than a step and a checkpoint take.",
         least=1,
     )
     options: tuple[str, ...] = setting(
@@ -120,7 +120,7 @@ class ContainerProfile:
     )
     mounts: tuple[str, ...] = setting(
         (),
-        "Folders of the node seen inside, as /a:/b or /a:/b:ro; paths.shared are mounted anyway.",
+        "Folders of the node to mount inside, as /a:/b or /a:/b:ro; paths.shared are always mounted.",
         check=profile_values.mount,
     )
     options: tuple[str, ...] = setting(
@@ -139,7 +139,7 @@ class SetupProfile:
     )
     lines: tuple[str, ...] = setting(
         (),
-        "Lines of bash, inserted as they are: the one place where text of a profile runs.",
+        "Lines of bash, inserted unchanged: the only text of a profile that the batch script executes.",
         check=profile_values.bash,
     )
 
@@ -150,12 +150,12 @@ class PathsProfile:
 
     shared: tuple[str, ...] = setting(
         (),
-        "Folders that every node must see and write: where runs, data and the interpreter are.",
+        "Folders that every node must be able to read and write: those of runs, data and the interpreter.",
         check=profile_values.path,
     )
     cordon: str | None = setting(
         None,
-        "File of the nodes to keep away from, shared by all runs; null: runs/cordon.jsonl where you submit.",
+        "File with the nodes that no run may use, shared by all runs; null: runs/cordon.jsonl in the folder of the submission.",
         check=profile_values.path,
     )
 
@@ -166,12 +166,12 @@ class WatchdogProfile:
     and the run restarts.
     """
 
-    start_minutes: float = setting(60.0, "Until the first step; 0: for ever.", least=0)
+    start_minutes: float = setting(60.0, "Until the first step; 0: no limit.", least=0)
     step_minutes: float = setting(
-        20.0, "Between steps, validations and checkpoints included; 0: for ever.", least=0
+        20.0, "Between steps, validations and checkpoints included; 0: no limit.", least=0
     )
     save_minutes: float = setting(
-        10.0, "Between a signal to save and the end of the ranks; 0: for ever.", least=0
+        10.0, "Between a signal to save and the end of the ranks; 0: no limit.", least=0
     )
 
 
@@ -185,15 +185,15 @@ class HealthProfile:
     )
     free_memory_gb: float = setting(0.0, "Memory that must be free, in GB.", least=0)
     free_disk_gb: float = setting(
-        1.0, "Room that /tmp and the shared folders must have, in GB.", least=0
+        1.0, "Free space that /tmp and the shared folders must have, in GB.", least=0
     )
     timeout_seconds: float = setting(
-        180.0, "A node that has not answered by then is taken for bad.", least=1
+        180.0, "A node that does not answer within this time fails the check.", least=1
     )
     all_reduce_gb_per_second: float | None = setting(
         None, "doctor: the least bus bandwidth of an all-reduce over the nodes, in GB/s.", least=0
     )
-    clock_skew_seconds: float = setting(2.0, "doctor: how far a node's clock may be off.", least=0)
+    clock_skew_seconds: float = setting(2.0, "doctor: the largest allowed error of a node's clock.", least=0)
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ class NotifyProfile:
 
     command: str | None = setting(
         None,
-        "Program, or line of sh, that gets each event as JSON on its standard input; no address.",
+        "Program, or line of sh, that gets each event as JSON on its standard input; no web address.",
         check=profile_values.hook,
     )
-    events: tuple[str, ...] = setting(EVENTS, "Events worth telling.", choices=EVENTS)
+    events: tuple[str, ...] = setting(EVENTS, "Events that start the command.", choices=EVENTS)
 
 
 @dataclass(frozen=True)
@@ -214,44 +214,44 @@ class Profile:
 
     scheduler: str = setting(
         "slurm",
-        "Who starts jobs; local: this machine, by `launch local`.",
+        "Scheduler of the jobs; local: this machine, by `launch local`.",
         choices=("slurm", "local"),
     )
     python: str | None = setting(
         None,
-        "The ranks' interpreter, inside the container where there is one; null: the one that submits.",
+        "The ranks' interpreter, inside the container if one is set; null: the submitting one.",
         check=profile_values.program,
     )
     host_python: str | None = setting(
         None,
-        "The supervisor's interpreter, outside any container; null: `python`, with a container the one that submits.",
+        "The supervisor's interpreter, outside any container; null: `python`, or with a container the submitting one.",
         check=profile_values.program,
     )
-    nodes: NodesProfile = setting(NodesProfile, "A node, and what of it a job takes.")
+    nodes: NodesProfile = setting(NodesProfile, "Resources of a node that a job takes.")
     slurm: SlurmProfile = setting(SlurmProfile, "Options of sbatch and srun.")
     container: ContainerProfile = setting(ContainerProfile, "A container that the ranks run in.")
     setup: SetupProfile = setting(
-        SetupProfile, "What the batch script does before the supervisor starts."
+        SetupProfile, "Steps of the batch script before the supervisor starts."
     )
     environment: dict[str, str] = setting(
         dict,
-        "Variables of the ranks and of the supervisor; null takes a base's away.",
+        "Variables of the ranks and of the supervisor; null removes a base's variable.",
         check=profile_values.variable,
     )
     paths: PathsProfile = setting(PathsProfile, "Folders.")
     logs: str | None = setting(
         None,
-        "Folder of what Slurm and the supervisor say; null: the run's launch folder.",
+        "Folder for the output of Slurm and the supervisor; null: the run's launch folder.",
         check=profile_values.path,
     )
-    restarts: Limits = setting(Limits, "When a run that failed starts again.")
+    restarts: Limits = setting(Limits, "Limits on restarts after failures.")
     watchdog: WatchdogProfile = setting(
-        WatchdogProfile, "How long without progress a run is taken for hung."
+        WatchdogProfile, "Times without progress after which a run counts as hung."
     )
     health: HealthProfile = setting(
-        HealthProfile, "What a node must pass before ranks start on it."
+        HealthProfile, "Conditions that a node must meet before ranks start on it."
     )
-    notify: NotifyProfile = setting(NotifyProfile, "Who is told what.")
+    notify: NotifyProfile = setting(NotifyProfile, "Notifications about a job's events.")
 
     @property
     def processes_per_node(self) -> int:
@@ -312,7 +312,7 @@ def _contradictions(profile: Profile) -> Iterator[str]:
     """Yield a line for each contradiction between values."""
     nodes, container = profile.nodes, profile.container
     if nodes.gpus is None:
-        yield "nodes.gpus = null: say how many GPUs a node has; only this machine's (scheduler: local) can be counted"
+        yield "nodes.gpus = null: give the number of GPUs per node; only this machine's (scheduler: local) can be counted"
     slurm = profile.slurm
     if (
         slurm.time is not None
@@ -320,10 +320,10 @@ def _contradictions(profile: Profile) -> Iterator[str]:
     ):
         yield (
             f"slurm.time = {slurm.time} must be more than slurm.signal_seconds = {slurm.signal_seconds} and the {SIGNAL_EARLY_SECONDS}"
-            " seconds that Slurm may be early: the run would be told to save as it starts, each time"
+            " seconds that Slurm may be early: the run would be signalled to save right after each start"
         )
     if nodes.gpus and nodes.processes and nodes.processes > nodes.gpus:
-        yield f"nodes.processes = {nodes.processes} is more than nodes.gpus = {nodes.gpus}: a rank has a GPU of its own"
+        yield f"nodes.processes = {nodes.processes} is more than nodes.gpus = {nodes.gpus}: each rank needs a GPU"
     if nodes.numa != "none" and not nodes.gpus:
         yield f"nodes.numa = {nodes.numa}: torchrun binds ranks to the CPUs near their GPU, and nodes.gpus is 0"
     if (container.runtime == "none") != (container.image is None):

@@ -26,7 +26,7 @@ _TAKEN = {
     **dict.fromkeys(
         "_ BASHOPTS BASHPID BASH_ARGV0 BASH_COMMAND BASH_ENV COMP_WORDBREAKS DIRSTACK ENV EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS"
         " HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL SRANDOM UID".split(),
-        "it means something to bash itself",
+        "bash itself uses it",
     ),
 }
 # Options of sbatch that the launcher sets -> the setting that determines them.
@@ -86,7 +86,7 @@ def argument(text: str) -> str | None:
     if not text:
         return "it is empty"
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        return "NUL and half characters cannot be passed to a program"
+        return "NUL and unpaired surrogates cannot be passed to a program"
     return None
 
 
@@ -102,7 +102,7 @@ def hook(text: str) -> str | None:
     profile is copied into every run.
     """
     if re.search(r"https?://", text, re.IGNORECASE):
-        return "an address may hold a token: put the call into a script of yours that reads it from the environment or from a file"
+        return "an address may contain a token: put the call into a script that reads the token from the environment or a file"
     return argument(text)
 
 
@@ -164,9 +164,9 @@ def _variables_fault(text: str) -> str | None:
         if secrets.is_secret(name):
             return f"${name} looks like a secret, which may not become part of a path"
         if not os.environ.get(name):
-            return f"${name} is not set here"
+            return f"${name} is not set"
     return (
-        "only $NAME and ${NAME} are filled in, and a path has no other $"
+        "only $NAME and ${NAME} are replaced, and a path may contain no other $"
         if "$" in _VARIABLE.sub("", text)
         else None
     )
@@ -186,9 +186,9 @@ def sbatch_option(text: str) -> str | None:
     name = text.partition("=")[0].removeprefix("--")
     if name in _DECIDED:
         where = _DECIDED[name]
-        return f"write it as {where}" if where else "the launcher decides it"
+        return f"write it as {where}" if where else "the launcher sets it"
     return (
-        "line breaks and control characters cannot stand in an option of sbatch"
+        "line breaks and control characters are not allowed in an sbatch option"
         if CONTROL.search(text)
         else option(text)
     )
@@ -199,9 +199,9 @@ def variable_fault(name: str, value: str) -> str | None:
     if not _NAME.fullmatch(name):
         return f"environment: {name!r} is not a variable's name: letters, digits and _"
     if secrets.is_secret(name) or secrets.hides_a_password(value):
-        return f"environment.{name} looks like a secret: export it in your shell, which takes it to the job, and keep it out of files"
+        return f"environment.{name} looks like a secret: export it in your shell, from which the job inherits it"
     if re.search(rf"\$({name}\b|{{{name}\b)", value):
-        return f"environment.{name} would refer to itself, and values are taken as they are: write `export {name}=...` in setup.lines"
+        return f"environment.{name} would refer to itself, and values are not expanded: write `export {name}=...` in setup.lines"
     if name in _TAKEN or name.startswith(("SLURM_", "BASH_FUNC_")):
         return f"environment.{name} cannot be set here: {_TAKEN.get(name, 'Slurm sets it')}"
     return None

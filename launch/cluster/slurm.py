@@ -110,7 +110,7 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
         )
     except FileNotFoundError:
         raise SlurmError(
-            f"{command[0]}: not installed here; submit on a login node of the cluster, or start it with: python -m launch local"
+            f"{command[0]}: not installed on this host; submit on a login node of the cluster, or start it with: python -m launch local"
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(

@@ -218,7 +218,7 @@ def explained(outcome: Outcome, name: str) -> Outcome:
         outcome.trouble = f"{name} failed: {said}"
     elif not outcome.trouble and not logs(outcome):
         where = f" on {', '.join(outcome.nodes)}" if outcome.nodes else ""
-        outcome.trouble = f"{name} ended without a word in {outcome.directory}: the nodes{where} do not see that folder"
+        outcome.trouble = f"{name} ended without any output in {outcome.directory}: the nodes{where} do not see that folder"
     elif not outcome.trouble:
         outcome.trouble = f"{name} ended before its ranks were started"
     for log in [

@@ -94,9 +94,9 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
         code = snapshot.read_code(directory)
         configs = _same(before, merged, wanted, code)
         notes.append(
-            f"goes on with the code of its snapshot ({code.label})"
+            f"continues with the code of its snapshot ({code.label})"
             if code
-            else "its snapshot is gone: takes a new one"
+            else "its snapshot is missing: a new one is taken"
         )
         return Draft(merged, configs, code, asked, tuple(now), notes=tuple(notes))
     busy = next((standing for standing in known if standing.kind == "active"), None)
@@ -133,7 +133,7 @@ def _same(
     """
     where, how = (
         before.directory,
-        "--update takes the new settings and the code as it is now; or give it another directory",
+        "--update takes the new settings and the present code; or use another directory",
     )
     for key in ("kind", "array", "working_directory", "nodes", "processes_per_node", "torchrun"):
         old, new = getattr(before, key), getattr(merged, key)
@@ -156,7 +156,7 @@ def _same(
             configs = wanted.again(snapshot.code_folder(Path(where)))
         except UserError as error:
             raise UserError(
-                f"{where} has a job with the code of {code.label}, which says: {error}; {how}"
+                f"{where} has a job with the code of {code.label}, which reports: {error}; {how}"
             ) from None
     for place, text in configs.items():
         old_text = written(place)
@@ -215,7 +215,7 @@ def locked(directory: Path) -> Iterator[None]:
     launch_folder(directory).mkdir(parents=True, exist_ok=True)
     with files.locked(
         launch_folder(directory) / "submit.lock",
-        f"{directory}: another launch command is at it; wait for its end",
+        f"{directory}: another launch command is using it; wait for it to end",
     ):
         yield
 
@@ -260,7 +260,7 @@ def describe(
     job, code = draft.job, draft.code
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
     fresh = (
-        f"{snapshot.ROOT} as it is now: {len(names)} files, {left_out} left out that are no sources"
+        f"{snapshot.ROOT} in its present state: {len(names)} files, without {left_out} that are no sources"
     )
     rows = [
         ("job", f"{job.name}, {what(draft, at_once)}"),
@@ -279,7 +279,7 @@ def describe(
         ("command", f"sbatch --parsable {shlex.quote(str(job.script))}"),
     ]
     if draft.starting:
-        rows.append(("data", data_fault(draft.starting, job.world_size) or "is there"))
+        rows.append(("data", data_fault(draft.starting, job.world_size) or "exists and fits"))
     lines = [f"{name:<11}{text}" for name, text in rows]
     lines += [f"{'note':<11}{note}" for note in draft.notes]
     if job.array:

@@ -30,7 +30,7 @@ from launch.job.snapshot import ROOT, code_folder, source_files
 
 RECORD = Path("runs") / "rehearsed.jsonl"
 ROOMS = ("fem_common", "fem_megatron", "kernels", "pretrain")  # packages that a rehearsal runs
-SKIP = "--no-rehearse submits it all the same"
+SKIP = "--no-rehearse submits it anyway"
 # Settings that affect no tensor's size: runs that differ only in these are rehearsed once. All
 # other settings are compared.
 INERT = {
@@ -180,7 +180,7 @@ def _by_the_plan(
     config, not_rehearsed = read_config(text), f"not rehearsed: {why}"
     device = (config.get("log") or {}).get("device") or device
     if device is None or not data:
-        return f"{not_rehearsed}; nor is its memory compared"
+        return f"{not_rehearsed}; its memory is not compared either"
     try:
         pretrain_text(
             text,

@@ -64,7 +64,7 @@ def directive(option: str, value: str) -> Quoted:
     check(value, option)
     if CONTROL.search(value):
         raise UserError(
-            f"{option} = {value!r}: line breaks and control characters cannot stand in an option of sbatch"
+            f"{option} = {value!r}: line breaks and control characters are not allowed in an sbatch option"
         )
     if _PLAIN_DIRECTIVE.fullmatch(value):
         return Quoted(f"{option}={value}")
@@ -80,7 +80,7 @@ def file_pattern(path: str) -> str:
     """
     if "\\" in path:
         raise UserError(
-            f"{path!r}: Slurm cannot write into a folder with a backslash in its name; name another by logs of the profile"
+            f"{path!r}: Slurm cannot write into a folder with a backslash in its name; set another with logs in the profile"
         )
     return path.replace("%", "%%")
 
@@ -196,7 +196,7 @@ def _notice(job: Job) -> str:
     """Return the "stopped" event of a job whose supervisor did not start: a JSON object without its
     closing brace.
     """
-    message = "the supervisor could not be started on this node, and the job does not go back to the queue"
+    message = "the supervisor could not be started on this node, and the job is not requeued"
     facts = {
         "event": "stopped",
         "name": job.name,
@@ -209,7 +209,7 @@ def _notice(job: Job) -> str:
 
 def _of_pattern(text: str, pattern: re.Pattern[str], what: str) -> str:
     if not pattern.fullmatch(text):
-        raise UserError(f"{what} = {text!r}: not what sbatch takes")
+        raise UserError(f"{what} = {text!r}: not valid for sbatch")
     return text
 
 

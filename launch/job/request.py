@@ -75,7 +75,7 @@ def wanted(request: Request) -> Wanted:
         )
         if any(secret in word for word in request.words for secret in found):
             raise UserError(
-                f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway"
+                f"a word of the command is the value of ${name}, and would be written to files; jobs inherit ${name} anyway"
             )
     return _command(request) if request.is_command else _run(request)
 
@@ -133,10 +133,10 @@ def pretrain(
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"pretrain read {words[0]} for {SECONDS:g} seconds without an end; is a file system stuck?"
+            f"pretrain did not finish reading {words[0]} in {SECONDS:g} seconds; does a file system hang?"
         ) from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no word"]
+        lines = done.stderr.strip().splitlines() or ["no output"]
         told = [
             line.removeprefix("pretrain: error: ")
             for line in lines
@@ -184,7 +184,7 @@ def read_config(text: str) -> dict[str, Any]:
     values = yaml.load(text, Loader=loader)
     if not isinstance(values, dict) or not values.get("run_dir") or not values.get("name"):
         raise UserError(
-            "pretrain --resolve printed no configuration with name and run_dir; is the code of one version?"
+            "pretrain --resolve printed no configuration with name and run_dir; is all code of the same version?"
         )
     return values
 
@@ -244,7 +244,7 @@ def _run(request: Request) -> Wanted:
 
 def _command(request: Request) -> Wanted:
     if not request.words:
-        raise UserError("nothing after --; give a command of ours, as: -- data_prep merge DIR")
+        raise UserError("no command after --; give one, as: -- data_prep merge DIR")
     module, *arguments = request.words
     _check_module(module)
     name = request.name or command_name(request.words)
@@ -285,7 +285,7 @@ def _check_module(module: str) -> None:
     path = ROOT.joinpath(*parts)
     if not allowed or not all(part.isidentifier() for part in parts):
         raise UserError(
-            f"{module}: not a command of ours; give pretrain, data_prep or a module of tools, as: -- tools.hf export RUN OUT"
+            f"{module}: not a command of this project; give pretrain, data_prep or a module of tools, as: -- tools.hf export RUN OUT"
         )
     if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file():
-        raise UserError(f"{module}: there is no such command in {ROOT}")
+        raise UserError(f"{module}: no such command in {ROOT}")

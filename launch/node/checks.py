@@ -27,7 +27,7 @@ from typing import Any
 from launch.job import last_lines, read_json, write_json
 from launch.node import hardware
 
-REMEDY = "tell the administrators, and meanwhile name it in slurm.exclude"
+REMEDY = "report it to the administrators, and meanwhile add it to slurm.exclude"
 NO_ANSWER = "did not answer the health check"
 # limit for nvidia-smi; without its persistence mode each call takes seconds
 SMI_SECONDS = 60.0
@@ -177,10 +177,10 @@ def look(wanted: Mapping[str, Any]) -> Report:
     checks: dict[str, Callable[[], Report]] = {"memory": partial(memory, wanted["free_memory_gb"])}
     if python:
         checks["the interpreter"] = partial(
-            program, python, "there is no such program here (is its file system mounted?)"
+            program, python, "no such program on this node (is its file system mounted?)"
         )
     if numa != "none":
-        fault = f"nodes.numa = {numa} needs this program, and it is not on PATH: install it on the nodes, or set nodes.numa: none"
+        fault = f"nodes.numa = {numa} needs this program, which is not on PATH: install it on the nodes, or set nodes.numa: none"
         checks["numactl"] = partial(program, "numactl", fault)
     if wanted["gpus"]:
         gpu = partial(
@@ -227,7 +227,7 @@ def memory(least_gb: float) -> Report:
     )
     if free < least_gb:
         found.faults.append(
-            f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are wanted: what else runs there?"
+            f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are required: does another process use it?"
         )
     if shm is not None and shm < 1:
         found.warnings.append(
@@ -242,11 +242,11 @@ def folder(name: str, least_gb: float) -> Report:
         free = hardware.probe_folder(Path(name))
     except OSError as error:
         return Report(
-            [f"{name}: cannot be written here: {error.strerror or error} (is it mounted?)"]
+            [f"{name}: cannot be written on this node: {error.strerror or error} (is it mounted?)"]
         )
     found = Report(facts={f"free_gb {name}": free})
     if free < least_gb:
-        found.faults.append(f"{name}: {free:.2f} GB free; {least_gb:g} are wanted")
+        found.faults.append(f"{name}: {free:.2f} GB free; {least_gb:g} are required")
     return found
 
 
@@ -357,7 +357,7 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
     for place, speed in speeds.items():
         if speed < SLOW * median:
             found.faults.append(
-                f"GPU {mine[place].index} ({mine[place].bus}): {speed:.0f} TFLOP/s in bfloat16, its neighbours {median:.0f}"
+                f"GPU {mine[place].index} ({mine[place].bus}): {speed:.0f} TFLOP/s in bfloat16, the node's median is {median:.0f}"
             )
     found.facts["tflops"] = [speeds.get(place) for place in range(len(mine))]
     return found
@@ -375,7 +375,7 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
     if isinstance(result, dict):
         return result
     return {
-        "error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'it says nothing'}"
+        "error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'no output'}"
     }
 
 

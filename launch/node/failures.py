@@ -301,7 +301,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
     }
     if record.get("ended") is None:
         seen = last_stamp(rank_log(attempt, rank)) or record.get("started") or 0.0
-        message = "its process vanished without a word: killed from outside, or its node went down"
+        message = "its process vanished without a report: killed from outside, or its node failed"
         return Failure(
             **said, message=message, kind="lost", time=seen, lost_peer=False, reported=False
         )
@@ -309,7 +309,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
         message = f"{error} ({by})" if by and by not in error else error
     elif by:
         message = f"killed by {by}" + (
-            ": the kernel's out-of-memory killer, or someone" if by == "SIGKILL" else ""
+            ": the kernel's out-of-memory killer, or a user" if by == "SIGKILL" else ""
         )
     else:
         message = f"exited with {code}" + (

@@ -105,7 +105,7 @@ class Gpu:
         """
         if (self.memory_used or 0) < BUSY_MIB:
             return []
-        users = ", ".join(self.users) or "a process that cannot be seen from here"
+        users = ", ".join(self.users) or "a process that is not visible to this one"
         return [f"GPU {self.index} ({self.bus}): {self.memory_used} MiB in use by {users}"]
 
     def throttling(self) -> tuple[list[str], list[str]]:
@@ -270,7 +270,7 @@ def _query(
             complaints.append(line.strip())
     if answer.code and not rows and not complaints and "No devices were found" not in answer.output:
         raise SmiError(
-            f"nvidia-smi failed with exit code {answer.code}: {last_line(answer.errors) or last_line(answer.output) or 'it says nothing'}"
+            f"nvidia-smi failed with exit code {answer.code}: {last_line(answer.errors) or last_line(answer.output) or 'no output'}"
         )
     return rows
 

@@ -53,7 +53,7 @@ def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
     torch = list(_guarded("torch", torch_and_megatron))
     yield from torch
     if any(check.level == "FAILED" for check in torch):
-        yield Check("warning", "the rest", "was not looked at: it needs torch and Megatron-core")
+        yield Check("warning", "the rest", "was not checked: it needs torch and Megatron-core")
         return
     for name, checks in {
         "gpu": gpus,
@@ -230,7 +230,7 @@ def compiling() -> Iterator[Check]:
             "FAILED" if find_spec("deepspeed") else "absent",
             "ninja",
             text,
-            f"{remedy} (DeepSpeed starts it whenever it starts)",
+            f"{remedy} (DeepSpeed runs it at every start)",
         )
     else:
         deepspeed_ops.prepare_environment()
@@ -285,12 +285,12 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
     if fault := deepspeed_ops.cannot_write(directory):
         yield Check("FAILED", "extensions", fault)
     elif shared and directory != deepspeed_ops.default_directory():
-        text = f"{directory} ({kind}) may be seen by machines whose CPU cannot run what this one compiles"
+        text = f"{directory} ({kind}) may be used by machines whose CPU cannot run code that this one compiled"
         yield Check(
             "warning",
             "extensions",
             text,
-            "unset TORCH_EXTENSIONS_DIR, and each kind gets its own below ~/.cache",
+            "unset TORCH_EXTENSIONS_DIR, and each kind of machine gets its own folder below ~/.cache",
         )
     else:
         yield Check(
@@ -308,9 +308,9 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
 
     stale = deepspeed_ops.stale_lock(name)
     if stale and fix and deepspeed_ops.remove_stale_lock(name):
-        yield Check("ok", name, f"removed {stale}, which a process that was killed had left")
+        yield Check("ok", name, f"removed {stale}, which a killed process had left")
     elif stale:
-        text = f"{stale} was left by a process that was killed, and DeepSpeed waits for it for ever"
+        text = f"{stale} was left by a killed process, and DeepSpeed would wait for it forever"
         yield Check("FAILED", name, text, deepspeed_ops.FIX)
         return
     state = deepspeed_ops.op_state(name)
@@ -380,7 +380,7 @@ def packages() -> Iterator[Check]:
 
     for module, distribution in GPU_PACKAGES.items():
         if find_spec(module):
-            found = "a version unknown"
+            found = "unknown version"
             with contextlib.suppress(PackageNotFoundError):
                 found = version(distribution)
             yield Check("ok", module, found)
@@ -402,7 +402,7 @@ def room() -> Iterator[Check]:
         ),
     ):
         if not path.is_dir():
-            yield Check("warning", name, f"there is no {path}")
+            yield Check("warning", name, f"{path} does not exist")
             continue
         free = shutil.disk_usage(path).free / hardware.GB
         yield Check(

@@ -197,7 +197,7 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
         try:
             paths[name][node].write_text(node, encoding="utf-8")
         except OSError as error:
-            faults.append(f"{name}: {node} cannot write there: {error.strerror}")
+            faults.append(f"{name}: {node} cannot write to it: {error.strerror}")
     meet(ranks)
     for name in folders if mine else ():
         deadline = time.monotonic() + SEEN_SECONDS
@@ -208,7 +208,7 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
             time.sleep(0.5)
         if unseen:
             faults.append(
-                f"{name}: {node} does not see what {', '.join(unseen)} wrote: not one folder, shared by the nodes"
+                f"{name}: {node} does not see the files of {', '.join(unseen)}: the nodes do not share this folder"
             )
     everyone = gather(ranks, faults)
     for name in folders if mine else ():
@@ -221,7 +221,7 @@ def all_reduce(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m launch.node.measure all-reduce", allow_abbrev=False
     )
-    parser.add_argument("folder", type=Path, help="bandwidth.json is written there")
+    parser.add_argument("folder", type=Path, help="folder for bandwidth.json")
     parser.add_argument("--backend", choices=SIZES, required=True)
     parser.add_argument(
         "--floor",

@@ -37,7 +37,7 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
     if int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:
         # Without a handler the signal would end the process.
         os.kill(pid, signal.SIGUSR2)
-        said.append("SIGUSR2 was sent: the stacks by Python's own account are in the rank's log")
+        said.append("SIGUSR2 was sent: Python's own stacks are in the rank's log")
     return "\n".join(said) + "\n"
 
 
@@ -75,14 +75,14 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
-        return "py-spy is not installed beside this interpreter: no stacks"
+        return "py-spy is not installed for this interpreter: no stacks"
     try:
         # A stopped process cannot be paused, and stacks read without a pause can be inconsistent.
         # Then try the other mode.
         said = _run_py_spy(program, pid, pause=not stopped)
         return said if said.startswith("Process") else _run_py_spy(program, pid, pause=stopped)
     except subprocess.TimeoutExpired:
-        return f"py-spy saw nothing within {SECONDS / 2:.0f} s"
+        return f"py-spy did not answer within {SECONDS / 2:.0f} s"
     except OSError as error:
         return f"py-spy cannot be started: {error}"
 

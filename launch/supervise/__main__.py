@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     0: the item is finished, or saved at a user's request. 1: it stopped. 2: its input, or this
     command line, is wrong.
     """
-    parser = Parser(prog="python -m launch.supervise", description="Keep one item of a job going.")
+    parser = Parser(prog="python -m launch.supervise", description="Supervise one item of a job.")
     parser.add_argument(
         "directory",
         type=Path,
@@ -48,16 +48,16 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="which of the job's items (default: %(default)s)",
+        help="index of the item in the job (default: %(default)s)",
     )
-    parser.add_argument("--show", action="store_true", help="print what rank 0 says")
+    parser.add_argument("--show", action="store_true", help="print rank 0's output")
     arguments = parser.parse_args(argv)
 
     def keep() -> int:
         job = load_job(arguments.directory.absolute())
         if job is None or not 0 <= arguments.item < len(job.items):
             raise UserError(
-                f"{arguments.directory}: no job there with an item {arguments.item}; it is made by: python -m launch submit"
+                f"{arguments.directory}: no job with an item {arguments.item}; create it with: python -m launch submit"
             )
         return supervise(job, arguments.item, show=arguments.show)
 
@@ -76,7 +76,7 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
     with noted() as signals, _alone(item, place, signals, journal) as alone:
         if not alone:
             journal.say(
-                "the lock of this item's last supervisor is still held; Slurm has ended that one, so this one goes on without"
+                "the lock of this item's last supervisor is still held; Slurm has ended that supervisor, so this one continues without the lock"
             )
         state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
         if state.get("state") == "finished":
@@ -100,7 +100,7 @@ def place_of(job: Job) -> Place:
     if job.profile.get("scheduler") == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
             raise UserError(
-                f"{job.directory} is a job for Slurm, and this is not inside one; start it with: python -m launch submit"
+                f"{job.directory} is a job for Slurm, and this process is not inside a Slurm job; start it with: python -m launch submit"
             )
         from launch.supervise.on_slurm import SlurmPlace
 
@@ -127,7 +127,7 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
             except BlockingIOError:
                 if place.job_id is None:
                     raise InUse(
-                        f"{item.directory} is kept going by another process already; see: python -m launch status"
+                        f"{item.directory} is already supervised by another process; see: python -m launch status"
                     ) from None
                 if time.monotonic() - began < LOCK_SECONDS and not signals.ends:
                     time.sleep(1.0)
@@ -155,13 +155,13 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
     other = read_json(folder / "state.json") or {}
     holder = f"another job ({other.get('job_id') or 'of unknown id'}, on {other.get('host') or 'an unknown host'})"
     if (folder / "stop.json").exists():
-        print(f"launch: {item.directory} is kept going by {holder}, and is to stop", flush=True)
+        print(f"launch: {item.directory} is supervised by {holder}, and must stop", flush=True)
         sys.exit(Exit.FAULT)
     count = folder / BUSY.format(place.job_id)
     seen = read_json(count) or {"since": time.time(), "times": 0}
     seen["times"] += 1
     write_json(count, seen)
-    print(f"launch: {item.directory} is kept going by {holder}: back to the queue", flush=True)
+    print(f"launch: {item.directory} is supervised by {holder}: back to the queue", flush=True)
     why = "it does not end; see python -m launch status"
     while seen["times"] <= BUSY_TIMES and time.time() - seen["since"] < BUSY_SECONDS:
         try:
@@ -174,7 +174,7 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
             break
     count.unlink(missing_ok=True)
     minutes = (time.time() - seen["since"]) / 60
-    message = f"{item.directory} is kept going by {holder}, after {seen['times']} starts and {minutes:.0f} minutes of this one: {why}"
+    message = f"{item.directory} is supervised by {holder}, after {seen['times']} starts and {minutes:.0f} minutes of this one: {why}"
     print(f"launch: stopped: {message}", flush=True)
     journal.event("stopped", message)
     journal.settle()

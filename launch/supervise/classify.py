@@ -89,7 +89,7 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     if seen.cancelled:
         return "cancelled", None
     if seen.code == 0:
-        words = f"progress.json says {state}" if state else "progress.json says nothing of it"
+        words = f"the state in progress.json is {state}" if state else "progress.json has no state of it"
         return "failed", Failure(
             "exit", f"it ended with 0 before its last step: {words}", step=step, exit=0
         )
@@ -140,7 +140,7 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
         node, why = next(iter(seen.down.items()))
         return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
     if first is not None and first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
-        message = f"the input is wrong on {hosts[0]} alone (is a file system missing there?): {first.message}"
+        message = f"the input is wrong on {hosts[0]} alone (is a file system missing on that node?): {first.message}"
         return Failure("node", message, rank=first.rank, host=hosts[0], step=step, exit=first.exit)
     if first is not None:
         return Failure(
@@ -148,7 +148,7 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
         )
     said = agents_words(folder)
     signal = _SIGNALS.get(seen.code or 0)
-    message = f"no rank says why; the launcher ended with {signal or f'code {seen.code}'}" + (
+    message = f"no rank reports a cause; the launcher ended with {signal or f'code {seen.code}'}" + (
         f": {said}" if said else ""
     )
     return Failure("lost" if signal else "exit", message, step=step, exit=seen.code)
@@ -213,13 +213,13 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     asked, slurm = nodes.get("memory"), profile.get("scheduler") == "slurm"
     number, unit = str(asked or "").rstrip("KMGT"), str(asked or "")[-1:]
     if slurm and asked is not None and not int(number):
-        return "the job may use a node's whole memory (nodes.memory): use less, or nodes with more"
+        return "the job may use all memory of a node (nodes.memory): use less, or nodes with more"
     if mib:
         size = f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib} MiB"
     elif not slurm:
         return "the limit is the memory of this machine, or of its container"
     elif asked is None:
-        return "the limit is the partition's default, or a node's whole memory: nodes.memory of the profile is null"
+        return "the limit is the partition's default, or all memory of a node: nodes.memory of the profile is null"
     else:
         size = f"{number} {unit if unit in 'KMGT' else 'M'}iB"
     return f"the job's limit is {size} a node: raise nodes.memory of the profile"

@@ -136,7 +136,7 @@ class Notifier:
                     continue
                 self._hooks.remove((process, output, end))
                 output.seek(0)
-                said = output.read().decode(errors="replace").strip().splitlines() or ["no word"]
+                said = output.read().decode(errors="replace").strip().splitlines() or ["no output"]
                 output.close()
                 if late:
                     yield f"notify.command did not end within {SECONDS:g} s"

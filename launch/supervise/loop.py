@@ -298,7 +298,7 @@ class Supervisor:
                 f"again, with the same code and settings: python -m launch requeue {shlex.quote(str(self.directory))}"
             )
             self.journal.say(
-                "with what you mended in them: the command that started it, with --update"
+                "with corrected code or settings: the command that started it, with --update"
             )
         self.journal.event("stopped", decision.reason, step=last.step_end)
         if last.outcome == "saved" and not cancelled:
@@ -320,9 +320,9 @@ class Supervisor:
             self.journal.settle(0.0 if self.signals.ends else HOOK_SECONDS)
             try:
                 self.place.requeue(self._excluded())
-                number, told = number + 1, "Slurm took the requeue, but this process goes on"
+                number, told = number + 1, "Slurm accepted the requeue, but this process still runs"
             except Unreachable as error:
-                told = f"the requeue has to wait: {error}"
+                told = f"the requeue must wait: {error}"
                 number += bool(self.signals.ends)
                 pause = min(1.5 * pause, REQUEUE_MAX_SECONDS)
             except PlaceError as error:
@@ -400,11 +400,11 @@ class Supervisor:
         if not self.signals.any:
             return None
         if self.place.can_requeue:
-            return self._requeue(f"{self.signals.describe()} came between two attempts")
+            return self._requeue(f"{self.signals.describe()} arrived between two attempts")
         if not self.signals.ends:
             self.signals.forget()
             return None
-        message = f"{self.signals.describe()} came between two attempts; the same command continues"
+        message = f"{self.signals.describe()} arrived between two attempts; the same command continues"
         self.journal.say(message)
         self.journal.state("stopped", message)
         return Exit.DONE
@@ -424,5 +424,5 @@ class Supervisor:
         if stop is not None:
             return f"{stop.get('why') or 'stopped'}: {stop.get('message') or 'no reason given'}"
         if self.place.can_requeue and (ask or self.signals.ends) and self.place.cancelled():
-            return "cancelled: the queue says so"
+            return "cancelled in the queue"
         return None

@@ -258,7 +258,7 @@ class SlurmPlace(Place):
             if exclude:
                 self._exclude(exclude)
             if not self._requeued():
-                raise PlaceError("Slurm took the requeue, and did nothing")
+                raise PlaceError("Slurm accepted the requeue, but did not requeue the job")
             sys.exit(0)
         finally:
             for number, handler in before.items():
@@ -297,7 +297,7 @@ class SlurmPlace(Place):
             )
             if known is not None and not enough_nodes(nodes, shown, wanted):
                 print(
-                    f"launch: too few nodes are left without {','.join(wanted)}: the profile's own are excluded alone",
+                    f"launch: too few nodes are left without {','.join(wanted)}: only the profile's nodes are excluded",
                     flush=True,
                 )
                 wanted = [node for node in hosts(self._own) if node in known]

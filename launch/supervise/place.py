@@ -146,7 +146,7 @@ class Place:
             Unreachable: the queue does not answer.
         """
         raise PlaceError(
-            f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}"
+            f"this machine has no queue, and no nodes other than {', '.join(exclude) or 'this'}"
         )
 
 
@@ -215,7 +215,7 @@ class LocalPlace(Place):
         """
         if self.job.nodes != 1:
             raise PlaceError(
-                f"the job asks for {self.job.nodes} nodes, and this is one machine; --nodes 1, or a profile with scheduler: slurm"
+                f"the job needs {self.job.nodes} nodes, and this is one machine; --nodes 1, or a profile with scheduler: slurm"
             )
         return (node_name(),)
 

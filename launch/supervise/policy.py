@@ -63,15 +63,15 @@ class Limits:
         5, "Failures without a new checkpoint in between before giving up.", least=0
     )
     max_attempts: int = setting(
-        500, "Attempts of a run, the ones that were stopped by a signal included.", least=1
+        500, "Attempts of a run, including those that a signal stopped.", least=1
     )
     same_failure: int = setting(
         2,
-        "The same failure at the same step this often in a row: gives up with a diagnosis; 0: never.",
+        "Give up with a diagnosis after the same failure at the same step this many times in a row; 0: never.",
         least=0,
     )
     node_failures: int = setting(
-        2, "Failures of the same node before runs keep away from it; 0: never.", least=0
+        2, "Failures of the same node after which runs no longer use it; 0: never.", least=0
     )
     back_off_seconds: float = setting(
         30.0, "Wait before the first restart; doubles with every failure without progress.", least=0

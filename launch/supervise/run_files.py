@@ -187,7 +187,7 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
     closed = []
     for record in found:
         if record.ended is None:
-            killed = f"the supervisor ended without a word (process {record.pid} on {record.host}): killed, or its host went down"
+            killed = f"the supervisor ended without a report (process {record.pid} on {record.host}): killed, or its host failed"
             failure, newest = Failure("lost", trouble or killed), newest_checkpoint(directory)
             record = replace(
                 record, ended=time.time(), outcome="lost", failure=failure, checkpoint_end=newest

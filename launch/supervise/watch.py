@@ -274,7 +274,7 @@ class Watch:
         """Have every rank's stacks written to dumps/, then end all ranks. Return a text about ranks
         that were stopped, or None.
         """
-        self.journal.say(f"hang: {why}; every rank is asked for its stacks")
+        self.journal.say(f"hang: {why}; every rank is signalled to dump its stacks")
         running.signal(signal.SIGUSR2)
         ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
         while running.poll() is None and time.monotonic() < deadline:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of a run or a job, or of one item of an array",
     )
-    parser.add_argument("--save", action="store_true", help="after a checkpoint")
+    parser.add_argument("--save", action="store_true", help="save a checkpoint first")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
         (standing for standing in active if standing.job_id is None and standing.pid is None), None
     )
     if far is not None:
-        raise UserError(f"{job.directory}: {far.where}; cancel it there")
+        raise UserError(f"{job.directory}: {far.where}; cancel it on that host")
     by = who()
     for standing in active:
         stop = {
@@ -119,11 +119,11 @@ def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
         )
         where = shlex.quote(job.items[standing.index].directory)
         print(
-            f"{job.items[standing.index].name}: {standing.where} {told}; to go on: python -m launch requeue {where}"
+            f"{job.items[standing.index].name}: {standing.where} {told}; to continue: python -m launch requeue {where}"
         )
     if len(active) > LINES:
         print(
-            f"... and {len(active) - LINES} more; to go on with all: python -m launch requeue {shlex.quote(job.directory)}"
+            f"... and {len(active) - LINES} more; to continue all: python -m launch requeue {shlex.quote(job.directory)}"
         )
 
 

@@ -43,7 +43,7 @@ PYTHON = (3, 11)
 LOOK_SECONDS = 120.0  # limit for an interpreter on a cold file system
 ASK = "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not None)"
 REMEDY = {
-    "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network it takes: NCCL_IB_HCA, NCCL_SOCKET_IFNAME, EFA's plugin",
+    "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network in use; set NCCL_IB_HCA, NCCL_SOCKET_IFNAME or EFA's plugin",
     "clock": "let the administrators synchronise it (chrony, NTP)",
     "shared": "paths.shared: folders of a file system that every node mounts",
 }
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=int,
         metavar="N",
-        help="nodes of the trial job; 0: no job (default: 2, or as many as there are)",
+        help="nodes of the trial job; 0: no job (default: 2, or 1 if only one is in service)",
     )
     parser.add_argument(
         "--set",
@@ -99,7 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--nodes {arguments.nodes}: must be 0 or more")
     failed = warned = 0
     if arguments.cluster and (arguments.build or arguments.fix):
-        raise UserError("--build and --fix are of this machine; leave --cluster out")
+        raise UserError("--build and --fix apply to this machine; omit --cluster")
     for check in examine(arguments) if arguments.cluster else this_machine(arguments):
         failed, warned = failed + (check.level == "FAILED"), warned + (check.level == "warning")
         show(check)
@@ -142,7 +142,7 @@ def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
             else:
                 yield Check(**said)
     if child.returncode:
-        yield Check("FAILED", "machine", f"the process that looked ended with {child.returncode}")
+        yield Check("FAILED", "machine", f"the checking process ended with {child.returncode}")
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Check]:
@@ -166,7 +166,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.nodes == 0:
         return
     if not well:
-        yield Check("warning", "trial", "not made: first mend what FAILED")
+        yield Check("warning", "trial", "not run: first repair what FAILED")
         return
     try:
         yield from by_trial(profile, arguments)
@@ -223,7 +223,7 @@ def interpreter(key: str, path: str, *, torch: bool) -> Check:
         )
     except OSError as error:
         remedy = f"{key}: the path of an interpreter, null for this one"
-        return Check("FAILED", key, f"{path} cannot be started here: {error.strerror}", remedy)
+        return Check("FAILED", key, f"{path} cannot be started on this host: {error.strerror}", remedy)
     except subprocess.TimeoutExpired:
         return Check(
             "FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs"
@@ -263,7 +263,7 @@ def shared_folders(profile: Profile) -> Iterator[Check]:
             yield Check(
                 "FAILED",
                 "shared folder",
-                f"{name}: cannot be written here: {error.strerror or error}",
+                f"{name}: cannot be written on this host: {error.strerror or error}",
                 REMEDY["shared"],
             )
 
@@ -280,7 +280,7 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
             "warning",
             "cordon",
             f"{len(away)} nodes: {told}",
-            f"delete their lines in {file} once they are well",
+            f"delete their lines in {file} once they are repaired",
         )
 
 
@@ -361,7 +361,7 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     )
     if not outcome.result["shared"]:
         yield Check(
-            "ok", "shared folders", "every node writes into them and sees what the others wrote"
+            "ok", "shared folders", "every node writes into them and sees the files of all nodes"
         )
     yield of_bandwidth(profile, outcome.result)
     yield from of_clocks(profile, outcome)
@@ -370,7 +370,7 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
     """Compare the all-reduce with its floor. Below it, name the slowest neighbours."""
     if not result.get("sizes"):
-        return Check("ok", "all-reduce", "not measured: there is one process")
+        return Check("ok", "all-reduce", "not measured: the trial has one process")
     floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
     ranks = f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over {result['backend']}"
     text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"

@@ -131,14 +131,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rest=[])  # the words after --
     add_place_arguments(parser, cluster_required=False)
     parser.add_argument(
-        "--tasks", type=int, metavar="N", help="of a command: so many tasks, as of a job array"
+        "--tasks", type=int, metavar="N", help="for a command: the number of tasks, as in a job array"
     )
     parser.add_argument(
         "--at-once",
         type=int,
         default=1,
         metavar="K",
-        help="of --tasks: so many at a time (default: %(default)s)",
+        help="the number of --tasks at a time (default: %(default)s)",
     )
 
 
@@ -155,17 +155,17 @@ def main(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     if request.profile.scheduler != "local":
         raise UserError(
-            f"{arguments.cluster} is a profile of Slurm; to run there: python -m launch submit"
+            f"{arguments.cluster} is a profile for Slurm; to use it: python -m launch submit"
         )
     if request.nodes != 1:
         raise UserError(
-            f"--nodes {request.nodes}: this is one machine; --processes says how many ranks"
+            f"--nodes {request.nodes}: this is one machine; --processes sets the number of ranks"
         )
     job = prepare(request, data=True)
     known = standings(job)
     if not any(standing.kind == "idle" for standing in known):
         print(
-            f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to do it anew, or with other settings: --update"
+            f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to run it again, or with other settings: --update"
         )
         return 0
     if job.array:
@@ -197,6 +197,6 @@ def default_profile() -> str:
     path = SHIPPED / ("local_gpu.yaml" if hardware.listed(SMI_SECONDS) else "local_cpu.yaml")
     if not path.is_file():
         raise UserError(
-            f"{path} is not there; give a profile: --cluster PROFILE.yaml with scheduler: local"
+            f"{path} does not exist; give a profile: --cluster PROFILE.yaml with scheduler: local"
         )
     return str(path)

@@ -73,7 +73,7 @@ def _attempt(item: Item, attempt: Path) -> str | None:
         return None
     after = f" after step {told['step']}" if told.get("step") is not None else ""
     lines = [
-        f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'goes on'}{after}):"
+        f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'running'}{after}):"
     ]
     by_rank = bool(failed) and told.get("kind") not in ("hang", "health")
     if told and not (by_rank and told.get("message") == failed[0].message):
@@ -121,12 +121,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "directory", metavar="DIR", help="the directory of a run, a job, or a task of an array"
     )
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what comes, until the run is over"
+        "-f", "--follow", action="store_true", help="print new lines, until the run has ended"
     )
     parser.add_argument(
-        "--attempt", metavar="N|all", help="another attempt than the last; all: every one"
+        "--attempt", metavar="N|all", help="the attempt to print (default: the last); all: every attempt"
     )
-    parser.add_argument("--rank", metavar="R", help="these ranks alone: 3, or 0,8-15")
+    parser.add_argument("--rank", metavar="R", help="only these ranks: 3, or 0,8-15")
     parser.add_argument("--errors", action="store_true", help="the rank that failed first, and why")
     parser.add_argument(
         "--tail", metavar="N", type=int, help=f"only the last N lines (with -f: {FOLLOW_LAST})"
@@ -162,7 +162,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     lines = merged(find()) if arguments.tail is None else Follower(find, arguments.tail).read()
     if not _print(lines, arguments.time) and not removed:
-        print(f"launch: {arguments.directory}: nothing was said yet", file=sys.stderr)
+        print(f"launch: {arguments.directory}: no output yet", file=sys.stderr)
     return 0
 
 

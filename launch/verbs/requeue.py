@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODES",
-        help="nodes not to use, besides the profile's",
+        help="nodes not to use, in addition to the profile's",
     )
     parser.add_argument(
-        "--at-once", type=int, metavar="K", help="of an array: so many tasks at a time"
+        "--at-once", type=int, metavar="K", help="for an array: the number of tasks at a time"
     )
 
 
@@ -92,12 +92,12 @@ def _requeue(
     if not begin:
         if not any(standing.kind == "active" for standing in chosen):
             print(
-                f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update"
+                f"{job.name}: nothing to do: {counted(chosen)}; to run it again: submit it with --update"
             )
         return None
     if read_code(Path(job.directory)) is None:
         raise UserError(
-            f"{job.directory}: its code snapshot is gone; submit it again: that takes a new one"
+            f"{job.directory}: its code snapshot is missing; submit it again to take a new one"
         )
     profile = from_json(job.profile)
     if arguments.cluster:
@@ -133,7 +133,7 @@ def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> 
     """
     for standing in active:
         if standing.pid is None and standing.job_id is None:
-            raise UserError(f"{job.directory}: {standing.message}; requeue it there")
+            raise UserError(f"{job.directory}: {standing.message}; requeue it on that host")
         _allow(job, standing.index)
         if standing.pid is not None:
             os.kill(standing.pid, signal.SIGUSR1)
@@ -150,7 +150,7 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
         return "is just ending; if it does not come back to the queue, give this command again"
     if standing.state == "RUNNING":
         slurm.signal_batch([job_id], "USR1")
-        return "saves and goes back to the queue"
+        return "saves and is requeued"
     if "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
         slurm.call("scontrol", "release", job_id)
         return "was held, and is released"
@@ -161,7 +161,7 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
     )
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""
-    text = f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"
+    text = f"already waits in the queue{reason}, now for any node{' except ' + ', '.join(away) if away else ''}"
     with suppress(slurm.SlurmError):  # the update is already made
         nodes = slurm.all_nodes() if away else []
         if nodes and not slurm.enough_nodes(nodes, slurm.job_fields(job_id), slurm.hosts(away)):

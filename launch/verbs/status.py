@@ -199,7 +199,7 @@ def _word(
         if process_of(state) is not None:
             return str(said), ""
         if state.get("host") and state["host"] != socket.gethostname():
-            return f"{said}?", f"on {state['host']}, which cannot be seen from here"
+            return f"{said}?", f"on {state['host']}, which is not visible from this host"
     if stop is not None or said in OVER:
         why = "cancelled" if "cancelled" in (said, (stop or {}).get("why")) else "stopped"
         return why, str((stop or {}).get("message") or "")
@@ -225,12 +225,12 @@ def _in_queue(
     if found.state == "PENDING":
         told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
         if found.reason == "BadConstraints":
-            why = "cannot start: too few nodes have what it asks for and are not excluded (BadConstraints)"
+            why = "cannot start: too few nodes meet its requirements and are not excluded (BadConstraints)"
             return (
                 "queued",
                 f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads the cordon file again",
             )
-        return "queued", f"{told}waits: {found.reason or 'not yet looked at'}"
+        return "queued", f"{told}waits: {found.reason or 'not considered yet'}"
     if found.state == "RUNNING":
         return (str(said), "") if said in AT_WORK else ("starting", "")
     return found.state.lower(), ""
@@ -305,7 +305,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=float,
         const=WATCH_SECONDS,
-        help="again every S seconds, until all are over",
+        help="again every S seconds, until all have ended",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, all items")
 
@@ -358,13 +358,13 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     text = (
         _table([HEADER, *lines])
         if lines
-        else ["no job here that did not end more than a day ago" if hidden else "no job here yet"]
+        else ["all jobs ended more than a day ago" if hidden else "no jobs yet"]
     )
     if hidden:
         text.append(f"{hidden} that ended more than a day ago: --all")
     if queue.silent:
         text.append(
-            f"Slurm does not answer, so states with a ? are the supervisors' last words: {queue.silent}"
+            f"Slurm does not answer, so states with a ? are the last ones that the supervisors wrote: {queue.silent}"
         )
     return "\n".join(text), active
 

@@ -106,13 +106,13 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
         if item.kind != "active" or item.job_id is None:
             kind = "not under way" if item.kind == "idle" else item.kind
             told = (
-                f"runs as {item.where}, which Slurm knows nothing of"
+                f"runs as {item.where}, which Slurm does not manage"
                 if item.kind == "active"
                 else f"is {kind} ({item.message})"
             )
             where = job.items[item.index].directory
             raise UserError(
-                f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it would wait for ever: submit it first"
+                f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it would never start: submit it first"
             )
     ids = [
         str(item.job_id) if len(items) < len(job.items) else str(item.job_id).partition("_")[0]
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
     add_submit_arguments(parser)
     parser.add_argument(
-        "--tasks", type=int, metavar="N", help="of a command: a job array of N tasks"
+        "--tasks", type=int, metavar="N", help="for a command: a job array of N tasks"
     )
 
 
@@ -150,13 +150,13 @@ def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bo
         "--processes",
         type=int,
         metavar="N",
-        help="processes a node (default: the profile's; of a command: 1)",
+        help="processes per node (default: the profile's; for a command: 1)",
     )
     parser.add_argument("--name", help="name in the queue (default: the run's, or the command's)")
     parser.add_argument(
         "--directory",
         metavar="DIR",
-        help="where it keeps its files (default: the run's run_dir, or runs/jobs/NAME)",
+        help="folder for its files (default: the run's run_dir, or runs/jobs/NAME)",
     )
     parser.add_argument(
         "--set",
@@ -168,7 +168,7 @@ def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bo
     parser.add_argument(
         "--update",
         action="store_true",
-        help="take new settings, and the code as it is now, for a run that has a job",
+        help="replace the settings and the code of an existing job",
     )
 
 
@@ -177,10 +177,10 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time",
         metavar="LIMIT",
-        help="time limit of one submission; a run outlives it (default: the profile's)",
+        help="time limit of one submission; a run continues in the next one (default: the profile's)",
     )
     parser.add_argument(
-        "--at-once", type=int, metavar="K", help="of an array: so many tasks at a time"
+        "--at-once", type=int, metavar="K", help="for an array: the number of tasks at a time"
     )
     after = "start after a job ended well: its directory, its id, or afterok:ID"
     parser.add_argument("--dependency", action="append", default=[], metavar="JOB", help=after)
@@ -189,19 +189,19 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODES",
-        help="nodes not to use, besides the profile's",
+        help="nodes not to use, in addition to the profile's",
     )
     parser.add_argument(
         "--no-rehearse",
         action="store_true",
-        help="of runs on GPUs: submit without a rehearsal of layouts not seen before",
+        help="submit runs on GPUs without a rehearsal of new layouts",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and the batch script; write and submit nothing",
+        help="print the plan and the batch script without writing or submitting them",
     )
-    parser.add_argument("--parsable", action="store_true", help="print the job's id alone")
+    parser.add_argument("--parsable", action="store_true", help="print only the job's id")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
@@ -275,11 +275,11 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
     """
     if profile.scheduler != "slurm":
         raise UserError(
-            f"{arguments.cluster} is no profile of Slurm; on this machine: python -m launch local"
+            f"{arguments.cluster} is no profile for Slurm; on this machine: python -m launch local"
         )
     if arguments.at_once is not None and not (asked.job.array and arguments.at_once > 0):
         raise UserError(
-            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and at least 1"
+            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and must be at least 1"
         )
     if arguments.dry_run:
         return _dry_run(asked, arguments, profile)
@@ -290,7 +290,7 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
         if not draft.ready:
             return _nothing_to_do(draft, parsable=arguments.parsable)
         if after is None:
-            refuse_without_data(draft, "; where another job makes it: --dependency JOB")
+            refuse_without_data(draft, "; if another job creates it: --dependency JOB")
         exclude = excluded(draft.job, arguments.exclude)
         # Refuse a job that cannot be rendered before any file is written.
         render(
@@ -341,7 +341,7 @@ def send(
         job_id = slurm.submit(script)
     except slurm.SlurmError as error:
         kept = (
-            f" (keeping away from {', '.join(exclude)}: {cordon_file(job.profile, job.working_directory)}, --exclude)"
+            f" (excluded: {', '.join(exclude)}, by {cordon_file(job.profile, job.working_directory)}, --exclude)"
             if exclude
             else ""
         )
@@ -429,7 +429,7 @@ def _why_not(draft: Draft) -> str:
     if stopped is not None:
         where = draft.job.items[stopped.index].directory
         return (
-            f"{where}: {stopped.message}; to go on: python -m launch requeue {shlex.quote(where)}"
+            f"{where}: {stopped.message}; to continue: python -m launch requeue {shlex.quote(where)}"
         )
     active = next(item for item in chosen if item.kind == "active")
     where = draft.job.items[active.index].directory

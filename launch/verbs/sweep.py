@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the run, and settings that all runs have",
     )
     ways = parser.add_mutually_exclusive_group(required=True)
-    ways.add_argument("--list", type=Path, metavar="FILE", help="a line a run: its settings")
+    ways.add_argument("--list", type=Path, metavar="FILE", help="file with one run per line: its settings")
     ways.add_argument(
         "--grid", nargs="+", metavar="KEY=V1,V2", help="every combination of these values"
     )
@@ -85,7 +85,7 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
             re.fullmatch(r"[A-Za-z0-9][\w.,=+-]*", given, re.ASCII) and len(given) <= LONGEST
         ):
             raise UserError(
-                f"{path}:{number}: {given!r} cannot name a folder: letters, digits and ._,=+- alone, {LONGEST} at most"
+                f"{path}:{number}: {given!r} is not a valid name of a folder: only letters, digits and ._,=+-, {LONGEST} at most"
             )
         odd = next((word for word in words if not re.match(r"[A-Za-z_][\w.]*=", word)), None)
         if odd is not None:
@@ -95,15 +95,15 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
         same = next((name for name, others in runs.items() if others == tuple(words)), None)
         if same is not None:
             raise UserError(
-                f"{path}:{number}: the same run as on a line before: {shlex.join(words)}"
+                f"{path}:{number}: the same run as on an earlier line: {shlex.join(words)}"
             )
         name = run_name(words) if given is None else given
         if name in runs:
-            raise UserError(f"{path}:{number}: a line before has the name {name}, too")
+            raise UserError(f"{path}:{number}: an earlier line has the name {name}, too")
         runs[name] = tuple(words)
     if not runs:
         raise UserError(
-            f"{path}: no run in it; a line is the settings of a run, as: optimizer.lr=1e-4 train.seed=2"
+            f"{path}: it contains no run; a line is the settings of a run, as: optimizer.lr=1e-4 train.seed=2"
         )
     return runs
 
@@ -135,7 +135,7 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
         if repeated is not None or "" in axes[key]:
             raise UserError(
                 f"--grid {word!r}: "
-                + (f"{repeated} is there twice" if repeated else "a value is empty")
+                + (f"{repeated} occurs twice" if repeated else "a value is empty")
             )
     return [
         tuple(f"{key}={value}" for key, value in zip(axes, chosen, strict=True))
@@ -217,7 +217,7 @@ def _check_mirrors(configs: Mapping[str, str]) -> None:
         mirror = read_config(text).get("checkpoint", {}).get("mirror")
         if mirror and owners.setdefault(mirror, directory) != directory:
             raise UserError(
-                f"checkpoint.mirror = {mirror} is one place for several runs; write {{name}} in it, which is another for each"
+                f"checkpoint.mirror = {mirror} is the same for several runs; write {{name}} in it, which differs for each"
             )
 
 
@@ -225,11 +225,11 @@ def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
     """Run the unfinished runs on this machine."""
     if arguments.dependency or arguments.exclude or arguments.parsable:
         raise UserError(
-            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile of this machine"
+            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile for this machine"
         )
     if asked.job.nodes != 1:
         raise UserError(
-            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile of this machine, which is one node"
+            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile for this machine, which is one node"
         )
     if arguments.dry_run:
         draft = settle(asked, update=arguments.update)
