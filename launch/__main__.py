@@ -13,7 +13,9 @@ VERBS = {
     "local": Verb("launch.verbs.local", "run the same on this machine, with the same restarts"),
     "sweep": Verb("launch.verbs.sweep", "start many runs of one configuration as a job array"),
     "status": Verb("launch.verbs.status", "show the state of runs, one line each"),
-    "logs": Verb("launch.verbs.logs", "print the ranks' output; --errors: the first failure and its cause"),
+    "logs": Verb(
+        "launch.verbs.logs", "print the ranks' output; --errors: the first failure and its cause"
+    ),
     "cancel": Verb("launch.verbs.cancel", "end a run; --save: after a checkpoint"),
     "requeue": Verb(
         "launch.verbs.requeue", "continue a run that ended, or save and restart one that runs"
@@ -28,7 +30,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line into a namespace with the verb's ``main``. The words after ``--`` are
     in its ``rest``.
     """
-    return cli.parse("launch", "Run jobs on Slurm or on this machine, with restarts after failures.", VERBS, argv)
+    return cli.parse(
+        "launch",
+        "Run jobs on Slurm or on this machine, with restarts after failures.",
+        VERBS,
+        argv,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

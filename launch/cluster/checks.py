@@ -119,7 +119,10 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
     name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
     wanted = seconds(profile.slurm.time) if profile.slurm.time else None
     if wanted is not None and wanted > most:
-        text = f"slurm.time = {profile.slurm.time} is more than partition {name} allows: {found['MaxTime']}"
+        text = (
+            f"slurm.time = {profile.slurm.time} is more than partition {name} allows: "
+            f"{found['MaxTime']}"
+        )
         yield Check(
             "FAILED",
             "time limit",
@@ -138,12 +141,18 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
             "set slurm.time",
         )
     elif (wanted or most) <= 2 * profile.slurm.signal_seconds:
-        text = f"slurm.signal_seconds = {profile.slurm.signal_seconds} leaves little of slurm.time for work"
+        text = (
+            f"slurm.signal_seconds = {profile.slurm.signal_seconds} leaves little of slurm.time "
+            "for work"
+        )
         yield Check(
             "warning", "time limit", text, "a longer slurm.time, or a smaller slurm.signal_seconds"
         )
     else:
-        text = f"{profile.slurm.time or found.get('MaxTime')}, partition {name} allows up to {found.get('MaxTime')}"
+        text = (
+            f"{profile.slurm.time or found.get('MaxTime')}, partition {name} allows up to "
+            f"{found.get('MaxTime')}"
+        )
         yield Check("ok", "time limit", text)
     for what, key, value in (
         ("account", "AllowAccounts", profile.slurm.account),
@@ -193,7 +202,10 @@ def machines(
     ]
     if most < gpus:
         text = f"the profile takes {counted(gpus, 'GPU')} a node; the nodes have {most}"
-        none = "choose a partition with GPUs; where Slurm knows no GPUs on any node (no Gres), nodes.gres: none"
+        none = (
+            "choose a partition with GPUs; where Slurm knows no GPUs on any node (no Gres), "
+            "nodes.gres: none"
+        )
         yield Check("FAILED", "nodes", text, f"nodes.gpus: {most}" if most else none)
         return
     if not fit:
@@ -212,7 +224,10 @@ def machines(
             f"nodes.gpus: {most}",
         )
     if wanted.gpus and not gpus and most:
-        text = f"nodes.gres = {wanted.gres} requests none of the nodes' {counted(most, 'GPU')}, which Slurm may then hide"
+        text = (
+            f"nodes.gres = {wanted.gres} requests none of the nodes' {counted(most, 'GPU')}, which "
+            "Slurm may then hide"
+        )
         yield Check("warning", "nodes", text, "nodes.gres: null")
     away, excluded = [node for node in fit if not node.in_service], hosts(profile.slurm.exclude)
     left = [node for node in fit if node.in_service and node.name not in excluded]
@@ -236,7 +251,10 @@ def machines(
     yield Check(
         "ok",
         "nodes",
-        f"{len(left)} of {len(mine)} are in service and have {has}{counted(wanted.cpus, 'CPU')} or more",
+        (
+            f"{len(left)} of {len(mine)} are in service and have "
+            f"{has}{counted(wanted.cpus, 'CPU')} or more"
+        ),
     )
 
 
@@ -315,7 +333,10 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
         )
         return
     wait = configuration.get("KillWait", "30 sec")
-    text = f"a preempted job is sent SIGTERM and has its partition's GraceTime, or KillWait ({wait}), to save"
+    text = (
+        f"a preempted job is sent SIGTERM and has its partition's GraceTime, or KillWait ({wait}), "
+        "to save"
+    )
     yield Check(
         "warning",
         "preemption",

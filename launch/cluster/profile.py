@@ -35,7 +35,10 @@ class NodesProfile:
 
     gpus: int | None = setting(
         0,
-        "GPUs of a node, all of which a job takes; 0: jobs without GPUs; null, only with scheduler: local: the number that nvidia-smi lists, at least 1.",
+        (
+            "GPUs of a node, all of which a job takes; 0: jobs without GPUs; null, only with "
+            "scheduler: local: the number that nvidia-smi lists, at least 1."
+        ),
         least=0,
     )
     cpus: int = setting(1, "CPUs of a node that a job takes, as Slurm counts them.", least=1)
@@ -44,10 +47,15 @@ class NodesProfile:
         'Memory of a node that a job takes; "0": all; null: the partition\'s default.',
         check=profile_values.matches(r"\d+[KMGT]?", "0, 1800G or like"),
     )
-    processes: int | None = setting(None, "Ranks per node; null: one per GPU, or one without GPUs.", least=1)
+    processes: int | None = setting(
+        None, "Ranks per node; null: one per GPU, or one without GPUs.", least=1
+    )
     gres: str | None = setting(
         None,
-        "sbatch's --gres, such as gpu:h100:8; null: gpu:<gpus>; none: no option, on clusters whose Slurm does not manage GPUs (no Gres).",
+        (
+            "sbatch's --gres, such as gpu:h100:8; null: gpu:<gpus>; none: no option, on clusters "
+            "whose Slurm does not manage GPUs (no Gres)."
+        ),
         check=profile_values.matches(r"[A-Za-z][A-Za-z0-9_.,:-]*", "gpu:8, gpu:h100:8 or none"),
     )
     exclusive: bool = setting(True, "Allow no other job on the nodes.")
@@ -89,7 +97,10 @@ class SlurmProfile:
     reservation: str | None = setting(None, "Reservation.", check=profile_values.word)
     signal_seconds: int = setting(
         300,
-        "Seconds before the time limit at which the run is signalled to save: more than a step and a checkpoint take.",
+        (
+            "Seconds before the time limit at which the run is signalled to save: more than a step "
+            "and a checkpoint take."
+        ),
         least=1,
     )
     options: tuple[str, ...] = setting(
@@ -120,12 +131,18 @@ class ContainerProfile:
     )
     mounts: tuple[str, ...] = setting(
         (),
-        "Folders of the node to mount inside, as /a:/b or /a:/b:ro; paths.shared are always mounted.",
+        (
+            "Folders of the node to mount inside, as /a:/b or /a:/b:ro; paths.shared are always "
+            "mounted."
+        ),
         check=profile_values.mount,
     )
     options: tuple[str, ...] = setting(
         (),
-        "More options of the runtime, one word each: --container-writable (pyxis), --nv (apptainer).",
+        (
+            "More options of the runtime, one word each: --container-writable (pyxis), --nv "
+            "(apptainer)."
+        ),
         check=profile_values.option,
     )
 
@@ -139,7 +156,10 @@ class SetupProfile:
     )
     lines: tuple[str, ...] = setting(
         (),
-        "Lines of bash, inserted unchanged: the only text of a profile that the batch script executes.",
+        (
+            "Lines of bash, inserted unchanged: the only text of a profile that the batch script "
+            "executes."
+        ),
         check=profile_values.bash,
     )
 
@@ -150,12 +170,18 @@ class PathsProfile:
 
     shared: tuple[str, ...] = setting(
         (),
-        "Folders that every node must be able to read and write: those of runs, data and the interpreter.",
+        (
+            "Folders that every node must be able to read and write: those of runs, data and the "
+            "interpreter."
+        ),
         check=profile_values.path,
     )
     cordon: str | None = setting(
         None,
-        "File with the nodes that no run may use, shared by all runs; null: runs/cordon.jsonl in the folder of the submission.",
+        (
+            "File with the nodes that no run may use, shared by all runs; null: runs/cordon.jsonl "
+            "in the folder of the submission."
+        ),
         check=profile_values.path,
     )
 
@@ -193,7 +219,9 @@ class HealthProfile:
     all_reduce_gb_per_second: float | None = setting(
         None, "doctor: the least bus bandwidth of an all-reduce over the nodes, in GB/s.", least=0
     )
-    clock_skew_seconds: float = setting(2.0, "doctor: the largest allowed error of a node's clock.", least=0)
+    clock_skew_seconds: float = setting(
+        2.0, "doctor: the largest allowed error of a node's clock.", least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -202,7 +230,10 @@ class NotifyProfile:
 
     command: str | None = setting(
         None,
-        "Program, or line of sh, that gets each event as JSON on its standard input; no web address.",
+        (
+            "Program, or line of sh, that gets each event as JSON on its standard input; no web "
+            "address."
+        ),
         check=profile_values.hook,
     )
     events: tuple[str, ...] = setting(EVENTS, "Events that start the command.", choices=EVENTS)
@@ -224,7 +255,10 @@ class Profile:
     )
     host_python: str | None = setting(
         None,
-        "The supervisor's interpreter, outside any container; null: `python`, or with a container the submitting one.",
+        (
+            "The supervisor's interpreter, outside any container; null: `python`, or with a "
+            "container the submitting one."
+        ),
         check=profile_values.program,
     )
     nodes: NodesProfile = setting(NodesProfile, "Resources of a node that a job takes.")
@@ -312,38 +346,61 @@ def _contradictions(profile: Profile) -> Iterator[str]:
     """Yield a line for each contradiction between values."""
     nodes, container = profile.nodes, profile.container
     if nodes.gpus is None:
-        yield "nodes.gpus = null: give the number of GPUs per node; only this machine's (scheduler: local) can be counted"
+        yield (
+            "nodes.gpus = null: give the number of GPUs per node; only this machine's (scheduler: "
+            "local) can be counted"
+        )
     slurm = profile.slurm
     if (
         slurm.time is not None
         and profile_values.seconds(slurm.time) <= slurm.signal_seconds + SIGNAL_EARLY_SECONDS
     ):
         yield (
-            f"slurm.time = {slurm.time} must be more than slurm.signal_seconds = {slurm.signal_seconds} and the {SIGNAL_EARLY_SECONDS}"
-            " seconds that Slurm may be early: the run would be signalled to save right after each start"
+            f"slurm.time = {slurm.time} must be more than slurm.signal_seconds = "
+            f"{slurm.signal_seconds} and the {SIGNAL_EARLY_SECONDS}"
+            " seconds that Slurm may be early: the run would be signalled to save right after each "
+            "start"
         )
     if nodes.gpus and nodes.processes and nodes.processes > nodes.gpus:
-        yield f"nodes.processes = {nodes.processes} is more than nodes.gpus = {nodes.gpus}: each rank needs a GPU"
+        yield (
+            f"nodes.processes = {nodes.processes} is more than nodes.gpus = {nodes.gpus}: each "
+            "rank needs a GPU"
+        )
     if nodes.numa != "none" and not nodes.gpus:
-        yield f"nodes.numa = {nodes.numa}: torchrun binds ranks to the CPUs near their GPU, and nodes.gpus is 0"
+        yield (
+            f"nodes.numa = {nodes.numa}: torchrun binds ranks to the CPUs near their GPU, and "
+            "nodes.gpus is 0"
+        )
     if (container.runtime == "none") != (container.image is None):
-        yield f"container.runtime = {container.runtime} and container.image = {container.image or 'null'}: give both or neither"
+        yield (
+            f"container.runtime = {container.runtime} and container.image = "
+            f"{container.image or 'null'}: give both or neither"
+        )
     if container.runtime != "none" and profile.scheduler == "local":
-        yield f"container.runtime = {container.runtime}: containers are for Slurm; locally, start the launcher inside one"
+        yield (
+            f"container.runtime = {container.runtime}: containers are for Slurm; locally, start "
+            "the launcher inside one"
+        )
     unmountable = [
         path
         for path in profile.paths.shared
         if container.runtime != "none" and re.search("[:,]", path)
     ]
     if unmountable:
-        yield f"paths.shared: {unmountable[0]!r}: a folder with a colon or comma in its name cannot be mounted into a container"
+        yield (
+            f"paths.shared: {unmountable[0]!r}: a folder with a colon or comma in its name cannot "
+            "be mounted into a container"
+        )
     odd = [
         option
         for option in container.options
         if container.runtime == "pyxis" and not re.match(r"--(no-)?container-", option)
     ]
     if odd:
-        yield f"container.options: {odd[0]!r}: pyxis has --container-... and --no-container-...; others go into slurm.srun_options"
+        yield (
+            f"container.options: {odd[0]!r}: pyxis has --container-... and --no-container-...; "
+            "others go into slurm.srun_options"
+        )
     for name, value in profile.environment.items():
         wrong = profile_values.variable_fault(name, value)
         if wrong:

@@ -17,15 +17,19 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Variables that the launcher, torchrun or bash itself sets -> the remedy.
 _TAKEN = {
     "PATH": "write `export PATH=/folder:$PATH` in setup.lines",
-    "PYTHONPATH": "the launcher sets it to the code snapshot; install what is needed into the interpreter",
+    "PYTHONPATH": (
+        "the launcher sets it to the code snapshot; install what is needed into the interpreter"
+    ),
     "PYTHONSAFEPATH": "the launcher sets it",
     **dict.fromkeys(
         "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split(),
         "torchrun sets it",
     ),
     **dict.fromkeys(
-        "_ BASHOPTS BASHPID BASH_ARGV0 BASH_COMMAND BASH_ENV COMP_WORDBREAKS DIRSTACK ENV EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS"
-        " HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL SRANDOM UID".split(),
+        "_ BASHOPTS BASHPID BASH_ARGV0 BASH_COMMAND BASH_ENV COMP_WORDBREAKS DIRSTACK ENV "
+        "EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS "
+        "HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND POSIXLY_CORRECT PPID PWD RANDOM SECONDS "
+        "SHELLOPTS SHLVL SRANDOM UID".split(),
         "bash itself uses it",
     ),
 }
@@ -36,7 +40,10 @@ _DECIDED = {
         for name in "partition account qos time constraint exclude reservation".split()
     },
     **dict.fromkeys(
-        "ntasks ntasks-per-node export export-file requeue no-requeue open-mode chdir wrap parsable wait test-only".split()
+        (
+            "ntasks ntasks-per-node export export-file requeue no-requeue open-mode chdir wrap "
+            "parsable wait test-only"
+        ).split()
     ),
     "array": "--tasks of submit",
     "cpus-per-task": "nodes.cpus",
@@ -102,7 +109,10 @@ def hook(text: str) -> str | None:
     profile is copied into every run.
     """
     if re.search(r"https?://", text, re.IGNORECASE):
-        return "an address may contain a token: put the call into a script that reads the token from the environment or a file"
+        return (
+            "an address may contain a token: put the call into a script that reads the token from "
+            "the environment or a file"
+        )
     return argument(text)
 
 
@@ -199,9 +209,15 @@ def variable_fault(name: str, value: str) -> str | None:
     if not _NAME.fullmatch(name):
         return f"environment: {name!r} is not a variable's name: letters, digits and _"
     if secrets.is_secret(name) or secrets.hides_a_password(value):
-        return f"environment.{name} looks like a secret: export it in your shell, from which the job inherits it"
+        return (
+            f"environment.{name} looks like a secret: export it in your shell, from which the job "
+            "inherits it"
+        )
     if re.search(rf"\$({name}\b|{{{name}\b)", value):
-        return f"environment.{name} would refer to itself, and values are not expanded: write `export {name}=...` in setup.lines"
+        return (
+            f"environment.{name} would refer to itself, and values are not expanded: write `export "
+            f"{name}=...` in setup.lines"
+        )
     if name in _TAKEN or name.startswith(("SLURM_", "BASH_FUNC_")):
         return f"environment.{name} cannot be set here: {_TAKEN.get(name, 'Slurm sets it')}"
     return None

@@ -30,9 +30,11 @@ OURS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SCANCEL|SCONTROL|SALLOC|SAC
 # Variables that give the submitting shell's rank in another MPI job: by Hydra, MVAPICH, PALS, PMIx,
 # Open MPI. Settings (PMIX_MCA_*, OMPI_MCA_*) are kept, except those that mpirun sets for its ranks.
 OTHERS_RANK = re.compile(
-    r"(PMI|HYDI|HYDRA_(PROXY|CONTROL)|MPISPAWN|MV2_COMM_WORLD|PALS)_|MPI_LOCAL(RANKID|NRANKS)$|PMIX_(?!MCA_|INSTALL_PREFIX)"
+    r"(PMI|HYDI|HYDRA_(PROXY|CONTROL)|MPISPAWN|MV2_COMM_WORLD|PALS)_|MPI_LOCAL(RANKID|NRANKS)$"
+    r"|PMIX_(?!MCA_|INSTALL_PREFIX)"
     r"|OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|NUM_APP|FIRST_RANKS|ARGV|COMMAND|FILE_LOCATION)"
-    r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num|num_nodes|(jobfam|top)_session))"
+    r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num"
+    r"|num_nodes|(jobfam|top)_session))"
 )
 # States of jobs that hold, or will hold, nodes.
 ACTIVE = {
@@ -110,15 +112,18 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
         )
     except FileNotFoundError:
         raise SlurmError(
-            f"{command[0]}: not installed on this host; submit on a login node of the cluster, or start it with: python -m launch local"
+            f"{command[0]}: not installed on this host; submit on a login node of the cluster, or "
+            "start it with: python -m launch local"
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{command[0]}: Slurm gave no answer in {timeout:g} seconds; is slurmctld up? (scontrol ping)"
+            f"{command[0]}: Slurm gave no answer in {timeout:g} seconds; is slurmctld up? "
+            "(scontrol ping)"
         ) from None
     if done.returncode:
         raise SlurmError(
-            f"{command[0]}: {_words(done.stderr or done.stdout) or f'failed with {done.returncode}'}"
+            f"{command[0]}: "
+            f"{_words(done.stderr or done.stdout) or f'failed with {done.returncode}'}"
         )
     return done.stdout
 
@@ -352,7 +357,8 @@ class Node:
 
 
 _GRES = re.compile(
-    r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?"
+    r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?"
+    r"(?:[:=](?P<count>\d+))?(?:\([^)]*\))?"
 )
 # Slurm's units of memory sizes, in MiB.
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}

@@ -132,7 +132,10 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
             elif state.state == "PENDING":
                 say(f"job {job_id} waits in the queue ({state.reason})")
                 if time.monotonic() - submitted > wait_seconds:
-                    outcome.trouble = f"job {job_id} waited {wait_seconds:.0f} s in the queue ({state.reason}) and was cancelled"
+                    outcome.trouble = (
+                        f"job {job_id} waited {wait_seconds:.0f} s in the queue ({state.reason}) "
+                        "and was cancelled"
+                    )
                     break
             else:
                 started = started or time.monotonic()
@@ -218,7 +221,10 @@ def explained(outcome: Outcome, name: str) -> Outcome:
         outcome.trouble = f"{name} failed: {said}"
     elif not outcome.trouble and not logs(outcome):
         where = f" on {', '.join(outcome.nodes)}" if outcome.nodes else ""
-        outcome.trouble = f"{name} ended without any output in {outcome.directory}: the nodes{where} do not see that folder"
+        outcome.trouble = (
+            f"{name} ended without any output in {outcome.directory}: the nodes{where} do not see "
+            "that folder"
+        )
     elif not outcome.trouble:
         outcome.trouble = f"{name} ended before its ranks were started"
     for log in [

@@ -114,7 +114,10 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
         and not state.get("job_id")
         and state.get("host") not in (None, "", socket.gethostname())
     ):
-        told = f"process {state.get('pid')} of host {state.get('host')} (if that process has ended, remove {launch / 'state.json'})"
+        told = (
+            f"process {state.get('pid')} of host {state.get('host')} (if that process has ended, "
+            f"remove {launch / 'state.json'})"
+        )
         return Standing(index, "active", state="local", message=told)
     stop = read_json(launch / "stop.json")
     if stop is not None:
@@ -196,7 +199,8 @@ def find_job(path: str | Path) -> tuple[Job, list[int]]:
             if job and Path(item.directory).resolve() == given.resolve():
                 return job, [index]
     raise UserError(
-        f"{path}: {'it has no launch/job.json' if given.is_dir() else 'no such directory'}; give the directory of a run or a job"
+        f"{path}: {'it has no launch/job.json' if given.is_dir() else 'no such directory'}; give "
+        "the directory of a run or a job"
     )
 
 

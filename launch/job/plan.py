@@ -102,7 +102,8 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     busy = next((standing for standing in known if standing.kind == "active"), None)
     if busy is not None:
         raise UserError(
-            f"{directory}: {busy.where} has the old settings; first: python -m launch cancel --save {shlex.quote(str(directory))}"
+            f"{directory}: {busy.where} has the old settings; first: python -m launch cancel "
+            f"--save {shlex.quote(str(directory))}"
         )
     sweep = job.array and job.kind == "run"
     reopened = (
@@ -242,7 +243,10 @@ def shape(job: Job) -> str:
     """Return the numbers of nodes and processes in words."""
     nodes, processes = job.nodes, job.processes_per_node
     whole = f" = {nodes * processes}" if nodes > 1 else ""
-    return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{whole}"
+    return (
+        f"{nodes} node{'s' if nodes > 1 else ''} x {processes} "
+        f"process{'es' if processes > 1 else ''}{whole}"
+    )
 
 
 def describe(
@@ -260,7 +264,8 @@ def describe(
     job, code = draft.job, draft.code
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
     fresh = (
-        f"{snapshot.ROOT} in its present state: {len(names)} files, without {left_out} that are no sources"
+        f"{snapshot.ROOT} in its present state: {len(names)} files, without {left_out} that are no "
+        "sources"
     )
     rows = [
         ("job", f"{job.name}, {what(draft, at_once)}"),
@@ -304,7 +309,10 @@ def what(draft: Draft, at_once: int | None) -> str:
     if not draft.job.array:
         return "a training run" if draft.job.kind == "run" else "a command"
     limit = f", {at_once} at once" if at_once else ""
-    return f"{len(draft.ready)} of {len(draft.asked)} items{limit} ({counted([draft.standings[index] for index in draft.asked])})"
+    return (
+        f"{len(draft.ready)} of {len(draft.asked)} items{limit} "
+        f"({counted([draft.standings[index] for index in draft.asked])})"
+    )
 
 
 def _time(draft: Draft, profile: Profile) -> str:

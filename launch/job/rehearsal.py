@@ -85,7 +85,8 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
             raise UserError(f"{config['name']}: {found['excess']}; {SKIP}")
         took = "rehearsed before" if before else f"rehearsed in {duration(found['seconds'])}"
         say(
-            f"{took}: {what}: {gib(found['bytes'])} at the peak of rank {found['rank']}, the fullest"
+            f"{took}: {what}: {gib(found['bytes'])} at the peak of rank {found['rank']}, the "
+            "fullest"
         )
 
 

@@ -64,7 +64,8 @@ def directive(option: str, value: str) -> Quoted:
     check(value, option)
     if CONTROL.search(value):
         raise UserError(
-            f"{option} = {value!r}: line breaks and control characters are not allowed in an sbatch option"
+            f"{option} = {value!r}: line breaks and control characters are not allowed in an "
+            "sbatch option"
         )
     if _PLAIN_DIRECTIVE.fullmatch(value):
         return Quoted(f"{option}={value}")
@@ -80,7 +81,8 @@ def file_pattern(path: str) -> str:
     """
     if "\\" in path:
         raise UserError(
-            f"{path!r}: Slurm cannot write into a folder with a backslash in its name; set another with logs in the profile"
+            f"{path!r}: Slurm cannot write into a folder with a backslash in its name; set another "
+            "with logs in the profile"
         )
     return path.replace("%", "%%")
 
@@ -125,7 +127,8 @@ def render(
     """
     if profile.scheduler != "slurm":
         raise UserError(
-            f"{job.profile_path}: scheduler = {profile.scheduler}: only a profile of Slurm has a batch script; use `launch local`"
+            f"{job.profile_path}: scheduler = {profile.scheduler}: only a profile of Slurm has a "
+            "batch script; use `launch local`"
         )
     values: dict[str, Any] = {
         "directives": list(_directives(job, profile, dependency, array, exclude)),

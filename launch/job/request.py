@@ -75,7 +75,8 @@ def wanted(request: Request) -> Wanted:
         )
         if any(secret in word for word in request.words for secret in found):
             raise UserError(
-                f"a word of the command is the value of ${name}, and would be written to files; jobs inherit ${name} anyway"
+                f"a word of the command is the value of ${name}, and would be written to files; "
+                f"jobs inherit ${name} anyway"
             )
     return _command(request) if request.is_command else _run(request)
 
@@ -133,7 +134,8 @@ def pretrain(
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"pretrain did not finish reading {words[0]} in {SECONDS:g} seconds; does a file system hang?"
+            f"pretrain did not finish reading {words[0]} in {SECONDS:g} seconds; does a file "
+            "system hang?"
         ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no output"]
@@ -184,7 +186,8 @@ def read_config(text: str) -> dict[str, Any]:
     values = yaml.load(text, Loader=loader)
     if not isinstance(values, dict) or not values.get("run_dir") or not values.get("name"):
         raise UserError(
-            "pretrain --resolve printed no configuration with name and run_dir; is all code of the same version?"
+            "pretrain --resolve printed no configuration with name and run_dir; is all code of the "
+            "same version?"
         )
     return values
 
@@ -223,7 +226,8 @@ def new_job(request: Request, name: str, directory: str, items: Sequence[Item], 
 def _run(request: Request) -> Wanted:
     if request.tasks is not None:
         raise UserError(
-            "--tasks is for a command after --; many runs of one configuration: python -m launch sweep"
+            "--tasks is for a command after --; many runs of one configuration: python -m launch "
+            "sweep"
         )
     if not request.words:
         raise UserError(
@@ -275,7 +279,10 @@ def command_name(words: Sequence[str]) -> str:
     """
     verb = next((word for word in words[1:2] if re.fullmatch(r"[a-z][a-z0-9-]*", word)), None)
     told = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
-    return f"{told}-{hashlib.sha256(chr(0).join([work_directory(), *words]).encode(errors='surrogateescape')).hexdigest()[:8]}"
+    return (
+        f"{told}"
+        f"-{hashlib.sha256(chr(0).join([work_directory(), *words]).encode(errors='surrogateescape')).hexdigest()[:8]}"
+    )
 
 
 def _check_module(module: str) -> None:
@@ -285,7 +292,8 @@ def _check_module(module: str) -> None:
     path = ROOT.joinpath(*parts)
     if not allowed or not all(part.isidentifier() for part in parts):
         raise UserError(
-            f"{module}: not a command of this project; give pretrain, data_prep or a module of tools, as: -- tools.hf export RUN OUT"
+            f"{module}: not a command of this project; give pretrain, data_prep or a module of "
+            "tools, as: -- tools.hf export RUN OUT"
         )
     if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file():
         raise UserError(f"{module}: no such command in {ROOT}")

@@ -91,7 +91,8 @@ def take(directory: Path, root: Path = ROOT) -> Code:
     names, left_out = source_files(root)
     if not names:
         raise UserError(
-            f"{root}: it has none of the packages {', '.join(ROOMS)}; run launch from the checkout or install it"
+            f"{root}: it has none of the packages {', '.join(ROOMS)}; run launch from the checkout "
+            "or install it"
         )
     launch.mkdir(parents=True, exist_ok=True)
     fresh, old = launch / f".code.{os.getpid()}", launch / f".code.old.{os.getpid()}"

@@ -88,9 +88,15 @@ class Report:
         if speeds := [speed for speed in known.get("tflops") or () if speed]:
             yield f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s in bfloat16"
         if "free_memory_gb" in known:
-            yield f"{known['cpus']} CPUs, {known['free_memory_gb']:.0f} of {known['memory_gb']:.0f} GB of memory free"
+            yield (
+                f"{known['cpus']} CPUs, {known['free_memory_gb']:.0f} of {known['memory_gb']:.0f} "
+                "GB of memory free"
+            )
         if ports := known.get("ports"):
-            yield f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network ports active"
+            yield (
+                f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network "
+                "ports active"
+            )
 
 
 def check_command(
@@ -158,7 +164,8 @@ def read_reports(
             if abs(off) > skew_seconds:
                 way = "ahead" if off > 0 else "behind"
                 report.faults.append(
-                    f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, NTP)?"
+                    f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, "
+                    "NTP)?"
                 )
     return reports
 
@@ -180,7 +187,10 @@ def look(wanted: Mapping[str, Any]) -> Report:
             program, python, "no such program on this node (is its file system mounted?)"
         )
     if numa != "none":
-        fault = f"nodes.numa = {numa} needs this program, which is not on PATH: install it on the nodes, or set nodes.numa: none"
+        fault = (
+            f"nodes.numa = {numa} needs this program, which is not on PATH: install it on the "
+            "nodes, or set nodes.numa: none"
+        )
         checks["numactl"] = partial(program, "numactl", fault)
     if wanted["gpus"]:
         gpu = partial(
@@ -227,11 +237,13 @@ def memory(least_gb: float) -> Report:
     )
     if free < least_gb:
         found.faults.append(
-            f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are required: does another process use it?"
+            f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are required: does "
+            "another process use it?"
         )
     if shm is not None and shm < 1:
         found.warnings.append(
-            f"/dev/shm has {shm:.2f} GB free: NCCL and data workers need more (container option --shm-size, or clean it)"
+            f"/dev/shm has {shm:.2f} GB free: NCCL and data workers need more (container option "
+            "--shm-size, or clean it)"
         )
     return found
 
@@ -357,7 +369,8 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
     for place, speed in speeds.items():
         if speed < SLOW * median:
             found.faults.append(
-                f"GPU {mine[place].index} ({mine[place].bus}): {speed:.0f} TFLOP/s in bfloat16, the node's median is {median:.0f}"
+                f"GPU {mine[place].index} ({mine[place].bus}): {speed:.0f} TFLOP/s in bfloat16, "
+                f"the node's median is {median:.0f}"
             )
     found.facts["tflops"] = [speeds.get(place) for place in range(len(mine))]
     return found
@@ -375,7 +388,10 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
     if isinstance(result, dict):
         return result
     return {
-        "error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'no output'}"
+        "error": (
+            f"a product ended with {answer.code}: "
+            f"{hardware.last_line(answer.errors) or 'no output'}"
+        )
     }
 
 

@@ -43,31 +43,38 @@ _FATAL = re.compile(
     r"|(?P<ecc>(?:[Uu]ncorrectable ECC|fallen off the bus|NVRM: Xid).*)"
 )
 _LOST_PEER = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|remote process exited|nccl(?:Remote|System)Error|broken pipe|got 0 bytes"
-    r"|(?:recvValue|sendBytes|recvBytes|sendBuf) failed|timed out waiting|(?:socket|wait) time(?:d )?-?out|WorkNCCL.*timed out"
-    r"|Watchdog caught collective|DistStoreError|DistNetworkError|Application timeout caused pair closure",
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|remote process exited|"
+    r"nccl(?:Remote|System)Error|broken pipe|got 0 bytes"
+    r"|(?:recvValue|sendBytes|recvBytes|sendBuf) failed|timed out waiting"
+    r"|(?:socket|wait) time(?:d )?-?out|WorkNCCL.*timed out"
+    r"|Watchdog caught collective|DistStoreError|DistNetworkError"
+    r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
 _MEMORY = re.compile(r"out ?of ?memory|MemoryError|Cannot allocate memory|bad_alloc", re.IGNORECASE)
 _NODE = re.compile(
-    r"ECC error|uncorrectable|fallen off the bus|\bXid\b|CUDA-capable device|CUDA error: (?:hardware|unknown error|system|device not ready)"
+    r"ECC error|uncorrectable|fallen off the bus|\bXid\b|CUDA-capable device"
+    r"|CUDA error: (?:hardware|unknown error|system|device not ready)"
     r"|NVML|driver shutting down|devices? unavailable|device\(s\) is/are busy",
     re.IGNORECASE,
 )
 # A rank's error after a process that it started was killed.
 _KILLED_PROCESS = re.compile(
-    r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
+    r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool"
+    r"|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
 )
 # The error of a file system that became unavailable, in the form of Python, Rust, C++ and this
 # project's commands ("FILE: reason"). A lost peer, over sockets or InfiniBand, may give the same
 # reason, but without an error number and without a file before it.
 _REASONS = (
-    r"(?:Input/output error|Transport endpoint is not connected|Cannot send after transport endpoint shutdown|Host is down"
+    r"(?:Input/output error|Transport endpoint is not connected"
+    r"|Cannot send after transport endpoint shutdown|Host is down"
     r"|Stale (?:NFS )?file handle|Remote I/O error)"
 )
 _PLACE = re.compile(
     r"(?:\[Errno |\(os error )(?:5|107|108|112|116|121)[\])]|Stale (?:NFS )?file handle"
-    rf"|{_REASONS} \(\d+\)|(?<!\S)[^\s:]*/[^\s:]*: (?:{_REASONS}|Connection timed out)\b|\[Errno 110\] Connection timed out: b?['\"]"
+    rf"|{_REASONS} \(\d+\)|(?<!\S)[^\s:]*/[^\s:]*: (?:{_REASONS}|Connection timed out)\b"
+    r"|\[Errno 110\] Connection timed out: b?['\"]"
 )
 _NCCL = re.compile(r"nccl|ProcessGroup|collective operation|gloo", re.IGNORECASE)
 

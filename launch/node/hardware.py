@@ -31,7 +31,10 @@ NOTHING = frozenset(
     }
 )
 
-CORE = "index uuid name pci.bus_id driver_version memory.total memory.used ecc.errors.uncorrected.volatile.total temperature.gpu".split()
+CORE = (
+    "index uuid name pci.bus_id driver_version memory.total memory.used "
+    "ecc.errors.uncorrected.volatile.total temperature.gpu"
+).split()
 ROWS = ["gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"]
 USERS = ["gpu_uuid", "pid", "process_name", "used_memory"]
 THROTTLING = ("hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
@@ -85,7 +88,8 @@ class Gpu:
         found = list(self.odd)
         if self.ecc_uncorrected:
             found.append(
-                f"{self.ecc_uncorrected} uncorrected ECC errors since its driver was loaded: reset it"
+                f"{self.ecc_uncorrected} uncorrected ECC errors since its driver was loaded: reset "
+                "it"
             )
         if self.row_pending:
             found.append("a row of its memory waits to be remapped: reset it")
@@ -270,7 +274,8 @@ def _query(
             complaints.append(line.strip())
     if answer.code and not rows and not complaints and "No devices were found" not in answer.output:
         raise SmiError(
-            f"nvidia-smi failed with exit code {answer.code}: {last_line(answer.errors) or last_line(answer.output) or 'no output'}"
+            f"nvidia-smi failed with exit code {answer.code}: "
+            f"{last_line(answer.errors) or last_line(answer.output) or 'no output'}"
         )
     return rows
 
@@ -329,7 +334,8 @@ def last_line(text: str) -> str:
 
 GB = 1e9
 XID = re.compile(
-    r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, (?P<said>.*))?$"
+    r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, "
+    r"(?P<said>.*))?$"
 )
 # an older error had no effect, or its GPU was reset since
 RECENT_SECONDS = 3600.0
@@ -409,6 +415,9 @@ def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
         match = XID.match(line.strip())
         if match and now - float(match["at"]) <= RECENT_SECONDS:
             ago = max(0, now - float(match["at"])) / 60
-            text = f"Xid {match['number']} ({match['device']}) {ago:.0f} minutes ago: {match['said'] or 'no text'}"
+            text = (
+                f"Xid {match['number']} ({match['device']}) {ago:.0f} minutes ago: "
+                f"{match['said'] or 'no text'}"
+            )
             found[match["number"], match["device"]] = text
     return [(int(number), text) for (number, _), text in found.items()]

@@ -41,7 +41,10 @@ GPU_PACKAGES = {
     "mamba_ssm": "mamba-ssm",
 }
 GPU_EXTRA = "python -m pip install --no-build-isolation -c constraints.txt -e .[gpu]"
-SOURCE = "#include <omp.h>\n#include <string>\nint threads() { return omp_get_max_threads() + std::string().size(); }\n"
+SOURCE = (
+    "#include <omp.h>\n#include <string>\nint threads() { return omp_get_max_threads() + "
+    "std::string().size(); }\n"
+)
 Progress = Callable[[str, float], None]  # (op, seconds so far)
 
 
@@ -285,12 +288,18 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
     if fault := deepspeed_ops.cannot_write(directory):
         yield Check("FAILED", "extensions", fault)
     elif shared and directory != deepspeed_ops.default_directory():
-        text = f"{directory} ({kind}) may be used by machines whose CPU cannot run code that this one compiled"
+        text = (
+            f"{directory} ({kind}) may be used by machines whose CPU cannot run code that this one "
+            "compiled"
+        )
         yield Check(
             "warning",
             "extensions",
             text,
-            "unset TORCH_EXTENSIONS_DIR, and each kind of machine gets its own folder below ~/.cache",
+            (
+                "unset TORCH_EXTENSIONS_DIR, and each kind of machine gets its own folder below "
+                "~/.cache"
+            ),
         )
     else:
         yield Check(
@@ -323,7 +332,10 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
             yield Check(
                 "ok",
                 name,
-                f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} in {seconds:.0f} s",
+                (
+                    f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} "
+                    f"in {seconds:.0f} s"
+                ),
             )
     elif state == "built":
         yield Check("ok", name, "compiled")

@@ -208,7 +208,8 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
             time.sleep(0.5)
         if unseen:
             faults.append(
-                f"{name}: {node} does not see the files of {', '.join(unseen)}: the nodes do not share this folder"
+                f"{name}: {node} does not see the files of {', '.join(unseen)}: the nodes do not "
+                "share this folder"
             )
     everyone = gather(ranks, faults)
     for name in folders if mine else ():

@@ -228,7 +228,8 @@ class Keeper:
         self._scribe.flush()
         if left:
             self._scribe.note(
-                f"ended {left} {'process' if left == 1 else 'processes'} that the command left running"
+                f"ended {left} {'process' if left == 1 else 'processes'} that the command left "
+                "running"
             )
         if pipe := self._environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
             with contextlib.suppress(OSError):

@@ -28,7 +28,10 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
     status = _status(pid)
     waits = _read(f"/proc/{pid}/wchan").strip("0 \n")
     said = [
-        f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {pid}: {status.get('State', 'gone')}",
+        (
+            f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {pid}: "
+            f"{status.get('State', 'gone')}"
+        ),
         *([f"waits in the kernel in {waits}"] if waits else []),
         *([flight] if (flight := _ask_nccl(rank, environ)) else []),
     ]
@@ -100,7 +103,10 @@ def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
     )
     if done.returncode == 0:
         return done.stdout.strip()
-    return f"py-spy failed: {' '.join(done.stderr.partition('Stack backtrace')[0].split()) or done.returncode}"
+    return (
+        "py-spy failed: "
+        f"{' '.join(done.stderr.partition('Stack backtrace')[0].split()) or done.returncode}"
+    )
 
 
 def _ask_nccl(rank: int, environ: Mapping[str, str]) -> str | None:

@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         job = load_job(arguments.directory.absolute())
         if job is None or not 0 <= arguments.item < len(job.items):
             raise UserError(
-                f"{arguments.directory}: no job with an item {arguments.item}; create it with: python -m launch submit"
+                f"{arguments.directory}: no job with an item {arguments.item}; create it with: "
+                "python -m launch submit"
             )
         return supervise(job, arguments.item, show=arguments.show)
 
@@ -76,7 +77,8 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
     with noted() as signals, _alone(item, place, signals, journal) as alone:
         if not alone:
             journal.say(
-                "the lock of this item's last supervisor is still held; Slurm has ended that supervisor, so this one continues without the lock"
+                "the lock of this item's last supervisor is still held; Slurm has ended that "
+                "supervisor, so this one continues without the lock"
             )
         state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
         if state.get("state") == "finished":
@@ -100,7 +102,8 @@ def place_of(job: Job) -> Place:
     if job.profile.get("scheduler") == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
             raise UserError(
-                f"{job.directory} is a job for Slurm, and this process is not inside a Slurm job; start it with: python -m launch submit"
+                f"{job.directory} is a job for Slurm, and this process is not inside a Slurm job; "
+                "start it with: python -m launch submit"
             )
         from launch.supervise.on_slurm import SlurmPlace
 
@@ -127,7 +130,8 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
             except BlockingIOError:
                 if place.job_id is None:
                     raise InUse(
-                        f"{item.directory} is already supervised by another process; see: python -m launch status"
+                        f"{item.directory} is already supervised by another process; see: python "
+                        "-m launch status"
                     ) from None
                 if time.monotonic() - began < LOCK_SECONDS and not signals.ends:
                     time.sleep(1.0)
@@ -153,7 +157,10 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
     """
     folder = launch_folder(Path(item.directory))
     other = read_json(folder / "state.json") or {}
-    holder = f"another job ({other.get('job_id') or 'of unknown id'}, on {other.get('host') or 'an unknown host'})"
+    holder = (
+        f"another job ({other.get('job_id') or 'of unknown id'}, on "
+        f"{other.get('host') or 'an unknown host'})"
+    )
     if (folder / "stop.json").exists():
         print(f"launch: {item.directory} is supervised by {holder}, and must stop", flush=True)
         sys.exit(Exit.FAULT)
@@ -174,7 +181,10 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
             break
     count.unlink(missing_ok=True)
     minutes = (time.time() - seen["since"]) / 60
-    message = f"{item.directory} is supervised by {holder}, after {seen['times']} starts and {minutes:.0f} minutes of this one: {why}"
+    message = (
+        f"{item.directory} is supervised by {holder}, after {seen['times']} starts and "
+        f"{minutes:.0f} minutes of this one: {why}"
+    )
     print(f"launch: stopped: {message}", flush=True)
     journal.event("stopped", message)
     journal.settle()

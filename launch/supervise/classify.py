@@ -29,11 +29,13 @@ _OOM_BYTES = 16 * TAIL_BYTES
 # Not "Exceeded job memory limit at some point": that limit includes the page cache, and no process
 # was killed.
 _OOM = re.compile(
-    rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
+    rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed"
+    rb"|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
 )
 # Output of an agent (srun, slurmstepd, torchrun, bash) that explains an end if no rank does.
 _TELLING = re.compile(
-    r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:"
+    r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill"
+    r"|Error\b.*:"
 )
 
 
@@ -89,7 +91,11 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     if seen.cancelled:
         return "cancelled", None
     if seen.code == 0:
-        words = f"the state in progress.json is {state}" if state else "progress.json has no state of it"
+        words = (
+            f"the state in progress.json is {state}"
+            if state
+            else "progress.json has no state of it"
+        )
         return "failed", Failure(
             "exit", f"it ended with 0 before its last step: {words}", step=step, exit=0
         )
@@ -140,7 +146,10 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
         node, why = next(iter(seen.down.items()))
         return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
     if first is not None and first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
-        message = f"the input is wrong on {hosts[0]} alone (is a file system missing on that node?): {first.message}"
+        message = (
+            f"the input is wrong on {hosts[0]} alone (is a file system missing on that node?): "
+            f"{first.message}"
+        )
         return Failure("node", message, rank=first.rank, host=hosts[0], step=step, exit=first.exit)
     if first is not None:
         return Failure(
@@ -148,9 +157,9 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
         )
     said = agents_words(folder)
     signal = _SIGNALS.get(seen.code or 0)
-    message = f"no rank reports a cause; the launcher ended with {signal or f'code {seen.code}'}" + (
-        f": {said}" if said else ""
-    )
+    message = (
+        f"no rank reports a cause; the launcher ended with {signal or f'code {seen.code}'}"
+    ) + (f": {said}" if said else "")
     return Failure("lost" if signal else "exit", message, step=step, exit=seen.code)
 
 
@@ -219,7 +228,10 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     elif not slurm:
         return "the limit is the memory of this machine, or of its container"
     elif asked is None:
-        return "the limit is the partition's default, or all memory of a node: nodes.memory of the profile is null"
+        return (
+            "the limit is the partition's default, or all memory of a node: nodes.memory of the "
+            "profile is null"
+        )
     else:
         size = f"{number} {unit if unit in 'KMGT' else 'M'}iB"
     return f"the job's limit is {size} a node: raise nodes.memory of the profile"
@@ -238,12 +250,15 @@ def agents_words(folder: Path) -> str | None:
 
 
 _AWAY = re.compile(
-    r"Unable to contact slurm controller|gave no answer|[Cc]onnection (?:refused|timed out)|connect failure|Zero Bytes|Unexpected message"
-    r"|[Cc]ommunication connection failure|[Ss]ocket timed out|backup controller|Slurm backup|temporarily unable"
+    r"Unable to contact slurm controller|gave no answer|[Cc]onnection (?:refused|timed out)"
+    r"|connect failure|Zero Bytes|Unexpected message"
+    r"|[Cc]ommunication connection failure|[Ss]ocket timed out|backup controller|Slurm backup"
+    r"|temporarily unable"
 )
 # Faults reported by `launch.node.checks` that remain until the hardware is repaired or reset.
 _LASTING = re.compile(
-    r"\bECC\b|row of its memory|\bXid\b|GPU is lost|fallen off the bus|its driver asks for|entries of a product are wrong"
+    r"\bECC\b|row of its memory|\bXid\b|GPU is lost|fallen off the bus|its driver asks for|entries "
+    r"of a product are wrong"
     r"|^(?!0 )\d+ GPUs are visible, the profile says"
 )
 

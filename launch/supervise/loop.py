@@ -292,10 +292,12 @@ class Supervisor:
         )
         if decision.gave_up:
             self.journal.say(
-                f"what failed first: python -m launch logs --errors {shlex.quote(str(self.directory))}"
+                "what failed first: python -m launch logs --errors "
+                f"{shlex.quote(str(self.directory))}"
             )
             self.journal.say(
-                f"again, with the same code and settings: python -m launch requeue {shlex.quote(str(self.directory))}"
+                "again, with the same code and settings: python -m launch requeue "
+                f"{shlex.quote(str(self.directory))}"
             )
             self.journal.say(
                 "with corrected code or settings: the command that started it, with --update"
@@ -404,7 +406,9 @@ class Supervisor:
         if not self.signals.ends:
             self.signals.forget()
             return None
-        message = f"{self.signals.describe()} arrived between two attempts; the same command continues"
+        message = (
+            f"{self.signals.describe()} arrived between two attempts; the same command continues"
+        )
         self.journal.say(message)
         self.journal.state("stopped", message)
         return Exit.DONE

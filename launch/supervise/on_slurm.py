@@ -297,7 +297,10 @@ class SlurmPlace(Place):
             )
             if known is not None and not enough_nodes(nodes, shown, wanted):
                 print(
-                    f"launch: too few nodes are left without {','.join(wanted)}: only the profile's nodes are excluded",
+                    (
+                        f"launch: too few nodes are left without {','.join(wanted)}: only the "
+                        "profile's nodes are excluded"
+                    ),
                     flush=True,
                 )
                 wanted = [node for node in hosts(self._own) if node in known]

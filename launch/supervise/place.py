@@ -215,7 +215,8 @@ class LocalPlace(Place):
         """
         if self.job.nodes != 1:
             raise PlaceError(
-                f"the job needs {self.job.nodes} nodes, and this is one machine; --nodes 1, or a profile with scheduler: slurm"
+                f"the job needs {self.job.nodes} nodes, and this is one machine; --nodes 1, or a "
+                "profile with scheduler: slurm"
             )
         return (node_name(),)
 

@@ -67,7 +67,10 @@ class Limits:
     )
     same_failure: int = setting(
         2,
-        "Give up with a diagnosis after the same failure at the same step this many times in a row; 0: never.",
+        (
+            "Give up with a diagnosis after the same failure at the same step this many times in a "
+            "row; 0: never."
+        ),
         least=0,
     )
     node_failures: int = setting(
@@ -153,11 +156,13 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
         return Decision("stop", f"the input is wrong, and stays so: {describe(last.failure)}")
     if last.failure is not None and last.failure.kind == "diverged":
         return _give_up(
-            f"the loss stayed non-finite, and another attempt would compute the same: {describe(last.failure)}"
+            "the loss stayed non-finite, and another attempt would compute the same: "
+            f"{describe(last.failure)}"
         )
     if len(recent) >= limits.max_attempts:
         return _give_up(
-            f"{len(recent)} attempts, as many as restarts.max_attempts allows; {describe(last.failure)}"
+            f"{len(recent)} attempts, as many as restarts.max_attempts allows; "
+            f"{describe(last.failure)}"
         )
     if last.outcome == "interrupted":
         return _leave(situation, "the allocation was taken away")
@@ -202,7 +207,8 @@ def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> 
     idle = saves_without_progress(recent)
     if situation.checkpoints and idle > limits.max_failures and idle > 1:
         return _give_up(
-            f"saved {idle} times in a row without a new checkpoint (restarts.max_failures: {limits.max_failures}): the time limit is too"
+            f"saved {idle} times in a row without a new checkpoint (restarts.max_failures: "
+            f"{limits.max_failures}): the time limit is too"
             " short to reach one"
         )
     if situation.can_requeue:
@@ -240,7 +246,8 @@ def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) 
     if count > limits.max_failures:
         allowed = f"(restarts.max_failures: {limits.max_failures})"
         return _give_up(
-            f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: {told}"
+            f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: "
+            f"{told}"
         )
     if anywhere >= max(2, limits.max_failures):
         return _give_up(f"the same failure {anywhere} times in a row: {told}")

@@ -187,7 +187,10 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
     closed = []
     for record in found:
         if record.ended is None:
-            killed = f"the supervisor ended without a report (process {record.pid} on {record.host}): killed, or its host failed"
+            killed = (
+                f"the supervisor ended without a report (process {record.pid} on {record.host}): "
+                "killed, or its host failed"
+            )
             failure, newest = Failure("lost", trouble or killed), newest_checkpoint(directory)
             record = replace(
                 record, ended=time.time(), outcome="lost", failure=failure, checkpoint_end=newest
@@ -225,7 +228,10 @@ def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
                     (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(
                         entry.path
                     )
-            removed = f"an item keeps the files of its first {KEPT_FIRST} and its last {KEPT_LAST} attempts"
+            removed = (
+                f"an item keeps the files of its first {KEPT_FIRST} and its last {KEPT_LAST} "
+                "attempts"
+            )
             kept[index] = replace(record, removed=removed)
             kept[index].save()
         except FileNotFoundError:  # another process removes it, too

@@ -289,13 +289,17 @@ class Watch:
             if len(sizes) >= ranks and sizes == last:
                 break
         self.journal.say(
-            f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt"
+            f"stacks of {len(sizes or ())} of {ranks} ranks are in "
+            f"{self.attempt.folder / 'dumps'}; ending the attempt"
         )
         running.kill()
         stopped = stopped_ranks(self.attempt.folder / "dumps")
         if not stopped:
             return None
-        return f"{'rank' if len(stopped) == 1 else 'ranks'} {', '.join(map(str, stopped))} stopped: by SIGSTOP, or a debugger"
+        return (
+            f"{'rank' if len(stopped) == 1 else 'ranks'} {', '.join(map(str, stopped))} stopped: "
+            "by SIGSTOP, or a debugger"
+        )
 
 
 def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:

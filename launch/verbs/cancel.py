@@ -119,11 +119,13 @@ def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
         )
         where = shlex.quote(job.items[standing.index].directory)
         print(
-            f"{job.items[standing.index].name}: {standing.where} {told}; to continue: python -m launch requeue {where}"
+            f"{job.items[standing.index].name}: {standing.where} {told}; to continue: python -m "
+            f"launch requeue {where}"
         )
     if len(active) > LINES:
         print(
-            f"... and {len(active) - LINES} more; to continue all: python -m launch requeue {shlex.quote(job.directory)}"
+            f"... and {len(active) - LINES} more; to continue all: python -m launch requeue "
+            f"{shlex.quote(job.directory)}"
         )
 
 

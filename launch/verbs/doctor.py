@@ -41,9 +41,15 @@ from launch.supervise.journal import cordon_file, cordoned
 CLEAR = "\r\033[K"
 PYTHON = (3, 11)
 LOOK_SECONDS = 120.0  # limit for an interpreter on a cold file system
-ASK = "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not None)"
+ASK = (
+    "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not "
+    "None)"
+)
 REMEDY = {
-    "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network in use; set NCCL_IB_HCA, NCCL_SOCKET_IFNAME or EFA's plugin",
+    "bandwidth": (
+        "NCCL_DEBUG=INFO in the profile's environment shows the network in use; set NCCL_IB_HCA, "
+        "NCCL_SOCKET_IFNAME or EFA's plugin"
+    ),
     "clock": "let the administrators synchronise it (chrony, NTP)",
     "shared": "paths.shared: folders of a file system that every node mounts",
 }
@@ -223,7 +229,9 @@ def interpreter(key: str, path: str, *, torch: bool) -> Check:
         )
     except OSError as error:
         remedy = f"{key}: the path of an interpreter, null for this one"
-        return Check("FAILED", key, f"{path} cannot be started on this host: {error.strerror}", remedy)
+        return Check(
+            "FAILED", key, f"{path} cannot be started on this host: {error.strerror}", remedy
+        )
     except subprocess.TimeoutExpired:
         return Check(
             "FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs"
@@ -372,9 +380,15 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
     if not result.get("sizes"):
         return Check("ok", "all-reduce", "not measured: the trial has one process")
     floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
-    ranks = f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over {result['backend']}"
+    ranks = (
+        f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over "
+        f"{result['backend']}"
+    )
     text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
-    text += f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; {result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
+    text += (
+        f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; "
+        f"{result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
+    )
     if floor is None:
         return Check(
             "ok", "all-reduce", f"{text}; no floor is set (health.all_reduce_gb_per_second)"
@@ -407,7 +421,8 @@ def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
             off[node] = f"at least {-most - skew:.1f} s behind this host"
         elif abs(skew) > limit:
             off[node] = (
-                f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} {outcome.result['nodes'][0]}"
+                f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} "
+                f"{outcome.result['nodes'][0]}"
             )
     yield from (
         Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items()

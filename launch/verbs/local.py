@@ -131,7 +131,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rest=[])  # the words after --
     add_place_arguments(parser, cluster_required=False)
     parser.add_argument(
-        "--tasks", type=int, metavar="N", help="for a command: the number of tasks, as in a job array"
+        "--tasks",
+        type=int,
+        metavar="N",
+        help="for a command: the number of tasks, as in a job array",
     )
     parser.add_argument(
         "--at-once",
@@ -165,7 +168,8 @@ def main(arguments: argparse.Namespace) -> int:
     known = standings(job)
     if not any(standing.kind == "idle" for standing in known):
         print(
-            f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to run it again, or with other settings: --update"
+            f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to run it again, or "
+            "with other settings: --update"
         )
         return 0
     if job.array:

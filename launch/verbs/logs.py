@@ -105,7 +105,10 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
     yield from (f"    {line}" for line in said)
     for failure in rest[:FOLLOWERS]:
         who, later = f"rank {failure.rank} on {failure.host}", failure.time - first.time
-        yield f"  {f'then:  {who}, {later:+.1f} s' if later >= 0 else f'also:  {who}'}: {failure.message}"
+        yield (
+            f"  {f'then:  {who}, {later:+.1f} s' if later >= 0 else f'also:  {who}'}: "
+            f"{failure.message}"
+        )
     if len(rest) > FOLLOWERS:
         yield f"  and {len(rest) - FOLLOWERS} more"
 
@@ -124,7 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--follow", action="store_true", help="print new lines, until the run has ended"
     )
     parser.add_argument(
-        "--attempt", metavar="N|all", help="the attempt to print (default: the last); all: every attempt"
+        "--attempt",
+        metavar="N|all",
+        help="the attempt to print (default: the last); all: every attempt",
     )
     parser.add_argument("--rank", metavar="R", help="only these ranks: 3, or 0,8-15")
     parser.add_argument("--errors", action="store_true", help="the rank that failed first, and why")

@@ -92,7 +92,8 @@ def _requeue(
     if not begin:
         if not any(standing.kind == "active" for standing in chosen):
             print(
-                f"{job.name}: nothing to do: {counted(chosen)}; to run it again: submit it with --update"
+                f"{job.name}: nothing to do: {counted(chosen)}; to run it again: submit it with "
+                "--update"
             )
         return None
     if read_code(Path(job.directory)) is None:
@@ -111,7 +112,8 @@ def _requeue(
     exclude = excluded(job, arguments.exclude)
     job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
     print(
-        f"requeued {job.name} as job {job_id}: {f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}"
+        f"requeued {job.name} as job {job_id}: "
+        f"{f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}"
     )
     return None
 
@@ -161,10 +163,16 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
     )
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""
-    text = f"already waits in the queue{reason}, now for any node{' except ' + ', '.join(away) if away else ''}"
+    text = (
+        f"already waits in the queue{reason}, now for any "
+        f"node{' except ' + ', '.join(away) if away else ''}"
+    )
     with suppress(slurm.SlurmError):  # the update is already made
         nodes = slurm.all_nodes() if away else []
         if nodes and not slurm.enough_nodes(nodes, slurm.job_fields(job_id), slurm.hosts(away)):
             where = cordon_file(job.profile, job.working_directory)
-            text += f"; too few nodes are left, so it cannot start: see {where}, slurm.exclude, --exclude"
+            text += (
+                f"; too few nodes are left, so it cannot start: see {where}, slurm.exclude, "
+                "--exclude"
+            )
     return text

@@ -225,10 +225,16 @@ def _in_queue(
     if found.state == "PENDING":
         told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
         if found.reason == "BadConstraints":
-            why = "cannot start: too few nodes meet its requirements and are not excluded (BadConstraints)"
+            why = (
+                "cannot start: too few nodes meet its requirements and are not excluded "
+                "(BadConstraints)"
+            )
             return (
                 "queued",
-                f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads the cordon file again",
+                (
+                    f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads "
+                    "the cordon file again"
+                ),
             )
         return "queued", f"{told}waits: {found.reason or 'not considered yet'}"
     if found.state == "RUNNING":
@@ -364,7 +370,8 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
         text.append(f"{hidden} that ended more than a day ago: --all")
     if queue.silent:
         text.append(
-            f"Slurm does not answer, so states with a ? are the last ones that the supervisors wrote: {queue.silent}"
+            "Slurm does not answer, so states with a ? are the last ones that the supervisors "
+            f"wrote: {queue.silent}"
         )
     return "\n".join(text), active
 

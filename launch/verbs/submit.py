@@ -81,7 +81,8 @@ def _check(kind: str, job_id: str, word: str) -> None:
     state = found.get(job_id)
     if state is None:
         raise UserError(
-            f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by its directory"
+            f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by "
+            "its directory"
         )
     if kind == "aftercorr" and any(
         task.active or task.state == "COMPLETED" for task in found.values()
@@ -112,7 +113,8 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
             )
             where = job.items[item.index].directory
             raise UserError(
-                f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it would never start: submit it first"
+                f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it "
+                "would never start: submit it first"
             )
     ids = [
         str(item.job_id) if len(items) < len(job.items) else str(item.job_id).partition("_")[0]
@@ -177,7 +179,9 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time",
         metavar="LIMIT",
-        help="time limit of one submission; a run continues in the next one (default: the profile's)",
+        help=(
+            "time limit of one submission; a run continues in the next one (default: the profile's)"
+        ),
     )
     parser.add_argument(
         "--at-once", type=int, metavar="K", help="for an array: the number of tasks at a time"
@@ -279,7 +283,8 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
         )
     if arguments.at_once is not None and not (asked.job.array and arguments.at_once > 0):
         raise UserError(
-            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and must be at least 1"
+            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and must be at "
+            "least 1"
         )
     if arguments.dry_run:
         return _dry_run(asked, arguments, profile)
@@ -341,7 +346,10 @@ def send(
         job_id = slurm.submit(script)
     except slurm.SlurmError as error:
         kept = (
-            f" (excluded: {', '.join(exclude)}, by {cordon_file(job.profile, job.working_directory)}, --exclude)"
+            (
+                f" (excluded: {', '.join(exclude)}, by "
+                f"{cordon_file(job.profile, job.working_directory)}, --exclude)"
+            )
             if exclude
             else ""
         )
@@ -429,12 +437,16 @@ def _why_not(draft: Draft) -> str:
     if stopped is not None:
         where = draft.job.items[stopped.index].directory
         return (
-            f"{where}: {stopped.message}; to continue: python -m launch requeue {shlex.quote(where)}"
+            f"{where}: {stopped.message}; to continue: python -m launch requeue "
+            f"{shlex.quote(where)}"
         )
     active = next(item for item in chosen if item.kind == "active")
     where = draft.job.items[active.index].directory
     quoted = shlex.quote(where)
-    return f"{where} has {active.where}; see: python -m launch status {quoted}, or end it: python -m launch cancel {quoted}"
+    return (
+        f"{where} has {active.where}; see: python -m launch status {quoted}, or end it: python -m "
+        f"launch cancel {quoted}"
+    )
 
 
 def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Namespace) -> None:
@@ -456,8 +468,10 @@ def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Name
     for item in stopped:
         where = shlex.quote(job.items[item.index].directory)
         print(
-            f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch requeue {where}"
+            f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch "
+            f"requeue {where}"
         )
     print(
-        f"  directory {job.directory}\n  follow it: python -m launch logs -f {shlex.quote(job.directory)}"
+        f"  directory {job.directory}\n  follow it: python -m launch logs -f "
+        f"{shlex.quote(job.directory)}"
     )

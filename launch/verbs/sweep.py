@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the run, and settings that all runs have",
     )
     ways = parser.add_mutually_exclusive_group(required=True)
-    ways.add_argument("--list", type=Path, metavar="FILE", help="file with one run per line: its settings")
+    ways.add_argument(
+        "--list", type=Path, metavar="FILE", help="file with one run per line: its settings"
+    )
     ways.add_argument(
         "--grid", nargs="+", metavar="KEY=V1,V2", help="every combination of these values"
     )
@@ -85,7 +87,8 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
             re.fullmatch(r"[A-Za-z0-9][\w.,=+-]*", given, re.ASCII) and len(given) <= LONGEST
         ):
             raise UserError(
-                f"{path}:{number}: {given!r} is not a valid name of a folder: only letters, digits and ._,=+-, {LONGEST} at most"
+                f"{path}:{number}: {given!r} is not a valid name of a folder: only letters, digits "
+                f"and ._,=+-, {LONGEST} at most"
             )
         odd = next((word for word in words if not re.match(r"[A-Za-z_][\w.]*=", word)), None)
         if odd is not None:
@@ -103,7 +106,8 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
         runs[name] = tuple(words)
     if not runs:
         raise UserError(
-            f"{path}: it contains no run; a line is the settings of a run, as: optimizer.lr=1e-4 train.seed=2"
+            f"{path}: it contains no run; a line is the settings of a run, as: optimizer.lr=1e-4 "
+            "train.seed=2"
         )
     return runs
 
@@ -168,7 +172,10 @@ def run_name(words: Sequence[str]) -> str:
     plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", told)
     if plain == told and len(told) <= LONGEST:
         return told
-    return f"{plain[:LONGEST]}-{hashlib.sha256(shlex.join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
+    return (
+        f"{plain[:LONGEST]}"
+        f"-{hashlib.sha256(shlex.join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
+    )
 
 
 def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wanted:
@@ -217,7 +224,8 @@ def _check_mirrors(configs: Mapping[str, str]) -> None:
         mirror = read_config(text).get("checkpoint", {}).get("mirror")
         if mirror and owners.setdefault(mirror, directory) != directory:
             raise UserError(
-                f"checkpoint.mirror = {mirror} is the same for several runs; write {{name}} in it, which differs for each"
+                f"checkpoint.mirror = {mirror} is the same for several runs; write {{name}} in it, "
+                "which differs for each"
             )
 
 
@@ -225,11 +233,13 @@ def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
     """Run the unfinished runs on this machine."""
     if arguments.dependency or arguments.exclude or arguments.parsable:
         raise UserError(
-            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile for this machine"
+            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a "
+            "profile for this machine"
         )
     if asked.job.nodes != 1:
         raise UserError(
-            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile for this machine, which is one node"
+            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile for this machine, which "
+            "is one node"
         )
     if arguments.dry_run:
         draft = settle(asked, update=arguments.update)
@@ -243,7 +253,8 @@ def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
         draft = settle(asked, update=arguments.update)
         if not draft.ready:
             print(
-                f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} ({draft.job.directory})"
+                f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} "
+                f"({draft.job.directory})"
             )
             return 0
         draft = write(draft)
