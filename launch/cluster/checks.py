@@ -115,7 +115,7 @@ def partition(
 
 
 def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None) -> Iterator[Check]:
-    """Compare the profile's time limit, account, QOS and number of nodes with a partition's limits."""
+    """Compare the profile's time limit, account, QOS and node count with a partition's limits."""
     name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
     wanted = seconds(profile.slurm.time) if profile.slurm.time else None
     if wanted is not None and wanted > most:

@@ -143,7 +143,7 @@ def image(text: str) -> str | None:
 
 
 def mount(text: str) -> str | None:
-    """Check HOST:CONTAINER or HOST:CONTAINER:ro. Both runtimes treat a comma as the end of a mount."""
+    """Check HOST:CONTAINER or HOST:CONTAINER:ro. For both runtimes a comma ends a mount."""
     if not re.fullmatch(r"[/$][^:,]*:/[^:,]*(:r[ow])?", text) or CONTROL.search(text):
         return "expected /on/the/node:/in/the/container or /a:/b:ro, without commas"
     return _variables_fault(text) or argument(text)

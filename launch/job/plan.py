@@ -180,7 +180,7 @@ def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list
 
 
 def written(directory: str) -> str | None:
-    """Return the configuration written to a run's directory at submission, or None if it has none."""
+    """Return the configuration stored in a run's directory at submission, or None."""
     try:
         return (launch_folder(Path(directory)) / "config.yaml").read_text(encoding="utf-8")
     except OSError:

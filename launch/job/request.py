@@ -279,10 +279,10 @@ def command_name(words: Sequence[str]) -> str:
     """
     verb = next((word for word in words[1:2] if re.fullmatch(r"[a-z][a-z0-9-]*", word)), None)
     told = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
-    return (
-        f"{told}"
-        f"-{hashlib.sha256(chr(0).join([work_directory(), *words]).encode(errors='surrogateescape')).hexdigest()[:8]}"
-    )
+    words_hash = hashlib.sha256(
+        "\0".join([work_directory(), *words]).encode(errors="surrogateescape")
+    ).hexdigest()
+    return f"{told}-{words_hash[:8]}"
 
 
 def _check_module(module: str) -> None:

@@ -69,7 +69,7 @@ def code_folder(directory: Path) -> Path:
 
 
 def read_code(directory: Path) -> Code | None:
-    """Return the description of a job's snapshot, or None if the snapshot is missing or incomplete."""
+    """Return the description of a job's snapshot, or None if it is missing or incomplete."""
     raw = read_json(launch_folder(directory) / "code.json")
     try:
         return Code(**raw) if raw and code_folder(directory).is_dir() else None

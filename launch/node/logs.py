@@ -322,7 +322,7 @@ class Tail:
 
 
 class Follower:
-    """Reader of several sources whose set may grow. ``find`` returns the present ones at each read."""
+    """Reader of several sources whose set may grow. ``find`` returns the present ones."""
 
     def __init__(self, find: Callable[[], Iterable[Source]], last: int | None = None) -> None:
         self._find, self._tails = find, dict[Path, Tail]()

@@ -371,7 +371,7 @@ def die_with(parent: int, number: int) -> None:
 
 
 def _in_the_command(keeper: int) -> None:
-    """Between fork and exec: die with the keeper, let the keeper's py-spy attach, unblock signals."""
+    """Between fork and exec: die with the keeper, let its py-spy attach, unblock signals."""
     die_with(keeper, signal.SIGKILL)
     _prctl(_PTRACER, keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -381,7 +381,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl and ignore errors: without the kernel's support the run only has less protection."""
+    """Call prctl and ignore errors: without kernel support the run only has less protection."""
     _LIBC.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 

@@ -148,7 +148,7 @@ class Notifier:
 
 
 class Journal:
-    """Log and state of one item. A disk or a terminal that cannot be written does not end the run."""
+    """Log and state of one item. A disk or terminal that cannot be written does not end the run."""
 
     def __init__(self, job: Job, item: Item, job_id: str | None) -> None:
         self.job, self.item, self.job_id = job, item, job_id

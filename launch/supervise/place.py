@@ -186,7 +186,7 @@ def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | No
 
 
 def address(node: str) -> str:
-    """Return a node's name, or the address by which Slurm reaches it if the name does not resolve."""
+    """Return a node's name, or the address by which Slurm reaches it if it does not resolve."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -343,7 +343,7 @@ def end_orphans(folders: Sequence[Path]) -> int:
 
 
 def processes(folder: Path) -> list[int]:
-    """Return the processes on this machine, except zombies, that belong to the attempt of a folder."""
+    """Return the processes on this machine, except zombies, that belong to a folder's attempt."""
     mine = [
         pid
         for pid in _others()

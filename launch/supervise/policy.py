@@ -221,7 +221,7 @@ def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> 
 
 
 def _leave(situation: Situation, why: str) -> Decision:
-    """Return the decision when the allocation or this process ends: no new attempt is made in it."""
+    """Return the decision when the allocation or process ends: it makes no new attempt."""
     if situation.can_requeue:
         return Decision("requeue", why)
     return (

@@ -1,11 +1,10 @@
 """``doctor``: check this machine for training, or a profile against its cluster.
 
-    doctor [--build] [--fix]                       this machine: packages, GPU, DeepSpeed's compiled
-                                                   operations, free space
-    doctor --cluster PROFILE.yaml [--nodes 2]      a profile against its cluster, with a trial job
-    of
-                                                   a few minutes on this many nodes
-    doctor --cluster PROFILE.yaml --nodes 0        only the checks that need no job
+    doctor [--build] [--fix]                    this machine: packages, GPU, DeepSpeed's compiled
+                                                operations, free space
+    doctor --cluster PROFILE.yaml [--nodes 2]   a profile against its cluster, with a trial job of
+                                                a few minutes on this many nodes
+    doctor --cluster PROFILE.yaml --nodes 0     only the checks that need no job
 
 Each check prints a line: ok, absent (this machine trains without it), warning or FAILED, and the
 remedy. The exit code is 1 if a check FAILED.
@@ -114,7 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(check: Check) -> None:
-    """Print a check as a line, in place of the line of `compiling`, and its remedy as another line."""
+    """Print a check as a line, replacing the line of `compiling`, and its remedy as another."""
     print(f"{CLEAR if sys.stdout.isatty() else ''}{check.level:<8} {check.name:<14} {check.text}")
     if check.remedy:
         print(f"{'':<23} -> {check.remedy}")

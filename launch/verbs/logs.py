@@ -1,11 +1,11 @@
-"""``logs``: print the output of a run's ranks and supervisor, merged by time, with its source.
+"""``logs``: print the output of a run's ranks and supervisor, merged by time.
 
     logs DIR              the last attempt, all ranks
     logs DIR -f           the last lines, then new ones, over restarts, until the run has ended
     logs DIR --errors     the rank that failed first, its node and traceback, and the ranks that
                           failed after it
 
-DIR is a job's directory, or that of one task of an array.
+Each line has a label of its source. DIR is a job's directory, or that of one task of an array.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""``status``: show runs, one line each: queue, attempt, step, loss, tokens/s, time left, age of the
-last step.
+"""``status``: show runs, one line each: state, attempt, step, loss, tokens/s, time left.
 
     status                all under runs/ except those that ended more than a day ago
     status DIR... --items each task of an array on a separate line
     status --watch 10     again every 10 seconds, until all have ended
 
-DIR is a job's directory, or a folder with job directories below it. Slurm's report takes precedence
-over the state that a supervisor wrote last. A fork is listed below its parent.
+DIR is a job's directory, or a folder with job directories below it. A line also gives the age of
+the last step. Slurm's report takes precedence over the state that a supervisor wrote last. A fork
+is listed below its parent.
 """
 
 from __future__ import annotations

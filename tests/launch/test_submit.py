@@ -193,7 +193,7 @@ def test_an_older_code_reads_the_settings_of_its_run() -> None:
     job = begin(run(DEMO))
     file = code_folder(Path(job.directory)) / "pretrain" / "config.py"
     file.chmod(0o644)
-    field = "    interval: int = setting(10,"
+    field = "    interval: int = setting(\n        10,"
     assert field in file.read_text()
     file.write_text(
         file.read_text().replace(field, f"    old_name: int = setting(3, 'Old.')\n{field}")
