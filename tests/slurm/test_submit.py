@@ -384,7 +384,9 @@ def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Log
     assert "too few nodes are left, so it cannot start" in login.launch(
         "requeue", "job", "--exclude", "node[1-2]"
     )
-    assert login.launch("requeue", "job", "--exclude", "node2").endswith("for any node except node2\n")
+    assert login.launch("requeue", "job", "--exclude", "node2").endswith(
+        "for any node except node2\n"
+    )
     login.cluster.run("scontrol", "release", str(before))
     login.cluster.run("scontrol", "hold", job)
     assert "was held, and is released" in login.launch("requeue", "job", "--exclude", "node2")
