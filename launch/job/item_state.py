@@ -97,6 +97,7 @@ def standings(job: Job, *, ask: bool = True) -> list[Standing]:
 
 
 def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
+    """Return the state of one item, from its files and the rows of Slurm's queue."""
     launch, state = (
         launch_folder(Path(job.items[index].directory)),
         state_of(job.items[index].directory),

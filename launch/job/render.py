@@ -229,6 +229,7 @@ def _only_quoted(value: Any) -> Quoted:
 
 @functools.cache
 def _template() -> jinja2.Template:
+    """Load the template, with `_only_quoted` as its guard."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,

@@ -224,6 +224,7 @@ def new_job(request: Request, name: str, directory: str, items: Sequence[Item], 
 
 
 def _run(request: Request) -> Wanted:
+    """Return the job of a training run, whose configuration pretrain resolves."""
     if request.tasks is not None:
         raise UserError(
             "--tasks is for a command after --; many runs of one configuration: python -m launch "
@@ -247,6 +248,7 @@ def _run(request: Request) -> Wanted:
 
 
 def _command(request: Request) -> Wanted:
+    """Return the job of a command, with one item per task."""
     if not request.words:
         raise UserError("no command after --; give one, as: -- data_prep merge DIR")
     module, *arguments = request.words

@@ -151,6 +151,7 @@ def source_files(root: Path) -> tuple[list[str], int]:
 
 
 def _is_source(root: Path, path: Path) -> bool:
+    """Return True for a source file of moderate size that is inside ``root``, also through links."""
     if not path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
         return False
     return path.resolve().is_relative_to(root.resolve())
@@ -158,6 +159,7 @@ def _is_source(root: Path, path: Path) -> bool:
 
 def _walk(root: Path) -> Iterable[str]:
     # Another project's folder may have the same name, so check for known subfolders.
+    """Yield the packages' files outside a git checkout, without caches and hidden folders."""
     beside = (
         [BESIDE]
         if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir()

@@ -82,6 +82,7 @@ class Report:
             yield Check("ok", name, ", ".join(self._facts()))
 
     def _facts(self) -> Iterator[str]:
+        """Yield the node's main facts in words."""
         known = self.facts
         if gpus := known.get("gpus"):
             yield f"{len(gpus)} x {gpus[0].rpartition(' ')[0]}, driver {known.get('driver')}"

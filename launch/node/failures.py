@@ -150,6 +150,7 @@ class Findings:
         return self._cause is not None and self._lines - self._cause_line <= lines
 
     def _begin(self, line: str, now: float) -> None:
+        """Begin a traceback, or continue the previous one if the two are chained."""
         chained = self._open or any(_CHAIN.match(between) for between in self._between)
         self._block = [*self._block, *self._between, line] if chained else [line]
         if not chained:
@@ -158,6 +159,9 @@ class Findings:
         self._between, self._open, self._weak_next = [], True, False
 
     def _finish(self, line: str) -> None:
+        """End a traceback, whose last line is the error. Skip it if it is a weak one after another
+        error.
+        """
         self._open = False
         if not (self._weak and self._cause):
             text = "\n".join(self._block).encode()[-TRACEBACK_BYTES:].decode(errors="ignore")

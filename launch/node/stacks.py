@@ -75,6 +75,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _py_spy(pid: int, *, stopped: bool) -> str:
+    """Return py-spy's stacks of a process, or the reason why they are missing."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -91,6 +92,7 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
 
 
 def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
+    """Run py-spy once and return its output or its error."""
     command = [program, "dump", "--pid", str(pid), *([] if pause else ["--nonblocking"])]
     done = subprocess.run(
         command,

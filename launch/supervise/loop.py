@@ -183,6 +183,7 @@ class Supervisor:
         return faults
 
     def _tell_start(self, attempt: Attempt, before: Sight) -> None:
+        """Report the start of an attempt."""
         ranks = f"{self.job.world_size} {'rank' if self.job.world_size == 1 else 'ranks'}"
         where = f"on {', '.join(attempt.nodes)}" + (
             f" (job {self.place.job_id})" if self.place.job_id else ""
@@ -214,6 +215,7 @@ class Supervisor:
         return seen
 
     def _tell_end(self, record: Record, seen: Observed) -> None:
+        """Report the end of an attempt."""
         said = (
             seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
         )

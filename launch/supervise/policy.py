@@ -204,6 +204,7 @@ def _give_up(reason: str) -> Decision:
 
 
 def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
+    """Return the decision after an attempt that was saved at a signal."""
     idle = saves_without_progress(recent)
     if situation.checkpoints and idle > limits.max_failures and idle > 1:
         return _give_up(
@@ -232,6 +233,7 @@ def _leave(situation: Situation, why: str) -> Decision:
 
 
 def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
+    """Return the decision after a failed attempt."""
     failure, count = recent[-1].failure, failures_since_progress(recent)
     told = describe(failure)
     again, anywhere = repetitions(recent), repetitions(recent, anywhere=True)
@@ -389,6 +391,9 @@ def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
 
 
 def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
+    """Return (kind, normalised message, step) of a failure of the program, or None for other
+    failures.
+    """
     failure = end.failure
     if (
         end.outcome not in ("failed", "hang")

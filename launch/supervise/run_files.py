@@ -167,6 +167,7 @@ def records(directory: Path) -> list[Record]:
 
 
 def _read(folder: Path) -> Record | None:
+    """Return the record in an attempt's folder, or None if it is missing or invalid."""
     raw = read_json(folder / "attempt.json") or {}
     known = {entry.name for entry in fields(Record)} - {"folder"}
     values = {name: value for name, value in raw.items() if name in known}

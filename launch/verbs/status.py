@@ -138,6 +138,7 @@ def _submitted(job: Job) -> list[str]:
 
 
 def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
+    """Return the row of one item."""
     item = job.items[index]
     state = state_of(item.directory)
     job_id = _queued(job, index, queue)
@@ -388,6 +389,7 @@ def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
 
 
 def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
+    """Yield the job folders in or below a folder, at most ``depth`` levels deep."""
     if (directory / "launch" / "job.json").is_file():
         yield directory
         return
@@ -419,6 +421,7 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
     parents = [numbers.get(head.parent or "") for head in heads]
 
     def tree(number: int, depth: int) -> Iterator[tuple[str, ...]]:
+        """Yield a job's lines and its forks' lines, indented by ``depth``."""
         if number in done:  # two forks of each other, after folders were reused
             return
         done.add(number)

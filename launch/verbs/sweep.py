@@ -192,6 +192,8 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
     job = new_job(request, name, directory, items, array=True)
 
     def resolved(code: Path) -> Mapping[str, str]:
+        """Return directory -> configuration of all runs, as the code in a folder resolves them."""
+
         def one(index: int) -> str:
             words = [
                 *request.words,
