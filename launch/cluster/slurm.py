@@ -349,11 +349,11 @@ class Node:
         if self.cpus < cpus or self.memory < memory:
             return False
         mine = amounts(self.gres)
-        return all(
-            sum(has for name, kind, has in mine if name == wanted and of_kind in ("", kind))
-            >= count
-            for wanted, of_kind, count in amounts(job.get("TresPerNode", ""))
-        )
+        for wanted, of_kind, count in amounts(job.get("TresPerNode", "")):
+            has = sum(n for name, kind, n in mine if name == wanted and of_kind in ("", kind))
+            if has < count:
+                return False
+        return True
 
 
 _GRES = re.compile(

@@ -75,13 +75,9 @@ class Standing:
     @property
     def where(self) -> str:
         """Description of the job or process of the item, or the message if it has neither."""
-        return (
-            f"job {self.job_id} ({self.state})"
-            if self.job_id
-            else f"process {self.pid}"
-            if self.pid
-            else self.message
-        )
+        if self.job_id:
+            return f"job {self.job_id} ({self.state})"
+        return f"process {self.pid}" if self.pid else self.message
 
 
 def standings(job: Job, *, ask: bool = True) -> list[Standing]:

@@ -242,9 +242,9 @@ class Source:
             return time.mktime(time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None
         stamp = None if self.of_slurm else _STAMP.match(raw)
         at, text = (float(stamp[1]), raw[stamp.end() :]) if stamp else (otherwise, raw)
-        return at, Line(
-            at, self.label, text.decode(errors="replace")
-        ) if self.since <= at < self.until else None
+        if not self.since <= at < self.until:
+            return at, None
+        return at, Line(at, self.label, text.decode(errors="replace"))
 
 
 class Tail:
@@ -315,10 +315,11 @@ class Tail:
             return
         data = file.read() if _STAMP.match(self.last) else b""
         at, marker = data.rfind(self.last), _MARKER.search(data)
-        self.offset, self._rest = (
-            at + len(self.last) if data and at >= 0 else marker.start() if marker else 0,
-            b"",
-        )
+        if data and at >= 0:
+            self.offset = at + len(self.last)
+        else:
+            self.offset = marker.start() if marker else 0
+        self._rest = b""
 
 
 class Follower:

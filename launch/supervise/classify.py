@@ -179,15 +179,12 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
         words = killed_for_memory(
             first.message, Exit.KILLED if first.kind == "lost" else first.exit
         )
-    return (
-        words
-        if words
-        and (
-            (seen.oom_kill and not kept)
-            or any(map(_tells_oom, (folder / "logs").glob("agents*.log")))
-        )
-        else None
-    )
+    if not words:
+        return None
+    counted = seen.oom_kill and not kept
+    if counted or any(map(_tells_oom, (folder / "logs").glob("agents*.log"))):
+        return words
+    return None
 
 
 def _tells_oom(log: Path) -> bool:

@@ -216,13 +216,11 @@ def _sources(
 
 def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
     """Return the selected attempts, by default the last one."""
-    return (
-        there
-        if wanted == "all"
-        else [path for path in there if str(int(path.name)) == wanted]
-        if wanted
-        else there[-1:]
-    )
+    if wanted == "all":
+        return there
+    if wanted:
+        return [path for path in there if str(int(path.name)) == wanted]
+    return there[-1:]
 
 
 def _removed(item: Item, wanted: str | None) -> Iterator[str]:
