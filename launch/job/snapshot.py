@@ -151,7 +151,7 @@ def source_files(root: Path) -> tuple[list[str], int]:
 
 
 def _is_source(root: Path, path: Path) -> bool:
-    """Return True for a source file of moderate size that is inside ``root``, also through links."""
+    """Return True for a source file of moderate size inside ``root``, with links resolved."""
     if not path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
         return False
     return path.resolve().is_relative_to(root.resolve())

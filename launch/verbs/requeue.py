@@ -146,7 +146,7 @@ def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> 
 
 
 def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:
-    """Restart one job or task on Slurm according to its state, and return a text about the action."""
+    """Restart one job or task on Slurm according to its state, and describe the action."""
     state = state_of(job.items[standing.index].directory)
     over = state.get("job_id") == job_id and state.get("state") in ("cancelled", "stopped")
     if standing.state == "COMPLETING" or (standing.state == "RUNNING" and over):
