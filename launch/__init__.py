@@ -1,5 +1,9 @@
-"""Starts the other rooms' commands as Slurm or local jobs and keeps them going. Imports `fem_common` alone; torch inside jobs only.
+"""Start commands of the other packages as Slurm jobs or local jobs, and restart them when they
+fail.
 
-A job is described once, in ``launch/job.json`` of its directory, by whoever submits it; from then on the supervisor that runs inside
-the job (``python -m launch.supervise``) decides by what it reads there and in the run's own files.
+The package imports only `fem_common`; torch is imported inside jobs only.
+
+``launch submit`` describes a job once, in ``launch/job.json`` of the job's directory. From then on
+the supervisor, which runs inside the job (``python -m launch.supervise``), decides from that file
+and from the run's own files.
 """

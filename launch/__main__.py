@@ -1,4 +1,4 @@
-"""``python -m launch VERB``: jobs on Slurm or this machine that keep going."""
+"""``python -m launch VERB``: run jobs on Slurm or on this machine, with restarts after failures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from fem_common import cli
 from fem_common.cli import Verb
 
 VERBS = {
-    "submit": Verb("launch.verbs.submit", "submit a run, or any command of ours, to Slurm"),
-    "local": Verb("launch.verbs.local", "the same on this machine, with the same restarts"),
-    "sweep": Verb("launch.verbs.sweep", "many runs of one configuration as a job array"),
-    "status": Verb("launch.verbs.status", "how runs stand, one line a run"),
-    "logs": Verb("launch.verbs.logs", "what the ranks said; --errors: which failed first, and why"),
+    "submit": Verb("launch.verbs.submit", "submit a run, or another command, to Slurm"),
+    "local": Verb("launch.verbs.local", "run the same on this machine, with the same restarts"),
+    "sweep": Verb("launch.verbs.sweep", "start many runs of one configuration as a job array"),
+    "status": Verb("launch.verbs.status", "show the state of runs, one line each"),
+    "logs": Verb(
+        "launch.verbs.logs", "print the ranks' output; --errors: the first failure and its cause"
+    ),
     "cancel": Verb("launch.verbs.cancel", "end a run; --save: after a checkpoint"),
     "requeue": Verb(
         "launch.verbs.requeue", "continue a run that ended, or save and restart one that runs"
@@ -25,18 +27,25 @@ VERBS = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line as a namespace whose ``main`` does the verb; words after ``--`` are its ``rest``."""
-    return cli.parse("launch", "Jobs on Slurm or this machine that keep going.", VERBS, argv)
+    """Parse the command line into a namespace with the verb's ``main``. The words after ``--`` are
+    in its ``rest``.
+    """
+    return cli.parse(
+        "launch",
+        "Run jobs on Slurm or on this machine, with restarts after failures.",
+        VERBS,
+        argv,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do a verb: its exit code, with one line where it is not 0."""
+    """Run a verb and return its exit code. A failure prints one line."""
 
     def verb() -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         return int(arguments.main(arguments))
 
-    return cli.run("launch", verb, kept="jobs that were submitted go on")
+    return cli.run("launch", verb, kept="submitted jobs continue")
 
 
 if __name__ == "__main__":

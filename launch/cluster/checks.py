@@ -1,4 +1,6 @@
-"""What `doctor` asks Slurm from the submitting host: controller, partition, nodes, account; would it take a job?"""
+"""Checks of `doctor` through Slurm, from the submitting host: controller, partition, nodes,
+account, and a test submission.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,20 @@ from launch.cluster.profile_values import seconds
 from launch.cluster.slurm import Node, all_nodes, fields, hosts, mebibytes, records
 from launch.node.checks import Check
 
-LISTED = 8  # names in a message
+LISTED = 8  # most names in a message
 
 
 def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
-    """All but the trial: what Slurm says of the profile, without a job. nodes_wanted: of a job, None: not said."""
+    """Yield all checks that need no job. ``nodes_wanted`` is the number of nodes of a job, or None
+    if not given.
+    """
     try:
         version = slurm.call("sbatch", "--version").split()[-1]
         said = [
             line.strip() for line in slurm.call("scontrol", "ping").splitlines() if line.strip()
         ]
         if not any(line.endswith("UP") for line in said):
-            raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or come back later")
+            raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or try again later")
         yield Check("ok", "Slurm", f"{version}; {'; '.join(said)}")
     except slurm.SlurmError as error:
         yield Check("FAILED", "Slurm", str(error))
@@ -55,19 +59,21 @@ def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
 def partition(
     profile: Profile, known: Mapping[str, Mapping[str, str]]
 ) -> tuple[list[Check], list[str]]:
-    """Whether the profile's partitions are there: lines, and the names of those that are."""
+    """Check that the profile's partitions exist and are up. Return the checks and the names of the
+    existing partitions.
+    """
     wanted = (
         profile.slurm.partition.split(",")
         if profile.slurm.partition
         else [n for n, p in known.items() if p.get("Default") == "YES"]
     )
     if not wanted:
-        names = ", ".join(known) or "none at all"
+        names = ", ".join(known) or "none"
         return [
             Check(
                 "FAILED",
                 "partition",
-                f"the cluster has no default; it has {names}",
+                f"the cluster has no default partition; it has {names}",
                 "set slurm.partition",
             )
         ], []
@@ -84,7 +90,7 @@ def partition(
                 Check(
                     "FAILED",
                     "partition",
-                    f"there is no partition {name}",
+                    f"partition {name} does not exist",
                     f"slurm.partition: {hint}",
                 )
             )
@@ -109,11 +115,14 @@ def partition(
 
 
 def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None) -> Iterator[Check]:
-    """The profile's time limit, account, QOS and the number of nodes against a partition's."""
+    """Compare the profile's time limit, account, QOS and node count with a partition's limits."""
     name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
     wanted = seconds(profile.slurm.time) if profile.slurm.time else None
     if wanted is not None and wanted > most:
-        text = f"slurm.time = {profile.slurm.time} is more than partition {name} gives: {found['MaxTime']}"
+        text = (
+            f"slurm.time = {profile.slurm.time} is more than partition {name} allows: "
+            f"{found['MaxTime']}"
+        )
         yield Check(
             "FAILED",
             "time limit",
@@ -132,12 +141,18 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
             "set slurm.time",
         )
     elif (wanted or most) <= 2 * profile.slurm.signal_seconds:
-        text = f"slurm.signal_seconds = {profile.slurm.signal_seconds} leaves little of slurm.time for work"
+        text = (
+            f"slurm.signal_seconds = {profile.slurm.signal_seconds} leaves little of slurm.time "
+            "for work"
+        )
         yield Check(
             "warning", "time limit", text, "a longer slurm.time, or a smaller slurm.signal_seconds"
         )
     else:
-        text = f"{profile.slurm.time or found.get('MaxTime')}, partition {name} gives up to {found.get('MaxTime')}"
+        text = (
+            f"{profile.slurm.time or found.get('MaxTime')}, partition {name} allows up to "
+            f"{found.get('MaxTime')}"
+        )
         yield Check("ok", "time limit", text)
     for what, key, value in (
         ("account", "AllowAccounts", profile.slurm.account),
@@ -148,7 +163,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
             yield Check(
                 "FAILED",
                 what,
-                f"partition {name} does not take {value}",
+                f"partition {name} does not allow {value}",
                 f"slurm.{what.lower()}: one of {allowed}",
             )
     largest = found.get("MaxNodes", "UNLIMITED")
@@ -156,7 +171,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
         yield Check(
             "FAILED",
             "nodes",
-            f"partition {name} gives a job {largest} nodes at most, {nodes_wanted} are wanted",
+            f"partition {name} allows {largest} nodes per job, {nodes_wanted} are requested",
             "fewer --nodes",
         )
 
@@ -164,7 +179,9 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
 def machines(
     profile: Profile, known: Sequence[Node], chosen: Sequence[str], nodes_wanted: int | None
 ) -> Iterator[Check]:
-    """The partitions' nodes against what the profile takes of a node, and how many are in service."""
+    """Compare the partitions' nodes with the resources that the profile takes, and count those in
+    service.
+    """
     mine = [node for node in known if set(node.partitions) & set(chosen)]
     wanted, gpus = profile.nodes, gpus_asked(profile)
     if not mine:
@@ -185,7 +202,10 @@ def machines(
     ]
     if most < gpus:
         text = f"the profile takes {counted(gpus, 'GPU')} a node; the nodes have {most}"
-        none = "choose a partition with GPUs; where Slurm knows no GPUs on any node (no Gres), nodes.gres: none"
+        none = (
+            "choose a partition with GPUs; where Slurm knows no GPUs on any node (no Gres), "
+            "nodes.gres: none"
+        )
         yield Check("FAILED", "nodes", text, f"nodes.gpus: {most}" if most else none)
         return
     if not fit:
@@ -204,7 +224,10 @@ def machines(
             f"nodes.gpus: {most}",
         )
     if wanted.gpus and not gpus and most:
-        text = f"nodes.gres = {wanted.gres} asks for none of the nodes' {counted(most, 'GPU')}, which Slurm may then hide"
+        text = (
+            f"nodes.gres = {wanted.gres} requests none of the nodes' {counted(most, 'GPU')}, which "
+            "Slurm may then hide"
+        )
         yield Check("warning", "nodes", text, "nodes.gres: null")
     away, excluded = [node for node in fit if not node.in_service], hosts(profile.slurm.exclude)
     left = [node for node in fit if node.in_service and node.name not in excluded]
@@ -228,23 +251,30 @@ def machines(
     yield Check(
         "ok",
         "nodes",
-        f"{len(left)} of {len(mine)} are in service and have {has}{counted(wanted.cpus, 'CPU')} or more",
+        (
+            f"{len(left)} of {len(mine)} are in service and have "
+            f"{has}{counted(wanted.cpus, 'CPU')} or more"
+        ),
     )
 
 
 def gpus_asked(profile: Profile) -> int:
-    """The GPUs that the profile asks Slurm for: none where nodes.gres names none, whether the nodes have any or not."""
+    """Return the number of GPUs that the profile requests from Slurm: 0 if nodes.gres names none,
+    even if the nodes have GPUs.
+    """
     gres = profile.nodes.gres
     return (profile.nodes.gpus or 0) if gres is None or "gpu" in gres else 0
 
 
 def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
-    """Whether accounting lets this user use the profile's account and QOS; where there is none, nobody asks."""
+    """Check that accounting lets this user use the profile's account and QOS. Without accounting
+    the check passes.
+    """
     storage = configuration.get("AccountingStorageType", "")
     if "slurmdbd" not in storage:
-        return Check("ok", "account", "this cluster keeps no accounts")
+        return Check("ok", "account", "this cluster has no accounting")
     if shutil.which("sacctmgr") is None:
-        return Check("warning", "account", "not checked: sacctmgr is not installed here")
+        return Check("warning", "account", "not checked: sacctmgr is not installed on this host")
     user = getpass.getuser()
     try:
         answer = slurm.call(
@@ -287,10 +317,11 @@ def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
 
 
 def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
-    """Whether a job that is preempted is told so early enough to save."""
+    """Check that a preempted job is signalled early enough to save."""
     if configuration.get("PreemptMode", "OFF") in ("OFF", "GANG", "SUSPEND,GANG"):
         return
-    # SlurmctldParameters=preempt_send_user_signal, or by its newer name PreemptParameters=send_user_signal.
+    # SlurmctldParameters=preempt_send_user_signal, or by its newer name
+    # PreemptParameters=send_user_signal.
     if any(
         "send_user_signal" in configuration.get(key, "")
         for key in ("SlurmctldParameters", "PreemptParameters")
@@ -302,7 +333,10 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
         )
         return
     wait = configuration.get("KillWait", "30 sec")
-    text = f"a preempted job is sent SIGTERM and has its partition's GraceTime, or KillWait ({wait}), to save"
+    text = (
+        f"a preempted job is sent SIGTERM and has its partition's GraceTime, or KillWait ({wait}), "
+        "to save"
+    )
     yield Check(
         "warning",
         "preemption",
@@ -312,7 +346,7 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
 
 
 def would_take(script: Path) -> Check:
-    """Slurm's own word on a batch script, by `sbatch --test-only`."""
+    """Check a batch script with `sbatch --test-only`."""
     try:
         slurm.call("sbatch", "--test-only", str(script))
     except slurm.SlurmError as error:
@@ -322,4 +356,4 @@ def would_take(script: Path) -> Check:
             str(error),
             "the #SBATCH lines are in `submit --dry-run`; the slurm and nodes sections make them",
         )
-    return Check("ok", "sbatch", "Slurm would take such a job")
+    return Check("ok", "sbatch", "Slurm would accept this job")

@@ -1,6 +1,7 @@
-"""A cluster profile: what of a job depends on the cluster alone. One frozen dataclass a section.
+"""Cluster profile: the settings of a job that depend only on the cluster. One frozen dataclass per
+section.
 
-Jobs carry the profile as plain values in job.json; no YAML is read inside a job.
+A job stores the profile as plain values in job.json; no YAML is read inside a job.
 """
 
 from __future__ import annotations
@@ -23,37 +24,44 @@ from launch.supervise.policy import Limits
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "cluster"
-SIGNAL_EARLY_SECONDS = (
-    60  # Slurm's signal before the time limit comes up to a minute earlier than asked for
-)
-SMI_SECONDS = 20.0  # for nvidia-smi to answer
+# Slurm's signal before the time limit may be up to a minute early.
+SIGNAL_EARLY_SECONDS = 60
+SMI_SECONDS = 20.0  # limit for nvidia-smi
 
 
 @dataclass(frozen=True)
 class NodesProfile:
-    """A node, and what of it a job takes."""
+    """Resources of a node that a job takes."""
 
     gpus: int | None = setting(
         0,
-        "GPUs a node has and a job takes; 0: a job without GPUs; null, for scheduler: local: as many as nvidia-smi lists, at least 1.",
+        (
+            "GPUs of a node, all of which a job takes; 0: jobs without GPUs; null, only with "
+            "scheduler: local: the number that nvidia-smi lists, at least 1."
+        ),
         least=0,
     )
-    cpus: int = setting(1, "CPUs a job takes of a node, as Slurm counts them.", least=1)
+    cpus: int = setting(1, "CPUs of a node that a job takes, as Slurm counts them.", least=1)
     memory: str | None = setting(
         None,
-        'Memory a job takes of a node; "0": all of it; null: the partition\'s default.',
+        'Memory of a node that a job takes; "0": all; null: the partition\'s default.',
         check=profile_values.matches(r"\d+[KMGT]?", "0, 1800G or like"),
     )
-    processes: int | None = setting(None, "Ranks a node; null: one a GPU, or one.", least=1)
+    processes: int | None = setting(
+        None, "Ranks per node; null: one per GPU, or one without GPUs.", least=1
+    )
     gres: str | None = setting(
         None,
-        "What to ask Slurm for, such as gpu:h100:8; null: gpu:<gpus>; none: nothing, on clusters whose Slurm knows no GPUs (no Gres).",
+        (
+            "sbatch's --gres, such as gpu:h100:8; null: gpu:<gpus>; none: no option, on clusters "
+            "whose Slurm does not manage GPUs (no Gres)."
+        ),
         check=profile_values.matches(r"[A-Za-z][A-Za-z0-9_.,:-]*", "gpu:8, gpu:h100:8 or none"),
     )
-    exclusive: bool = setting(True, "No other job on the nodes.")
+    exclusive: bool = setting(True, "Allow no other job on the nodes.")
     numa: str = setting(
         "none",
-        "Binds each rank to the CPUs near its GPU: torchrun's --numa-binding. node is the one to try first.",
+        "Bind each rank to the CPUs near its GPU: torchrun's --numa-binding. Try node first.",
         choices=("none", "node", "socket", "exclusive", "core-complex"),
     )
 
@@ -75,7 +83,7 @@ class SlurmProfile:
     )
     time: str | None = setting(
         None,
-        "Time limit of one submission, which a run outlives; null: the partition's.",
+        "Time limit of one submission; a run continues in the next one; null: the partition's.",
         check=profile_values.matches(profile_values.TIME, "24:00:00, 3-00:00:00 or minutes"),
     )
     constraint: str | None = setting(
@@ -89,7 +97,10 @@ class SlurmProfile:
     reservation: str | None = setting(None, "Reservation.", check=profile_values.word)
     signal_seconds: int = setting(
         300,
-        "How long before the time limit the run is told to save: longer than a step and a checkpoint.",
+        (
+            "Seconds before the time limit at which the run is signalled to save: more than a step "
+            "and a checkpoint take."
+        ),
         least=1,
     )
     options: tuple[str, ...] = setting(
@@ -106,7 +117,7 @@ class SlurmProfile:
 
 @dataclass(frozen=True)
 class ContainerProfile:
-    """A container that the ranks run in; the supervisor runs outside."""
+    """Container that the ranks run in. The supervisor runs outside."""
 
     runtime: str = setting(
         "none",
@@ -120,62 +131,79 @@ class ContainerProfile:
     )
     mounts: tuple[str, ...] = setting(
         (),
-        "Folders of the node seen inside, as /a:/b or /a:/b:ro; paths.shared are mounted anyway.",
+        (
+            "Folders of the node to mount inside, as /a:/b or /a:/b:ro; paths.shared are always "
+            "mounted."
+        ),
         check=profile_values.mount,
     )
     options: tuple[str, ...] = setting(
         (),
-        "More options of the runtime, one word each: --container-writable (pyxis), --nv (apptainer).",
+        (
+            "More options of the runtime, one word each: --container-writable (pyxis), --nv "
+            "(apptainer)."
+        ),
         check=profile_values.option,
     )
 
 
 @dataclass(frozen=True)
 class SetupProfile:
-    """What the batch script does before the supervisor starts."""
+    """Steps of the batch script before the supervisor starts."""
 
     modules: tuple[str, ...] = setting(
         (), "Environment modules to load, in order.", check=profile_values.word
     )
     lines: tuple[str, ...] = setting(
         (),
-        "Lines of bash, inserted as they are: the one place where text of a profile runs.",
+        (
+            "Lines of bash, inserted unchanged: the only text of a profile that the batch script "
+            "executes."
+        ),
         check=profile_values.bash,
     )
 
 
 @dataclass(frozen=True)
 class PathsProfile:
-    """Folders."""
+    """Folders and files of the cluster."""
 
     shared: tuple[str, ...] = setting(
         (),
-        "Folders that every node must see and write: where runs, data and the interpreter are.",
+        (
+            "Folders that every node must be able to read and write: those of runs, data and the "
+            "interpreter."
+        ),
         check=profile_values.path,
     )
     cordon: str | None = setting(
         None,
-        "File of the nodes to keep away from, shared by all runs; null: runs/cordon.jsonl where you submit.",
+        (
+            "File with the nodes that no run may use, shared by all runs; null: runs/cordon.jsonl "
+            "in the folder of the submission."
+        ),
         check=profile_values.path,
     )
 
 
 @dataclass(frozen=True)
 class WatchdogProfile:
-    """How long without progress a run is taken for hung; then every rank's stacks are written and the run restarts."""
+    """Times without progress after which a run counts as hung. Then every rank's stacks are written
+    and the run restarts.
+    """
 
-    start_minutes: float = setting(60.0, "Until the first step; 0: for ever.", least=0)
+    start_minutes: float = setting(60.0, "Until the first step; 0: no limit.", least=0)
     step_minutes: float = setting(
-        20.0, "Between steps, validations and checkpoints included; 0: for ever.", least=0
+        20.0, "Between steps, validations and checkpoints included; 0: no limit.", least=0
     )
     save_minutes: float = setting(
-        10.0, "Between a signal to save and the end of the ranks; 0: for ever.", least=0
+        10.0, "Between a signal to save and the end of the ranks; 0: no limit.", least=0
     )
 
 
 @dataclass(frozen=True)
 class HealthProfile:
-    """What a node must pass before ranks start on it."""
+    """Conditions that a node must meet before ranks start on it."""
 
     check: bool = setting(True, "Check the nodes before every attempt; false: never.")
     matmul: bool = setting(
@@ -183,105 +211,118 @@ class HealthProfile:
     )
     free_memory_gb: float = setting(0.0, "Memory that must be free, in GB.", least=0)
     free_disk_gb: float = setting(
-        1.0, "Room that /tmp and the shared folders must have, in GB.", least=0
+        1.0, "Free space that /tmp and the shared folders must have, in GB.", least=0
     )
     timeout_seconds: float = setting(
-        180.0, "A node that has not answered by then is taken for bad.", least=1
+        180.0, "A node that does not answer within this time fails the check.", least=1
     )
     all_reduce_gb_per_second: float | None = setting(
         None, "doctor: the least bus bandwidth of an all-reduce over the nodes, in GB/s.", least=0
     )
-    clock_skew_seconds: float = setting(2.0, "doctor: how far a node's clock may be off.", least=0)
+    clock_skew_seconds: float = setting(
+        2.0, "doctor: the largest allowed error of a node's clock.", least=0
+    )
 
 
 @dataclass(frozen=True)
 class NotifyProfile:
-    """Who is told what."""
+    """Notifications about a job's events."""
 
     command: str | None = setting(
         None,
-        "Program, or line of sh, that gets each event as JSON on its standard input; no address.",
+        (
+            "Program, or line of sh, that gets each event as JSON on its standard input; no web "
+            "address."
+        ),
         check=profile_values.hook,
     )
-    events: tuple[str, ...] = setting(EVENTS, "Events worth telling.", choices=EVENTS)
+    events: tuple[str, ...] = setting(EVENTS, "Events that start the command.", choices=EVENTS)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A cluster, as far as a job needs to know it."""
+    """Description of a cluster for jobs."""
 
     scheduler: str = setting(
         "slurm",
-        "Who starts jobs; local: this machine, by `launch local`.",
+        "Scheduler of the jobs; local: this machine, by `launch local`.",
         choices=("slurm", "local"),
     )
     python: str | None = setting(
         None,
-        "The ranks' interpreter, inside the container where there is one; null: the one that submits.",
+        "The ranks' interpreter, inside the container if one is set; null: the submitting one.",
         check=profile_values.program,
     )
     host_python: str | None = setting(
         None,
-        "The supervisor's interpreter, outside any container; null: `python`, with a container the one that submits.",
+        (
+            "The supervisor's interpreter, outside any container; null: `python`, or with a "
+            "container the submitting one."
+        ),
         check=profile_values.program,
     )
-    nodes: NodesProfile = setting(NodesProfile, "A node, and what of it a job takes.")
+    nodes: NodesProfile = setting(NodesProfile, "Resources of a node that a job takes.")
     slurm: SlurmProfile = setting(SlurmProfile, "Options of sbatch and srun.")
     container: ContainerProfile = setting(ContainerProfile, "A container that the ranks run in.")
     setup: SetupProfile = setting(
-        SetupProfile, "What the batch script does before the supervisor starts."
+        SetupProfile, "Steps of the batch script before the supervisor starts."
     )
     environment: dict[str, str] = setting(
         dict,
-        "Variables of the ranks and of the supervisor; null takes a base's away.",
+        "Variables of the ranks and of the supervisor; null removes a base's variable.",
         check=profile_values.variable,
     )
     paths: PathsProfile = setting(PathsProfile, "Folders.")
     logs: str | None = setting(
         None,
-        "Folder of what Slurm and the supervisor say; null: the run's launch folder.",
+        "Folder for the output of Slurm and the supervisor; null: the run's launch folder.",
         check=profile_values.path,
     )
-    restarts: Limits = setting(Limits, "When a run that failed starts again.")
+    restarts: Limits = setting(Limits, "Limits on restarts after failures.")
     watchdog: WatchdogProfile = setting(
-        WatchdogProfile, "How long without progress a run is taken for hung."
+        WatchdogProfile, "Times without progress after which a run counts as hung."
     )
     health: HealthProfile = setting(
-        HealthProfile, "What a node must pass before ranks start on it."
+        HealthProfile, "Conditions that a node must meet before ranks start on it."
     )
-    notify: NotifyProfile = setting(NotifyProfile, "Who is told what.")
+    notify: NotifyProfile = setting(NotifyProfile, "Notifications about a job's events.")
 
     @property
     def processes_per_node(self) -> int:
-        """Ranks a node."""
+        """Number of ranks per node."""
         return self.nodes.processes or self.nodes.gpus or 1
 
     def interpreters(self, submitting: str) -> tuple[str, str]:
-        """(the ranks', the supervisor's) interpreter, where ``submitting`` is the one that runs now."""
+        """Return the interpreters of the ranks and of the supervisor. ``submitting`` is the one
+        that runs now.
+        """
         ranks = self.python or submitting
         return ranks, self.host_python or (
             submitting if self.container.runtime != "none" else ranks
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The profile as JSON's plain values, whole; `from_json` gives it back."""
+        """Return the complete profile as plain JSON values, which `from_json` reads."""
         values: dict[str, Any] = config.plain(self)
         return values
 
 
 def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
-    """The profile in a YAML file, ``slurm.partition=x`` overrides applied, variables and relative paths filled in.
+    """Load a profile from a YAML file, with ``slurm.partition=x`` overrides, and fill in variables
+    and relative paths.
 
-    A bare name that is no file here is a shipped profile's.
+    A bare name that is no file in the working directory is the name of a shipped profile.
 
     Raises:
-        UserError: the file cannot be read, a key is unknown, a value is refused, or values contradict each other.
+        UserError: the file cannot be read, a key is unknown, a value is refused, or values
+        contradict each other.
     """
     if not Path(path).exists() and (SHIPPED / f"{path}.yaml").is_file():
         path = SHIPPED / f"{path}.yaml"
     profile = config.load(Profile, path, overrides, shipped=SHIPPED)
     if profile.nodes.gpus is None and profile.scheduler == "local":
-        # As many as nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it.
+        # As many as nvidia-smi lists for this process. If it lists none, use 1, so that the check
+        # before the run reports the missing GPU.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = (
             min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])])
@@ -297,46 +338,69 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
 
 
 def from_json(values: dict[str, Any]) -> Profile:
-    """The profile that `Profile.as_json` gave."""
+    """Return the profile from the values of `Profile.as_json`."""
     return config.from_plain(Profile, values)
 
 
 def _contradictions(profile: Profile) -> Iterator[str]:
-    """What no single value can know, a line each."""
+    """Yield a line for each contradiction between values."""
     nodes, container = profile.nodes, profile.container
     if nodes.gpus is None:
-        yield "nodes.gpus = null: say how many GPUs a node has; only this machine's (scheduler: local) can be counted"
+        yield (
+            "nodes.gpus = null: give the number of GPUs per node; only this machine's (scheduler: "
+            "local) can be counted"
+        )
     slurm = profile.slurm
     if (
         slurm.time is not None
         and profile_values.seconds(slurm.time) <= slurm.signal_seconds + SIGNAL_EARLY_SECONDS
     ):
         yield (
-            f"slurm.time = {slurm.time} must be more than slurm.signal_seconds = {slurm.signal_seconds} and the {SIGNAL_EARLY_SECONDS}"
-            " seconds that Slurm may be early: the run would be told to save as it starts, each time"
+            f"slurm.time = {slurm.time} must be more than slurm.signal_seconds = "
+            f"{slurm.signal_seconds} and the {SIGNAL_EARLY_SECONDS}"
+            " seconds that Slurm may be early: the run would be signalled to save right after each "
+            "start"
         )
     if nodes.gpus and nodes.processes and nodes.processes > nodes.gpus:
-        yield f"nodes.processes = {nodes.processes} is more than nodes.gpus = {nodes.gpus}: a rank has a GPU of its own"
+        yield (
+            f"nodes.processes = {nodes.processes} is more than nodes.gpus = {nodes.gpus}: each "
+            "rank needs a GPU"
+        )
     if nodes.numa != "none" and not nodes.gpus:
-        yield f"nodes.numa = {nodes.numa}: torchrun binds ranks to the CPUs near their GPU, and nodes.gpus is 0"
+        yield (
+            f"nodes.numa = {nodes.numa}: torchrun binds ranks to the CPUs near their GPU, and "
+            "nodes.gpus is 0"
+        )
     if (container.runtime == "none") != (container.image is None):
-        yield f"container.runtime = {container.runtime} and container.image = {container.image or 'null'}: give both or neither"
+        yield (
+            f"container.runtime = {container.runtime} and container.image = "
+            f"{container.image or 'null'}: give both or neither"
+        )
     if container.runtime != "none" and profile.scheduler == "local":
-        yield f"container.runtime = {container.runtime}: containers are for Slurm; locally, start the launcher inside one"
+        yield (
+            f"container.runtime = {container.runtime}: containers are for Slurm; locally, start "
+            "the launcher inside one"
+        )
     unmountable = [
         path
         for path in profile.paths.shared
         if container.runtime != "none" and re.search("[:,]", path)
     ]
     if unmountable:
-        yield f"paths.shared: {unmountable[0]!r}: a folder with a colon or comma in its name cannot be mounted into a container"
+        yield (
+            f"paths.shared: {unmountable[0]!r}: a folder with a colon or comma in its name cannot "
+            "be mounted into a container"
+        )
     odd = [
         option
         for option in container.options
         if container.runtime == "pyxis" and not re.match(r"--(no-)?container-", option)
     ]
     if odd:
-        yield f"container.options: {odd[0]!r}: pyxis has --container-... and --no-container-...; others go into slurm.srun_options"
+        yield (
+            f"container.options: {odd[0]!r}: pyxis has --container-... and --no-container-...; "
+            "others go into slurm.srun_options"
+        )
     for name, value in profile.environment.items():
         wrong = profile_values.variable_fault(name, value)
         if wrong:
@@ -349,7 +413,7 @@ def _contradictions(profile: Profile) -> Iterator[str]:
 
 
 def _bash_fault(lines: tuple[str, ...]) -> str | None:
-    """What bash's parser says of lines that run together, or None (too where there is no bash)."""
+    """Return the error of bash's parser for a sequence of lines, or None (also without bash)."""
     bash = shutil.which("bash")
     if not lines or bash is None:
         return None
@@ -364,7 +428,7 @@ def _bash_fault(lines: tuple[str, ...]) -> str | None:
 
 
 def _filled_in(section: Any) -> Any:
-    """A section with its paths whole."""
+    """Return a section with complete paths."""
     changed = {}
     for item in fields(section):
         old, check = getattr(section, item.name), spec(item).check

@@ -1,4 +1,6 @@
-"""What the single values of a cluster profile may be: each check says what is wrong with a text, or None. Standard library alone."""
+"""Checks of single values of a cluster profile. Each returns an error text or None. Standard
+library alone.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +14,36 @@ TIME = r"\d+(:\d\d){0,2}|\d+-\d{1,2}(:\d\d){0,2}|infinite|unlimited"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-# Variables that the launcher, torchrun or bash itself sets, and what to write instead.
+# Variables that the launcher, torchrun or bash itself sets -> the remedy.
 _TAKEN = {
     "PATH": "write `export PATH=/folder:$PATH` in setup.lines",
-    "PYTHONPATH": "the launcher sets it to the code snapshot; install what is needed into the interpreter",
+    "PYTHONPATH": (
+        "the launcher sets it to the code snapshot; install what is needed into the interpreter"
+    ),
     "PYTHONSAFEPATH": "the launcher sets it",
     **dict.fromkeys(
         "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split(),
         "torchrun sets it",
     ),
     **dict.fromkeys(
-        "_ BASHOPTS BASHPID BASH_ARGV0 BASH_COMMAND BASH_ENV COMP_WORDBREAKS DIRSTACK ENV EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS"
-        " HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL SRANDOM UID".split(),
-        "it means something to bash itself",
+        "_ BASHOPTS BASHPID BASH_ARGV0 BASH_COMMAND BASH_ENV COMP_WORDBREAKS DIRSTACK ENV "
+        "EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS "
+        "HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND POSIXLY_CORRECT PPID PWD RANDOM SECONDS "
+        "SHELLOPTS SHLVL SRANDOM UID".split(),
+        "bash itself uses it",
     ),
 }
-# Options of sbatch that the launcher decides, and where to say what they would.
+# Options of sbatch that the launcher sets -> the setting that determines them.
 _DECIDED = {
     **{
         name: f"slurm.{name}"
         for name in "partition account qos time constraint exclude reservation".split()
     },
     **dict.fromkeys(
-        "ntasks ntasks-per-node export export-file requeue no-requeue open-mode chdir wrap parsable wait test-only".split()
+        (
+            "ntasks ntasks-per-node export export-file requeue no-requeue open-mode chdir wrap "
+            "parsable wait test-only"
+        ).split()
     ),
     "array": "--tasks of submit",
     "cpus-per-task": "nodes.cpus",
@@ -52,7 +61,9 @@ _DECIDED = {
 
 
 def seconds(limit: str) -> float:
-    """A time limit as Slurm writes it (30, 30:00, 12:00:00, 2-12, 2-12:00, 2-12:00:00, UNLIMITED) in seconds."""
+    """Return a Slurm time limit (30, 30:00, 12:00:00, 2-12, 2-12:00, 2-12:00:00, UNLIMITED) in
+    seconds.
+    """
     if not limit[:1].isdigit():
         return float("inf")
     days, dash, rest = limit.rpartition("-")
@@ -66,7 +77,7 @@ def seconds(limit: str) -> float:
 
 
 def matches(pattern: str, what: str) -> Callable[[str], str | None]:
-    """A check that the whole text is of a pattern (ASCII)."""
+    """Return a check that the entire text matches a pattern (ASCII)."""
     compiled = re.compile(pattern, re.ASCII)
     return lambda text: None if compiled.fullmatch(text) else f"expected {what}"
 
@@ -78,33 +89,40 @@ hosts = matches(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*", "a node's name, or node[01-0
 
 
 def argument(text: str) -> str | None:
-    """What can be passed to a program."""
+    """Check a text that is passed to a program."""
     if not text:
         return "it is empty"
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        return "NUL and half characters cannot be passed to a program"
+        return "NUL and unpaired surrogates cannot be passed to a program"
     return None
 
 
 def variable(text: str) -> str | None:
-    """A value of an environment variable: as `argument`, but it may be empty."""
+    """Check the value of an environment variable: like `argument`, but it may be empty."""
     return argument(text or "-")
 
 
 def hook(text: str) -> str | None:
-    """A program or a line of sh. Chats' addresses let whoever knows them write there, and a profile is copied into every run."""
+    """Check a program or a line of sh.
+
+    Web addresses are refused: a chat's address lets anyone who has it write to the chat, and a
+    profile is copied into every run.
+    """
     if re.search(r"https?://", text, re.IGNORECASE):
-        return "an address may hold a token: put the call into a script of yours that reads it from the environment or from a file"
+        return (
+            "an address may contain a token: put the call into a script that reads the token from "
+            "the environment or a file"
+        )
     return argument(text)
 
 
 def bash(text: str) -> str | None:
-    """A line of a script."""
+    """Check a line of a script."""
     return "sbatch refuses scripts with carriage returns" if "\r" in text else argument(text)
 
 
 def path(text: str) -> str | None:
-    """A path that `fill` can make whole."""
+    """Check a path, which `fill` can make absolute."""
     if text.startswith("-"):
         return "a path cannot begin with a dash; write ./-..."
     if CONTROL.search(text):
@@ -113,24 +131,30 @@ def path(text: str) -> str | None:
 
 
 def program(text: str) -> str | None:
-    """A program: a path, or a bare name that is looked for where it runs."""
+    """Check a program: a path, or a bare name that is found through PATH at the time of the run."""
     return path(text)
 
 
 def image(text: str) -> str | None:
-    """A container's image: a path that begins with / or ./, or an address (``nvcr.io/nvidia/pytorch:25.06-py3``)."""
+    """Check a container's image: a path that begins with / or ./, or an address
+    (``nvcr.io/nvidia/pytorch:25.06-py3``).
+    """
     return path(text)
 
 
 def mount(text: str) -> str | None:
-    """HOST:CONTAINER or HOST:CONTAINER:ro; both runtimes take a comma for the end of a mount."""
+    """Check HOST:CONTAINER or HOST:CONTAINER:ro. For both runtimes a comma ends a mount."""
     if not re.fullmatch(r"[/$][^:,]*:/[^:,]*(:r[ow])?", text) or CONTROL.search(text):
         return "expected /on/the/node:/in/the/container or /a:/b:ro, without commas"
     return _variables_fault(text) or argument(text)
 
 
 def fill(check: object, text: str) -> str:
-    """A value as it goes into a job: variables filled into paths and mounts, ~ too, and paths absolute. Others stay as they are."""
+    """Return a value in its form for a job.
+
+    Variables are filled into paths and mounts. Paths are made absolute, with ~ expanded. Other
+    values are unchanged.
+    """
     if check not in (path, program, image, mount):
         return text
     text = _VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], text)
@@ -144,22 +168,22 @@ def fill(check: object, text: str) -> str:
 
 
 def _variables_fault(text: str) -> str | None:
-    """What is wrong with the variables in a path, or None."""
+    """Return an error text about the variables in a path, or None."""
     for match in _VARIABLE.finditer(text):
         name = match[1] or match[2]
         if secrets.is_secret(name):
             return f"${name} looks like a secret, which may not become part of a path"
         if not os.environ.get(name):
-            return f"${name} is not set here"
+            return f"${name} is not set"
     return (
-        "only $NAME and ${NAME} are filled in, and a path has no other $"
+        "only $NAME and ${NAME} are replaced, and a path may contain no other $"
         if "$" in _VARIABLE.sub("", text)
         else None
     )
 
 
 def option(text: str) -> str | None:
-    """A long option as one word."""
+    """Check a long option as one word."""
     return (
         argument(text)
         if re.match(r"--[a-z][a-z0-9-]*(=|\Z)", text)
@@ -168,26 +192,32 @@ def option(text: str) -> str | None:
 
 
 def sbatch_option(text: str) -> str | None:
-    """A long option of sbatch that nothing else decides."""
+    """Check a long sbatch option that no other setting determines."""
     name = text.partition("=")[0].removeprefix("--")
     if name in _DECIDED:
         where = _DECIDED[name]
-        return f"write it as {where}" if where else "the launcher decides it"
+        return f"write it as {where}" if where else "the launcher sets it"
     return (
-        "line breaks and control characters cannot stand in an option of sbatch"
+        "line breaks and control characters are not allowed in an sbatch option"
         if CONTROL.search(text)
         else option(text)
     )
 
 
 def variable_fault(name: str, value: str) -> str | None:
-    """Why a profile may not set a variable, or None."""
+    """Return the reason for which a profile may not set a variable, or None."""
     if not _NAME.fullmatch(name):
         return f"environment: {name!r} is not a variable's name: letters, digits and _"
     if secrets.is_secret(name) or secrets.hides_a_password(value):
-        return f"environment.{name} looks like a secret: export it in your shell, which takes it to the job, and keep it out of files"
+        return (
+            f"environment.{name} looks like a secret: export it in your shell, from which the job "
+            "inherits it"
+        )
     if re.search(rf"\$({name}\b|{{{name}\b)", value):
-        return f"environment.{name} would refer to itself, and values are taken as they are: write `export {name}=...` in setup.lines"
+        return (
+            f"environment.{name} would refer to itself, and values are not expanded: write `export "
+            f"{name}=...` in setup.lines"
+        )
     if name in _TAKEN or name.startswith(("SLURM_", "BASH_FUNC_")):
         return f"environment.{name} cannot be set here: {_TAKEN.get(name, 'Slurm sets it')}"
     return None

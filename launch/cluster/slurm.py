@@ -1,6 +1,7 @@
-"""Slurm's commands as the submitting side calls them: one question a function, every refusal in one line. Standard library alone.
+"""Calls of Slurm's commands, one query per function. Errors are one line. Standard library alone.
 
-What the user's own SBATCH_*, SQUEUE_* and SLURM_* variables would change of a command's meaning is left out of its environment.
+The user's SBATCH_*, SQUEUE_* and SLURM_* variables, which would change a command's meaning, are
+removed from its environment.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from pathlib import Path
 
 from fem_common.errors import UserError
 
-TIMEOUT = 60.0  # seconds for an answer: slurmctld's own message time-out is 10
-ANSWER_SECONDS = 20.0  # ... to a question that is asked while ranks run
-KEPT = (
-    "SLURM_CONF",
-    "SLURM_CONF_SERVER",
-    "SLURM_CLUSTERS",
-    "SLURM_JWT",
-)  # which Slurm, and who asks
-# Partitions that are hidden, or closed to this user's groups, are left out of every answer otherwise, and the jobs and nodes in them.
+# seconds for an answer; slurmctld's own message time-out is 10
+TIMEOUT = 60.0
+ANSWER_SECONDS = 20.0  # the same for queries while ranks run
+# Variables that identify the Slurm cluster and the user.
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+# Without these, answers leave out partitions that are hidden or closed to the user's groups, with
+# their jobs and nodes.
 ALL = {"SQUEUE_ALL": "1", "SINFO_ALL": "1", "SCONTROL_ALL": "1"}
 OURS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SCANCEL|SCONTROL|SALLOC|SACCT|SINFO|PET)_")
-# What says which rank of somebody else's MPI job the submitting shell is: by Hydra, MVAPICH, PALS, PMIx, Open MPI. Settings
-# (PMIX_MCA_*, OMPI_MCA_*) stay, but for those that mpirun gives its ranks.
+# Variables that give the submitting shell's rank in another MPI job: by Hydra, MVAPICH, PALS, PMIx,
+# Open MPI. Settings (PMIX_MCA_*, OMPI_MCA_*) are kept, except those that mpirun sets for its ranks.
 OTHERS_RANK = re.compile(
-    r"(PMI|HYDI|HYDRA_(PROXY|CONTROL)|MPISPAWN|MV2_COMM_WORLD|PALS)_|MPI_LOCAL(RANKID|NRANKS)$|PMIX_(?!MCA_|INSTALL_PREFIX)"
+    r"(PMI|HYDI|HYDRA_(PROXY|CONTROL)|MPISPAWN|MV2_COMM_WORLD|PALS)_|MPI_LOCAL(RANKID|NRANKS)$"
+    r"|PMIX_(?!MCA_|INSTALL_PREFIX)"
     r"|OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|NUM_APP|FIRST_RANKS|ARGV|COMMAND|FILE_LOCATION)"
-    r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num|num_nodes|(jobfam|top)_session))"
+    r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num"
+    r"|num_nodes|(jobfam|top)_session))"
 )
-# Not over: the job holds, or will hold, nodes.
+# States of jobs that hold, or will hold, nodes.
 ACTIVE = {
     "PENDING",
     "CONFIGURING",
@@ -48,31 +49,32 @@ ACTIVE = {
     "RESIZING",
 }
 ACTIVE |= {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-CHUNK = 200  # job ids a question: a command line has an end
+CHUNK = 200  # job ids per query: the length of a command line is limited
 
 
 class SlurmError(UserError):
-    """Slurm is not there, does not answer, or refuses: one line with its own words."""
+    """Slurm is missing, does not answer, or refuses. The message is one line with Slurm's text."""
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """How a job, or a task of a job array, stands in Slurm's eyes."""
+    """State of a job, or of a task of a job array, in Slurm."""
 
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, ...
-    reason: str = (
-        ""  # why it waits: Resources, Priority, Dependency, BeginTime, ...; "" where it does not
-    )
-    nodes: str = ""  # as Slurm writes them: node[1-4]
+    # reason for waiting: Resources, Priority, Dependency, BeginTime, ...; "" if it does not wait
+    reason: str = ""
+    nodes: str = ""  # in Slurm's form: node[1-4]
     command: str = ""  # the batch script, or the sbatch command line that ends with it; "": unknown
 
     @property
     def active(self) -> bool:
-        """Whether it is in the queue or on nodes."""
+        """True if it is in the queue or on nodes."""
         return self.state in ACTIVE
 
     def runs(self, script: Path) -> bool:
-        """Whether it may be a job of this batch script: Slurm uses a job id again, for any job, after MaxJobId of them."""
+        """Return True if this may be a job of this batch script. After MaxJobId jobs, Slurm uses a
+        job id again for another job.
+        """
         return (
             not self.command
             or self.command == str(script)
@@ -81,7 +83,9 @@ class QueueState:
 
 
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment without what a surrounding job or the user's shell says to Slurm's commands, and so to a job that inherits it."""
+    """Return an environment without the variables of a surrounding job or the user's shell that
+    Slurm's commands, or a job, would read.
+    """
     environ = os.environ if environ is None else environ
     return {
         name: value
@@ -91,7 +95,11 @@ def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def call(*command: str, timeout: float = TIMEOUT) -> str:
-    """What a command of Slurm's answers. Raises SlurmError: not installed, no answer in time, refused."""
+    """Run a Slurm command and return its output.
+
+    Raises:
+        SlurmError: it is not installed, does not answer in time, or refuses.
+    """
     try:
         done = subprocess.run(
             command,
@@ -104,21 +112,24 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
         )
     except FileNotFoundError:
         raise SlurmError(
-            f"{command[0]}: not installed here; submit on a login node of the cluster, or start it with: python -m launch local"
+            f"{command[0]}: not installed on this host; submit on a login node of the cluster, or "
+            "start it with: python -m launch local"
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{command[0]}: Slurm gave no answer in {timeout:g} seconds; is slurmctld up? (scontrol ping)"
+            f"{command[0]}: Slurm gave no answer in {timeout:g} seconds; is slurmctld up? "
+            "(scontrol ping)"
         ) from None
     if done.returncode:
         raise SlurmError(
-            f"{command[0]}: {_words(done.stderr or done.stdout) or f'failed with {done.returncode}'}"
+            f"{command[0]}: "
+            f"{_words(done.stderr or done.stdout) or f'failed with {done.returncode}'}"
         )
     return done.stdout
 
 
 def _words(text: str) -> str:
-    """Slurm's message as one line, without its prefixes."""
+    """Return Slurm's message as one line, without its prefixes."""
     lines = [re.sub(r"^(\w+: )?(fatal|error): ", "", line.strip()) for line in text.splitlines()]
     words = "; ".join(dict.fromkeys(line for line in lines if line))
     if re.search(
@@ -132,7 +143,11 @@ def _words(text: str) -> str:
 
 
 def submit(script: Path, *options: str) -> str:
-    """Submit a batch script: the job's id. The job inherits this process's environment. Raises SlurmError."""
+    """Submit a batch script and return the job's id. The job inherits this process's environment.
+
+    Raises:
+        SlurmError: sbatch fails.
+    """
     answer = call("sbatch", "--parsable", *options, str(script))
     job_id = answer.strip().splitlines()[-1].split(";")[0] if answer.strip() else ""
     if not job_id.isdigit():
@@ -141,10 +156,15 @@ def submit(script: Path, *options: str) -> str:
 
 
 def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]:
-    """How jobs stand. Keys: the ids that were asked for; of an array's id also ``ID_TASK`` of every task.
+    """Return the states of jobs. Keys are the given ids, and for an array's id also ``ID_TASK`` of
+    every task.
 
-    An array's own id has the state of a task at work, else of one that waits, else of one that did not end well, else of the last. An id
-    that Slurm has forgotten (minutes after the end; with accounting never, where ``past`` asks for it) is missing. Raises SlurmError.
+    The state of an array's id is that of a running task, else of a waiting one, else of one that
+    ended badly, else of the last. An id that Slurm no longer stores is missing. Slurm forgets a job
+    minutes after its end; accounting, which ``past`` queries, never forgets.
+
+    Raises:
+        SlurmError: squeue fails.
     """
     wanted = list(dict.fromkeys(job_ids))
     found: dict[str, QueueState] = {}
@@ -153,7 +173,7 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
     if past:
         arrays = {name.partition("_")[0] for name in found}
         found |= _sacct([job for job in wanted if job not in found and job not in arrays])
-    # An array as one job.
+    # State of an array's id.
     ways = (
         lambda task: task.active and task.state != "PENDING",
         lambda task: task.active,
@@ -167,7 +187,7 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
 
 
 def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
-    """The jobs that the controller still knows, over or not."""
+    """Return the jobs that the controller still stores, ended or not."""
     try:
         answer = call(
             "squeue",
@@ -180,7 +200,9 @@ def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
-        return {}  # the only one of a question is unknown; of several, the unknown are passed over
+        # Slurm reports this error only if the query has one id. Of several, it skips the unknown
+        # ones.
+        return {}
     return _parse(answer)
 
 
@@ -188,7 +210,7 @@ _FORMAT = "%i|%T|%r|%N|%o"
 
 
 def _parse(answer: str) -> dict[str, QueueState]:
-    """The rows of squeue in `_FORMAT`; other lines, such as a site's notice, are skipped."""
+    """Parse the rows of squeue in `_FORMAT`. Other lines, such as a site's notice, are skipped."""
     found = {}
     for line in answer.splitlines():
         if line.count("|") < _FORMAT.count("|"):
@@ -204,7 +226,7 @@ def _parse(answer: str) -> dict[str, QueueState]:
 
 
 def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
-    """The jobs that accounting knows, where there is accounting."""
+    """Return the jobs in Slurm's accounting, or {} without accounting."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     columns, question = (
@@ -232,9 +254,13 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
 
 
 def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[str, QueueState]:
-    """The jobs and array tasks in the queue or on nodes that run this batch script. Raises SlurmError.
+    """Return the jobs and array tasks in the queue or on nodes that run this batch script.
 
-    Where Slurm knows no batch script, such as where a site's sbatch passes it through a pipe: jobs of this ``name`` with ``noted`` ids.
+    If Slurm reports no batch script, for instance because a site's sbatch passes it through a pipe,
+    jobs with this ``name`` and an id in ``noted`` count.
+
+    Raises:
+        SlurmError: a command fails.
     """
     rows = _parse(call("squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"))
 
@@ -247,7 +273,11 @@ def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[s
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """End jobs; one that is over is passed over. Raises SlurmError."""
+    """End jobs. Jobs that have ended are skipped.
+
+    Raises:
+        SlurmError: scancel fails.
+    """
     for start in range(0, len(job_ids), CHUNK):
         try:
             call("scancel", *job_ids[start : start + CHUNK])
@@ -259,9 +289,13 @@ def cancel(job_ids: Sequence[str]) -> None:
 
 
 def signal_batch(job_ids: Sequence[str], name: str) -> None:
-    """Send a signal (``USR1``) to the batch scripts of running jobs alone, and not to their steps; one that ended meanwhile is passed over.
+    """Send a signal (``USR1``) to the batch scripts of running jobs, and not to their steps. Jobs
+    that ended meanwhile are skipped.
 
-    Not for a task of an array that waits: Slurm 22.05 may give its signal to another task. Raises SlurmError.
+    Do not use it for a waiting task of an array: Slurm 22.05 may send the signal to another task.
+
+    Raises:
+        SlurmError: scancel fails.
     """
     for job in job_ids:
         try:
@@ -278,7 +312,7 @@ class Node:
 
     name: str
     state: str  # IDLE, ALLOCATED, MIXED+DRAIN, DOWN* ...
-    reason: str  # its first line
+    reason: str  # first line only
     cpus: int
     memory: int  # MiB
     gres: str = ""  # gpu:h100:8(S:0-1),nvme:2
@@ -287,20 +321,21 @@ class Node:
 
     @property
     def gpus(self) -> int:
-        """GPUs of any type."""
+        """Number of GPUs of any type."""
         return sum(count for name, _, count in amounts(self.gres) if name == "gpu")
 
     @property
     def in_service(self) -> bool:
-        """Whether it takes jobs, now or after those that it has."""
+        """True if the node accepts jobs, now or after its present ones."""
         return not re.search(
             r"DOWN|DRAIN|FAIL|NOT_RESPONDING|MAINT|POWERING_DOWN|INVAL|UNKNOWN|\*", self.state
         )
 
     def fits(self, job: Mapping[str, str]) -> bool:
-        """Whether it is of a job's partitions and has the job's features, GRES, CPUs and memory. ``job``: scontrol's fields.
+        """Return True if the node is in a job's partitions and has the job's features, GRES, CPUs
+        and memory.
 
-        A requirement that cannot be read counts as met.
+        job: the fields of scontrol. A requirement that cannot be parsed counts as met.
         """
         partitions = job.get("Partition", "(null)").split(",")
         if partitions != ["(null)"] and not set(partitions) & set(self.partitions):
@@ -314,27 +349,25 @@ class Node:
         if self.cpus < cpus or self.memory < memory:
             return False
         mine = amounts(self.gres)
-        return all(
-            sum(has for name, kind, has in mine if name == wanted and of_kind in ("", kind))
-            >= count
-            for wanted, of_kind, count in amounts(job.get("TresPerNode", ""))
-        )
+        for wanted, of_kind, count in amounts(job.get("TresPerNode", "")):
+            has = sum(n for name, kind, n in mine if name == wanted and of_kind in ("", kind))
+            if has < count:
+                return False
+        return True
 
 
 _GRES = re.compile(
-    r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?(?:[:=](?P<count>\d+))?(?:\([^)]*\))?"
+    r"(?:gres[:/])?(?P<name>\w+)(?::(?P<kind>(?=\w*[A-Za-z_])[\w.+-]+))?"
+    r"(?:[:=](?P<count>\d+))?(?:\([^)]*\))?"
 )
-_UNITS = {
-    "K": 1 / 1024,
-    "M": 1.0,
-    "G": 1024.0,
-    "T": 1024.0**2,
-    "": 1.0,
-}  # of Slurm's memory sizes, in MiB
+# Slurm's units of memory sizes, in MiB.
+_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}
 
 
 def amounts(gres: str) -> list[tuple[str, str, int]]:
-    """(name, type or "", count) of each part of ``gpu:h100:8(S:0-1),nvme:2`` or ``gres:gpu:8``; parts in another form are left out."""
+    """Parse ``gpu:h100:8(S:0-1),nvme:2`` or ``gres:gpu:8`` into (name, type or "", count). Other
+    forms are skipped.
+    """
     found = (
         _GRES.fullmatch(part)
         for part in re.split(r",(?![^(]*\))", gres)
@@ -348,19 +381,26 @@ def amounts(gres: str) -> list[tuple[str, str, int]]:
 
 
 def number(text: str | None) -> int:
-    """The number that a field begins with; 0 where it has none."""
+    """Return the number at the start of a field, or 0."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) if match else 0
 
 
 def mebibytes(size: str | None) -> float:
-    """A memory size as Slurm writes it (1800G, 62.50G, 16000) in MiB; the partition's default, or all of the node, is 0."""
+    """Convert a Slurm memory size (1800G, 62.50G, 16000) to MiB. The partition's default and a
+    node's entire memory are 0.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", size or "0")
     return float(match[1]) * _UNITS[match[2]] if match else 0.0
 
 
 def all_nodes() -> list[Node]:
-    """Every node that Slurm lists; none where the site shows users no nodes (PrivateData=nodes). Raises SlurmError."""
+    """Return every node that Slurm lists, or none if the site hides nodes from users
+    (PrivateData=nodes).
+
+    Raises:
+        SlurmError: scontrol fails.
+    """
     try:
         answer = call("scontrol", "show", "nodes", "--oneliner")
     except SlurmError as error:
@@ -379,21 +419,25 @@ def all_nodes() -> list[Node]:
             features=tuple(record.get("AvailableFeatures", "").split(",")),
         )
         for record in records(answer)
-        if record.get("NodeName")  # a line of its own may be the second one of a node's reason
+        if record.get("NodeName")  # a line without NodeName is the second one of a reason
     ]
 
 
 def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collection[str]) -> bool:
-    """Whether as many nodes as a job takes have what it asks for, without the excluded ones. ``job``: scontrol's fields.
+    """Return True if enough nodes for a job meet its requirements, without the excluded ones.
 
-    All are of one partition and of the job's reservation, and a node that the job names (--nodelist) cannot be excluded. Slurm lets a job
-    wait for ever where that is not so (BadConstraints). Raises SlurmError.
+    All of them are in one partition and in the job's reservation, and a node that the job names
+    (--nodelist) cannot be excluded. With too few, Slurm never starts the job (BadConstraints). job:
+    the fields of scontrol.
+
+    Raises:
+        SlurmError: the job's node list cannot be read.
     """
     if {*hosts(listed(job, "ReqNodeList"))} & {*exclude}:
         return False
     reserved = set[str]()
     for name in listed(job, "Reservation"):
-        with suppress(SlurmError):  # what cannot be read counts as met
+        with suppress(SlurmError):  # a reservation that cannot be read counts as met
             for record in records(
                 call("scontrol", "show", "reservation", name, "--oneliner", timeout=ANSWER_SECONDS)
             ):
@@ -411,13 +455,17 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
 
 
 def listed(record: Mapping[str, str], field: str) -> list[str]:
-    """A field's list, cut at its commas; empty where scontrol shows none."""
+    """Split a field's list at its commas. Empty if scontrol shows none."""
     text = record.get(field, "(null)")
     return [] if text in ("", "(null)") else text.split(",")
 
 
 def hosts(lists: Sequence[str]) -> list[str]:
-    """The nodes in lists such as node[01-04],node07, in their order. Raises SlurmError."""
+    """Expand lists such as node[01-04],node07 to node names, in order.
+
+    Raises:
+        SlurmError: scontrol fails.
+    """
     return (
         call("scontrol", "show", "hostnames", ",".join(lists), timeout=ANSWER_SECONDS).split()
         if lists
@@ -426,23 +474,30 @@ def hosts(lists: Sequence[str]) -> list[str]:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """``scontrol show job``'s fields. Raises SlurmError."""
+    """Return the fields of ``scontrol show job``.
+
+    Raises:
+        SlurmError: scontrol fails.
+    """
     shown = records(call("scontrol", "show", "--oneliner", "job", job, timeout=ANSWER_SECONDS))
     return next((record for record in shown if "JobId" in record), {})
 
 
 def records(text: str) -> list[dict[str, str]]:
-    """The records of scontrol's --oneliner, a line each."""
+    """Parse scontrol's --oneliner output, one record per line."""
     return [fields(line) for line in text.splitlines() if "=" in line]
 
 
 def fields(text: str, separator: str = " ") -> dict[str, str]:
-    """``A=b C=d e`` -> {A: b, C: d e}; with a line break for separator a field is a line, blanks around its = allowed."""
+    """Parse ``A=b C=d e`` into {A: b, C: d e}. With a line break as separator, each line is a
+    field, and blanks around = are allowed.
+    """
     if separator == "\n":
         pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
         return {name.strip(): value.strip() for name, _, value in pairs}
     parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
-    # The first of a name counts: people's own words (Comment, Reason), which may look like fields, come after the fields that are read.
+    # The first occurrence of a name counts: the users' free texts (Comment, Reason), which may
+    # contain text in the form of fields, follow the fields that are read.
     return dict(
         reversed([*zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True)])
     )

@@ -1,7 +1,9 @@
-"""The doctor's trial: a small job through everything that a real one goes through, whose program is `launch.node.measure`.
+"""Trial of the doctor: a small job that passes through all steps of a real job. Its program is
+`launch.node.measure`.
 
-It is rendered, submitted (or, with a local profile, started here), checks its nodes and starts ranks as every job does; what is read
-afterwards is what it left in its directory. It is cancelled when it waits or runs too long.
+The trial is rendered and submitted (or, with a local profile, started on this machine). It checks
+its nodes and starts ranks like any job. The result is read from its directory. It is cancelled if
+it waits or runs too long.
 """
 
 from __future__ import annotations
@@ -28,30 +30,36 @@ from launch.job import (
     write_json,
 )
 
-RUN_SECONDS = 300.0  # of the ranks: their start on a cold file system, and the measurements
+# limit for the ranks: their start on a cold file system, and the measurements
+RUN_SECONDS = 300.0
 POLL_SECONDS = 0.5
-END_SECONDS = 20.0  # for the first files of a job that is over to be seen here,
-MORE_SECONDS = 5.0  # and for more, once there are some
+# wait for the first files of a job that has ended
+END_SECONDS = 20.0
+MORE_SECONDS = 5.0  # wait for more files once the first are seen
 MINUTES = 20  # the job's time limit
 
 
 @dataclass
 class Outcome:
-    """What came of the trial."""
+    """Result of the trial."""
 
     directory: Path
-    nodes: tuple[str, ...] = ()  # that it ran on, as far as known
-    began: float | None = None  # unix time at which its nodes' check began
+    nodes: tuple[str, ...] = ()  # nodes it ran on, if known
+    began: float | None = None  # unix time at which the nodes' check began
     result: dict[str, Any] | None = None  # bandwidth.json
-    received: float = 0.0  # unix time at which that was first seen here
-    trouble: str = ""  # why it came to nothing
-    tail: list[str] = field(default_factory=list)  # the last lines that it said
+    received: float = 0.0  # unix time at which this host first saw the result
+    trouble: str = ""  # reason for a missing result
+    tail: list[str] = field(default_factory=list)  # last lines of its output
 
 
 def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:
-    """The trial's job and its profile: the given one, but one attempt, a short time limit, the check of the nodes on, nobody told.
+    """Create the trial's directory with the code in it, and return the trial's job and profile.
 
-    The directory is made, with the code in it. Raises UserError where there is no code to copy.
+    The profile is the given one with one attempt, a short time limit, the nodes' check on and
+    notifications off.
+
+    Raises:
+        UserError: no code exists to copy.
     """
     signal = min(profile.slurm.signal_seconds, 60)
     mine = replace(
@@ -91,7 +99,12 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
 
 
 def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
-    """Submit the trial and see it through; it is cancelled where it waits in the queue, or runs, too long. Raises SlurmError."""
+    """Submit the trial and wait for its end. It is cancelled if it waits in the queue, or runs, too
+    long.
+
+    Raises:
+        SlurmError: a Slurm command fails.
+    """
     outcome, limit = (
         Outcome(Path(job.directory)),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
@@ -104,7 +117,8 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
         ):
             look(outcome)
             state = slurm.queue([job_id]).get(job_id)
-            # COMPLETING can last: a node that hangs is waited for by Slurm, and not here.
+            # COMPLETING can last long, because Slurm waits for a node that hangs. Do not wait for
+            # it.
             if (
                 state is None
                 or not state.active
@@ -118,7 +132,10 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
             elif state.state == "PENDING":
                 say(f"job {job_id} waits in the queue ({state.reason})")
                 if time.monotonic() - submitted > wait_seconds:
-                    outcome.trouble = f"job {job_id} waited {wait_seconds:.0f} s in the queue ({state.reason}) and was cancelled"
+                    outcome.trouble = (
+                        f"job {job_id} waited {wait_seconds:.0f} s in the queue ({state.reason}) "
+                        "and was cancelled"
+                    )
                     break
             else:
                 started = started or time.monotonic()
@@ -141,7 +158,7 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
 
 
 def here(job: Job, say: Callable[[str], None]) -> Outcome:
-    """Start the trial on this machine and see it through."""
+    """Start the trial on this machine and wait for its end."""
     outcome, limit = (
         Outcome(Path(job.directory)),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
@@ -150,7 +167,8 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
     say("the trial runs on this machine")
     command = [sys.executable, "-m", "launch.supervise", job.directory]
     with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
-        try:  # its ranks die with it
+        # A process that is killed at the time limit takes its ranks with it.
+        try:
             subprocess.run(
                 command,
                 cwd=job.directory,
@@ -167,7 +185,7 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
 
 
 def look(outcome: Outcome) -> None:
-    """Tell the trial the time, and read what it has written by now."""
+    """Write the time for the trial's clock check, and read the files that it has written so far."""
     write_json(outcome.directory / "clock.json", {"time": time.time()})
     if outcome.result is None and (result := read_json(outcome.directory / "bandwidth.json")):
         outcome.result, outcome.received = result, time.time()
@@ -179,18 +197,20 @@ def look(outcome: Outcome) -> None:
 
 
 def last_attempt(outcome: Outcome) -> dict[str, Any] | None:
-    """The attempt's record, or None where there is none (yet)."""
+    """Return the attempt's record, or None if it does not exist (yet)."""
     folders = attempts(outcome.directory)
     return read_json(folders[-1] / "attempt.json") if folders else None
 
 
 def logs(outcome: Outcome) -> list[Path]:
-    """What Slurm and the supervisor say, as files."""
+    """Return the files with the output of Slurm and the supervisor."""
     return sorted(launch_folder(outcome.directory).glob("slurm-*.out"))
 
 
 def explained(outcome: Outcome, name: str) -> Outcome:
-    """The outcome of a trial that is over, with the reason where it left no result."""
+    """Complete the outcome of a trial that has ended: without a result, add the reason and the last
+    lines of its logs.
+    """
     if outcome.result is not None:
         outcome.trouble = ""
         return outcome
@@ -201,7 +221,10 @@ def explained(outcome: Outcome, name: str) -> Outcome:
         outcome.trouble = f"{name} failed: {said}"
     elif not outcome.trouble and not logs(outcome):
         where = f" on {', '.join(outcome.nodes)}" if outcome.nodes else ""
-        outcome.trouble = f"{name} ended without a word in {outcome.directory}: the nodes{where} do not see that folder"
+        outcome.trouble = (
+            f"{name} ended without any output in {outcome.directory}: the nodes{where} do not see "
+            "that folder"
+        )
     elif not outcome.trouble:
         outcome.trouble = f"{name} ended before its ranks were started"
     for log in [

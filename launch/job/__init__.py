@@ -1,25 +1,36 @@
-"""What was asked for (``launch/job.json``), where a job keeps everything, and how its small files are written.
+"""Job description (``launch/job.json``), file layout of a job, and functions for its small files.
 
-Standard library alone: the supervisor reads these inside jobs.
+Standard library alone: the supervisor reads these files inside jobs.
 
-    DIR/launch/job.json          what was asked for (`Job`), profile and all
+    DIR/launch/job.json          the job's description (`Job`), including the profile
     DIR/launch/job.sh            the rendered batch script (Slurm)
-    DIR/launch/config.yaml       the resolved configuration of a run, which every attempt starts from
-    DIR/launch/code/             the code snapshot that every attempt runs; code.json beside it: revision, changes, sha256; changes.diff
-    DIR/launch/submissions.jsonl a line a submission: time, job id, user's command
-    DIR/launch/slurm-%j.out      what Slurm and the supervisor say (appended over requeues); of an array slurm-%A_%a.out
+    DIR/launch/config.yaml       the resolved configuration of a run; every attempt starts from it
+    DIR/launch/code/             the code snapshot that every attempt runs
+    DIR/launch/code.json         the snapshot's revision, number of files and sha256
+    DIR/launch/changes.diff      the changes since that revision, if any
+    DIR/launch/submissions.jsonl one line per submission: time, job id, the user's command
+    DIR/launch/slurm-%j.out      output of Slurm and the supervisor (appended over requeues);
+                                 of an array: slurm-%A_%a.out
 
-An item is one run of the job: the job's own directory, or, in an array, a directory of its own:
+An item is one run of the job. Its directory is the job's or, in an array, a separate one:
 
-    ITEM/launch/state.json       how the item stands, by its supervisor
-    ITEM/launch/stop.json        someone asked it to stop, or the supervisor gave up: it is not restarted until `requeue` removes this
-    ITEM/launch/busy_JOB.json    how often, and since when, that job found that another one keeps the item going
+    ITEM/launch/state.json       the item's state, written by its supervisor
+    ITEM/launch/stop.json        a user stopped the item, or the supervisor gave up: the item does
+                                 not restart until `requeue` removes this file
+    ITEM/launch/busy_JOB.json    how often, and since when, that job found the item in use by
+                                 another job
     ITEM/attempts/0001/          attempt.json, environment.json, job.sh, config.yaml
-        logs/rank_00000.log      a line is "<unix time> <text>"; at most 64 MiB, then its first and last 16 MiB (`launch.node.logs`)
+        logs/rank_00000.log      lines of "<unix time> <text>"; at most 64 MiB, then the first and
+                                 last 16 MiB (`launch.node.logs`)
         ranks/rank_00000.json    pid, host, exit, error
-        health/NODE.json         the pre-flight check;  dumps/rank_00000.txt: stacks of a hang;  flight/: NCCL's flight recorder
-        When an attempt begins, those between the first 5 and the last 20 lose all but attempt.json (`launch.supervise.run_files.prune`).
-    ITEM/progress.json, metrics.jsonl, checkpoints/ ...      a training run's own (see pretrain's README)
+        health/NODE.json         the pre-flight check
+        dumps/rank_00000.txt     stacks of a hang
+        flight/                  NCCL's flight recorder
+    ITEM/progress.json, metrics.jsonl, checkpoints/ ...
+                                 a training run's files (see pretrain's README)
+
+When an attempt begins, the attempts between the first 5 and the last 20 lose all files except
+attempt.json (`launch.supervise.run_files.prune`).
 """
 
 from __future__ import annotations
@@ -34,21 +45,19 @@ from typing import Any
 from fem_common.files import append_json_line, write_whole
 
 FORMAT = 1
-TAIL_BYTES = 1 << 16  # of a long file are looked at
+TAIL_BYTES = 1 << 16  # part of a long file that is read
 
 
 @dataclass(frozen=True)
 class Item:
-    """One run of a job: the whole of it, or one task of an array."""
+    """One run of a job: the only one, or one task of an array."""
 
-    directory: str  # absolute; attempts, state and the run's own files
-    arguments: tuple[
-        str, ...
-    ]  # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    directory: str  # absolute; contains attempts, state and the run's files
+    # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    arguments: tuple[str, ...]
     name: str
-    environment: dict[str, str] = field(
-        default_factory=dict
-    )  # for this item alone: an array command's SLURM_ARRAY_TASK_*
+    # additional variables of this item: an array command's SLURM_ARRAY_TASK_*
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,15 @@ class Job:
     """A job: items that run on the same code with the same resources."""
 
     name: str
-    kind: str  # "run": a training run, which has steps to watch and a checkpoint to save; "command": anything else
+    # "run": a training run, which has steps to watch and a checkpoint to save; "command": any other
+    kind: str
     directory: str  # absolute
-    working_directory: str  # absolute; relative paths of the command start here
+    working_directory: str  # absolute; start of the command's relative paths
     code: str  # absolute; the snapshot, first on PYTHONPATH
     python: str  # the ranks' interpreter
     nodes: int
     processes_per_node: int
-    torchrun: bool  # False: one process, started as it is
+    torchrun: bool  # False: one process, started directly
     items: tuple[Item, ...]
     profile: dict[str, Any]  # launch.cluster.profile.Profile as plain values
     profile_path: str
@@ -71,12 +81,12 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Ranks of an item."""
+        """Number of ranks of an item."""
         return self.nodes * self.processes_per_node
 
     @property
     def script(self) -> Path:
-        """The rendered batch script, where there is one."""
+        """Path of the rendered batch script, which exists on Slurm only."""
         return launch_folder(Path(self.directory)) / "job.sh"
 
     def save(self) -> None:
@@ -87,7 +97,7 @@ class Job:
 
 
 def load_job(directory: Path) -> Job | None:
-    """The job in a directory, or None where there is none."""
+    """Return the job in a directory, or None if the directory has no job.json of this format."""
     raw = read_json(launch_folder(directory) / "job.json")
     if raw is None or raw.pop("format", None) != FORMAT:
         return None
@@ -98,35 +108,37 @@ def load_job(directory: Path) -> Job | None:
 
 
 def launch_folder(directory: Path) -> Path:
-    """The launcher's folder of a job or an item."""
+    """Return the launcher's folder of a job or an item."""
     return directory / "launch"
 
 
 def attempts(directory: Path) -> list[Path]:
-    """An item's attempt folders, oldest first."""
+    """Return an item's attempt folders, oldest first."""
     return sorted(
         path for path in (directory / "attempts").glob("[0-9][0-9][0-9][0-9]*") if path.is_dir()
     )
 
 
 def rank_log(attempt: Path, rank: int) -> Path:
-    """The log of a rank."""
+    """Return the path of a rank's log."""
     return attempt / "logs" / f"rank_{rank:05}.log"
 
 
 def rank_record(attempt: Path, rank: int) -> Path:
-    """What is known of a rank's process (`launch.node.rank`)."""
+    """Return the path of the record of a rank's process (`launch.node.rank`)."""
     return attempt / "ranks" / f"rank_{rank:05}.json"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a small JSON file so that a reader sees the old one or the new one, whole."""
+    """Write a small JSON file atomically: a reader gets either the old or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(value, indent=1) + "\n", synced=False)
 
 
 def read_json(path: Path) -> Any:
-    """The object in a JSON file, or None where there is none, or not a whole one (yet)."""
+    """Return the object in a JSON file, or None if the file is missing, incomplete, or contains no
+    object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -135,7 +147,7 @@ def read_json(path: Path) -> Any:
 
 
 def last_lines(path: Path, count: int = 1) -> list[str]:
-    """The last lines of a file that say something; none where it cannot be read."""
+    """Return the last non-empty lines of a file, or an empty list if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -144,13 +156,17 @@ def last_lines(path: Path, count: int = 1) -> list[str]:
 
 
 def append_json(path: Path, value: Any) -> None:
-    """Add a line to a JSON-lines file, whose folder is created where it is missing; lines of several writers stay whole."""
+    """Append a line to a JSON-lines file atomically, so that several processes may append. Create
+    its folder if missing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     append_json_line(path, value)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that is none, or not whole, is left out; a missing file is empty."""
+    """Return the objects of a JSON-lines file. Skip lines that are incomplete or no object; a
+    missing file is empty.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -159,7 +175,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def last_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file's whole lines, the last one first, as far as `TAIL_BYTES` go; none where it cannot be read."""
+    """Yield the objects of the complete lines in a JSON-lines file's last `TAIL_BYTES`, last first.
+
+    Yield none if the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -170,7 +189,7 @@ def last_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The lines that are whole JSON objects, as such."""
+    """Yield the JSON objects among the lines, and skip all other lines."""
     for line in lines:
         try:
             value = json.loads(line)

@@ -1,6 +1,7 @@
-"""How a job's items stand: finished, at work (and where), stopped, or none of these. Standard library alone.
+"""States of a job's items: finished, active (with the job or process), stopped, or idle. Standard
+library alone.
 
-What the queue says of a job counts more than what its supervisor wrote last.
+Slurm's queue takes precedence over the state that the item's supervisor wrote last.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from fem_common.errors import UserError
 from launch.cluster import slurm
 from launch.job import Job, launch_folder, load_job, read_json, read_json_lines
 
-SLACK = 2.0  # seconds between two clocks' readings of one moment
+# seconds between two clocks' readings of the same moment
+SLACK = 2.0
 
 
 def process_of(state: Mapping[str, Any] | None) -> int | None:
-    """The process id in a state that a supervisor on this machine wrote, if that very process lives; None: it does not, or is elsewhere.
+    """Return the process id in a state file if that process still runs on this machine, otherwise
+    None.
 
-    A process that got the number later started after the state was written.
+    A process that started after the state was written is a different one that got the same id.
     """
     if (
         not state
@@ -40,7 +43,7 @@ def process_of(state: Mapping[str, Any] | None) -> int | None:
 
 
 def start_time(pid: int) -> float | None:
-    """When a process started, in unix time; None where it is over (a zombie is over)."""
+    """Return the unix time at which a process started, or None if it ended (a zombie has ended)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -51,45 +54,46 @@ def start_time(pid: int) -> float | None:
     return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-AT_WORK = (
-    "checking",
-    "running",
-    "saving",
-    "waiting",
-)  # a supervisor's states with a process behind them
-OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states, of its own will
+# states of a supervisor whose process runs
+AT_WORK = ("checking", "running", "saving", "waiting")
+OVER = ("finished", "stopped", "cancelled")  # final states that a supervisor writes
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How an item stands."""
+    """Current state of an item."""
 
     index: int
-    kind: str  # "finished"; "active"; "stopped": until `requeue`; "idle": may be submitted
+    kind: str  # "finished"; "active"; "stopped": until `requeue`; "idle": may start
     job_id: str | None = None  # active on Slurm: the id that scancel knows, ID or ID_TASK
     state: str | None = None  # active: PENDING, RUNNING, ..., or "local"
-    pid: int | None = None  # active here: the supervisor
-    message: str = ""  # active: why it waits; stopped: why; idle: why it ended, where the same command may start it again
+    pid: int | None = None  # active on this machine: the supervisor
+    # active: the reason for waiting; stopped: the reason; idle: the reason for its end, if the same
+    # command may start it again
+    message: str = ""
 
     @property
     def where(self) -> str:
-        """The job or the process that it is, in words."""
-        return (
-            f"job {self.job_id} ({self.state})"
-            if self.job_id
-            else f"process {self.pid}"
-            if self.pid
-            else self.message
-        )
+        """Description of the job or process of the item, or the message if it has neither."""
+        if self.job_id:
+            return f"job {self.job_id} ({self.state})"
+        return f"process {self.pid}" if self.pid else self.message
 
 
 def standings(job: Job, *, ask: bool = True) -> list[Standing]:
-    """Every item of a job. ``ask`` False: without the queue. Raises SlurmError where it is asked and does not answer."""
+    """Return the state of every item of a job.
+
+    ask: False leaves out the query of Slurm's queue.
+
+    Raises:
+        SlurmError: the queue is queried and does not answer.
+    """
     rows = _queue(job) if ask else {}
     return [_standing(job, index, rows) for index in range(len(job.items))]
 
 
 def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
+    """Return the state of one item, from its files and the rows of Slurm's queue."""
     launch, state = (
         launch_folder(Path(job.items[index].directory)),
         state_of(job.items[index].directory),
@@ -107,7 +111,10 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
         and not state.get("job_id")
         and state.get("host") not in (None, "", socket.gethostname())
     ):
-        told = f"process {state.get('pid')} of host {state.get('host')} (if that is gone, remove {launch / 'state.json'})"
+        told = (
+            f"process {state.get('pid')} of host {state.get('host')} (if that process has ended, "
+            f"remove {launch / 'state.json'})"
+        )
         return Standing(index, "active", state="local", message=told)
     stop = read_json(launch / "stop.json")
     if stop is not None:
@@ -124,9 +131,10 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
 
 
 def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
-    """Item -> its job's id and state, of the items that are in the queue.
+    """Return the job id and queue state of each item in Slurm's queue, by the item's index.
 
-    They are found by their batch script, and by recorded ids only where Slurm knows no script: it may have given such an id to another job.
+    Jobs are found by their batch script. Recorded ids count only where Slurm reports no script,
+    because Slurm may have given the id to another job.
     """
     if job.profile.get("scheduler") != "slurm":
         return {}
@@ -140,12 +148,12 @@ def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
 
 
 def state_of(directory: str) -> dict[str, Any]:
-    """state.json of an item, by its directory; empty where there is none."""
+    """Return the contents of state.json in an item's directory, or {} if it is missing."""
     return read_json(launch_folder(Path(directory)) / "state.json") or {}
 
 
 def submissions(job: Job) -> list[dict[str, Any]]:
-    """The lines of submissions.jsonl that have a job's id, oldest first."""
+    """Return the lines of submissions.jsonl that have a job id, oldest first."""
     return [
         line
         for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
@@ -154,7 +162,11 @@ def submissions(job: Job) -> list[dict[str, Any]]:
 
 
 def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
-    """Whether an unfinished item went to Slurm after its state was written: as another job than that, or, where that names none, later."""
+    """Return True if an unfinished item was submitted to Slurm after its state was written.
+
+    The state's job id differs from that of the last submission. If the state has no job id, the
+    times are compared.
+    """
     if job.profile.get("scheduler") != "slurm" or state.get("state") == "finished":
         return False
     last = next(
@@ -169,7 +181,11 @@ def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
 
 
 def find_job(path: str | Path) -> tuple[Job, list[int]]:
-    """The job of a directory and which of its items are meant: all, or the one whose directory it is. Raises UserError."""
+    """Return the job of a directory and the selected items: all, or the one whose directory it is.
+
+    Raises:
+        UserError: the directory belongs to no job.
+    """
     given = Path(path).absolute()
     job = load_job(given)
     if job is not None:
@@ -180,12 +196,13 @@ def find_job(path: str | Path) -> tuple[Job, list[int]]:
             if job and Path(item.directory).resolve() == given.resolve():
                 return job, [index]
     raise UserError(
-        f"{path}: {'no launch/job.json here' if given.is_dir() else 'no such directory'}; give the directory of a run or a job"
+        f"{path}: {'it has no launch/job.json' if given.is_dir() else 'no such directory'}; give "
+        "the directory of a run or a job"
     )
 
 
 def counted(standing: Sequence[Standing]) -> str:
-    """So many of each kind, in words; of one alone its kind."""
+    """Return the number of items of each kind in words, or the kind alone for a single item."""
     words = {"finished": "finished", "active": "under way", "stopped": "stopped", "idle": "to do"}
     if len(standing) == 1:
         return words[standing[0].kind]

@@ -1,7 +1,9 @@
-"""What a submission will do: a wanted job against what is in its directory, and in words (``submit --dry-run``).
+"""Plan of a submission: the requested job compared with the job in its directory, and its
+description (``submit --dry-run``).
 
-The same job goes on with its snapshot; another is refused without ``--update``. A run's settings are compared as the snapshot's code reads
-them: a setting that newer code adds changes nothing for an old run. The model's part of the plan is pretrain's own.
+The same job continues with its snapshot; a different job is refused without ``--update``. The
+snapshot's code resolves a run's settings before they are compared, so a setting that newer code
+adds changes no old run. The model's part of the plan is pretrain's output.
 """
 
 from __future__ import annotations
@@ -28,40 +30,42 @@ OVER = ("state.json", "stop.json")
 
 @dataclass(frozen=True)
 class Draft:
-    """A job as it will be, before anything is written."""
+    """A job as it will be written, before any file is written."""
 
     job: Job
     configs: Mapping[str, str]  # an item's directory -> its run's configuration
-    code: snapshot.Code | None  # the snapshot that stays; None: a new one is to be taken
-    asked: tuple[int, ...]  # the items asked for this time
+    code: snapshot.Code | None  # the snapshot to keep; None: take a new one
+    asked: tuple[int, ...]  # items requested by this command
     standings: tuple[Standing, ...]  # of all items
-    reopened: tuple[
-        int, ...
-    ] = ()  # items that `--update` starts again: what is said of their end is removed
-    notes: tuple[str, ...] = ()  # what to tell
+    # items that `--update` starts again: the records of their end are removed
+    reopened: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()  # notes to print
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """The items that are asked for and may start."""
+        """Indices of the requested items that may start."""
         return tuple(index for index in sorted(self.asked) if self.standings[index].kind == "idle")
 
     @property
     def starting(self) -> tuple[str, ...]:
-        """The configurations of the runs that may start."""
+        """Configurations of the runs that may start."""
         found = (self.configs.get(self.job.items[index].directory) for index in self.ready)
         return tuple(text for text in found if text is not None)
 
 
 def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
-    """What becomes of a wanted job. ``ask`` False: without asking Slurm what is in the queue.
+    """Compare a requested job with the job in its directory and return the draft.
+
+    ask: False leaves out the query of Slurm's queue.
 
     Raises:
-        UserError: the directory has a job of other settings, or one that is at work and was to be updated.
+        UserError: the directory has a job with other settings, or an update is requested of a job
+        that is active.
     """
     job, directory = wanted.job, Path(wanted.job.directory)
     before = load_job(directory)
     known = standings(before, ask=ask) if before else []
-    # One that Slurm refused at once was never more than a description, and binds nobody to its settings.
+    # A job that Slurm refused at once is only a description: its settings may change freely.
     begun = before is not None and (
         (launch_folder(directory) / "submissions.jsonl").exists()
         or any(item.kind != "idle" for item in known)
@@ -80,7 +84,7 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     ]
     place = {item.directory: index for index, item in enumerate(merged.items)}
     asked = tuple(place[item.directory] for item in job.items)
-    notes = []  # of the cluster, which is no setting of a run
+    notes = []  # about the cluster, which is no setting of a run
     if before.profile != job.profile:
         key, old, new = first_difference(before.profile, job.profile)
         notes.append(f"the profile's {key} was {old}, is {new}")
@@ -90,15 +94,16 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
         code = snapshot.read_code(directory)
         configs = _same(before, merged, wanted, code)
         notes.append(
-            f"goes on with the code of its snapshot ({code.label})"
+            f"continues with the code of its snapshot ({code.label})"
             if code
-            else "its snapshot is gone: takes a new one"
+            else "its snapshot is missing: a new one is taken"
         )
         return Draft(merged, configs, code, asked, tuple(now), notes=tuple(notes))
     busy = next((standing for standing in known if standing.kind == "active"), None)
     if busy is not None:
         raise UserError(
-            f"{directory}: {busy.where} has the old settings; first: python -m launch cancel --save {shlex.quote(str(directory))}"
+            f"{directory}: {busy.where} has the old settings; first: python -m launch cancel "
+            f"--save {shlex.quote(str(directory))}"
         )
     sweep = job.array and job.kind == "run"
     reopened = (
@@ -109,7 +114,9 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
 
 
 def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
-    """The items of before in their places (a task's number is its name in the queue), new ones after them."""
+    """Return the existing items at their indices, which are their task ids in the queue, followed
+    by the new items.
+    """
     if not (before.array and job.array) or job.kind == "command":
         return job.items
     new = {item.directory: item for item in job.items}
@@ -120,10 +127,14 @@ def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
 def _same(
     before: Job, merged: Job, wanted: Wanted, code: snapshot.Code | None
 ) -> Mapping[str, str]:
-    """The configurations of the wanted items, as the snapshot reads them. Raises UserError where the directory's are others."""
+    """Return the configurations of the requested items, as the snapshot's code resolves them.
+
+    Raises:
+        UserError: the settings in the directory differ.
+    """
     where, how = (
         before.directory,
-        "--update takes the new settings and the code as it is now; or give it another directory",
+        "--update takes the new settings and the present code; or use another directory",
     )
     for key in ("kind", "array", "working_directory", "nodes", "processes_per_node", "torchrun"):
         old, new = getattr(before, key), getattr(merged, key)
@@ -146,7 +157,7 @@ def _same(
             configs = wanted.again(snapshot.code_folder(Path(where)))
         except UserError as error:
             raise UserError(
-                f"{where} has a job with the code of {code.label}, which says: {error}; {how}"
+                f"{where} has a job with the code of {code.label}, which reports: {error}; {how}"
             ) from None
     for place, text in configs.items():
         old_text = written(place)
@@ -157,7 +168,9 @@ def _same(
 
 
 def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list[int]:
-    """The items that are new or whose settings differ from what their directories say."""
+    """Return the indices of items that are new or whose settings differ from those in their
+    directories.
+    """
     places = {place for place, text in configs.items() if written(place) != text}
     return [
         index
@@ -167,7 +180,7 @@ def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list
 
 
 def written(directory: str) -> str | None:
-    """The configuration that a run's directory has from its submission; None where it has none."""
+    """Return the configuration stored in a run's directory at submission, or None."""
     try:
         return (launch_folder(Path(directory)) / "config.yaml").read_text(encoding="utf-8")
     except OSError:
@@ -175,7 +188,9 @@ def written(directory: str) -> str | None:
 
 
 def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
-    """(dotted key, old value, new value) of the first setting that differs, in the order of the new one."""
+    """Return (dotted key, old value, new value) of the first setting that differs, in the order of
+    the new settings.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         pairs = [
             (str(name), old.get(name, ABSENT), new.get(name, ABSENT))
@@ -193,17 +208,23 @@ def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Nobody else submits, cancels or requeues this job meanwhile. Raises InUse where someone does."""
+    """Hold the job's lock, so that no other command submits, cancels or requeues it.
+
+    Raises:
+        InUse: another command holds the lock.
+    """
     launch_folder(directory).mkdir(parents=True, exist_ok=True)
     with files.locked(
         launch_folder(directory) / "submit.lock",
-        f"{directory}: another launch command is at it; wait for its end",
+        f"{directory}: another launch command is using it; wait for it to end",
     ):
         yield
 
 
 def write(draft: Draft) -> Draft:
-    """Put the draft into its directory: snapshot, configurations, job.json. To be called with the directory locked."""
+    """Write the draft into its directory: snapshot, configurations, job.json. The caller must hold
+    the directory's lock.
+    """
     directory = Path(draft.job.directory)
     code = draft.code or snapshot.take(directory)
     for index in draft.reopened:
@@ -219,10 +240,13 @@ def write(draft: Draft) -> Draft:
 
 
 def shape(job: Job) -> str:
-    """Nodes and processes, in words."""
+    """Return the numbers of nodes and processes in words."""
     nodes, processes = job.nodes, job.processes_per_node
     whole = f" = {nodes * processes}" if nodes > 1 else ""
-    return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{whole}"
+    return (
+        f"{nodes} node{'s' if nodes > 1 else ''} x {processes} "
+        f"process{'es' if processes > 1 else ''}{whole}"
+    )
 
 
 def describe(
@@ -233,11 +257,15 @@ def describe(
     after: str | None,
     at_once: int | None,
 ) -> str:
-    """The plan as text: what, where, how much, and the command. ``words``: CONFIG.yaml and overrides of a run, else empty."""
+    """Return the plan as text: items, directory, resources, and the command.
+
+    words: CONFIG.yaml and overrides of a run, otherwise empty.
+    """
     job, code = draft.job, draft.code
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
     fresh = (
-        f"{snapshot.ROOT} as it is now: {len(names)} files, {left_out} left out that are no sources"
+        f"{snapshot.ROOT} in its present state: {len(names)} files, without {left_out} that are no "
+        "sources"
     )
     rows = [
         ("job", f"{job.name}, {what(draft, at_once)}"),
@@ -256,7 +284,7 @@ def describe(
         ("command", f"sbatch --parsable {shlex.quote(str(job.script))}"),
     ]
     if draft.starting:
-        rows.append(("data", data_fault(draft.starting, job.world_size) or "is there"))
+        rows.append(("data", data_fault(draft.starting, job.world_size) or "exists and fits"))
     lines = [f"{name:<11}{text}" for name, text in rows]
     lines += [f"{'note':<11}{note}" for note in draft.notes]
     if job.array:
@@ -270,22 +298,25 @@ def describe(
     elif words:
         try:
             told = pretrain(words, job.world_size, "--plan").rstrip()
-        except UserError as error:  # the data may be what an earlier job of a chain makes
+        except UserError as error:  # the data may be made by an earlier job of a chain
             told = f"pretrain's plan is not known yet: {error}"
         lines += ["", told]
     return "\n".join(lines) + "\n"
 
 
 def what(draft: Draft, at_once: int | None) -> str:
-    """The items that would start, in words."""
+    """Return a description of the items that would start."""
     if not draft.job.array:
         return "a training run" if draft.job.kind == "run" else "a command"
     limit = f", {at_once} at once" if at_once else ""
-    return f"{len(draft.ready)} of {len(draft.asked)} items{limit} ({counted([draft.standings[index] for index in draft.asked])})"
+    return (
+        f"{len(draft.ready)} of {len(draft.asked)} items{limit} "
+        f"({counted([draft.standings[index] for index in draft.asked])})"
+    )
 
 
 def _time(draft: Draft, profile: Profile) -> str:
-    """The time limit, and what it may cost at most."""
+    """Return the time limit and the most GPU or node hours that it may cost."""
     limit = profile_values.seconds(profile.slurm.time or "") / 3600
     if not math.isfinite(limit):
         return profile.slurm.time or "the partition's limit"

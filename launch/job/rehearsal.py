@@ -1,7 +1,9 @@
-"""What a submission would start is rehearsed first, for a GPU that pretrain can rehearse: what cannot hold is refused before the queue.
+"""Rehearse a submission's runs before they enter the queue, if pretrain can rehearse the GPU. A run
+that does not fit is refused.
 
-pretrain rehearses, in a process of its own. What it found is a line of runs/rehearsed.jsonl where one submits, by all that it depends on:
-the settings that shape a step, the code, the packages, the GPU. So the same layout is rehearsed once.
+pretrain rehearses in a separate process. The result becomes a line of runs/rehearsed.jsonl in the
+working directory. Its key is a hash of all that the result depends on: the settings that shape a
+step, the code, the packages and the GPU. So each layout is rehearsed once.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from launch.job.request import pretrain_text, read_config
 from launch.job.snapshot import ROOT, code_folder, source_files
 
 RECORD = Path("runs") / "rehearsed.jsonl"
-ROOMS = ("fem_common", "fem_megatron", "kernels", "pretrain")  # whose code a rehearsal runs
-SKIP = "--no-rehearse submits it all the same"
-# Settings that no tensor's size depends on: runs that differ in these alone are rehearsed once. What is not named here is compared.
+ROOMS = ("fem_common", "fem_megatron", "kernels", "pretrain")  # packages that a rehearsal runs
+SKIP = "--no-rehearse submits it anyway"
+# Settings that affect no tensor's size: runs that differ only in these are rehearsed once. All
+# other settings are compared.
 INERT = {
     "": ("name", "run_dir", "checkpoint", "log", "evaluate"),
     "train": ("steps", "tokens", "seed", "eval_interval", "eval_batches", "max_bad_steps"),
@@ -41,9 +44,11 @@ INERT = {
 
 
 def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data: bool) -> None:
-    """Rehearse each layout of the runs that would start, a line to ``say`` for each; where there are no GPUs, nothing.
+    """Rehearse each layout of the runs that would start, and pass one line per layout to the
+    callback. Return at once without GPUs.
 
-    What cannot be rehearsed is compared by pretrain's plan, which wants the data to be there (``data``), and said.
+    A run that cannot be rehearsed is checked against pretrain's plan, which needs the data to exist
+    (``data``); its line gives the reason.
 
     Raises:
         UserError: a rank needs more memory than its GPU has.
@@ -80,7 +85,8 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
             raise UserError(f"{config['name']}: {found['excess']}; {SKIP}")
         took = "rehearsed before" if before else f"rehearsed in {duration(found['seconds'])}"
         say(
-            f"{took}: {what}: {gib(found['bytes'])} at the peak of rank {found['rank']}, the fullest"
+            f"{took}: {what}: {gib(found['bytes'])} at the peak of rank {found['rank']}, the "
+            "fullest"
         )
 
 
@@ -89,7 +95,11 @@ def _record(draft: Draft) -> Path:
 
 
 def device_of(config: Mapping[str, Any], profile: Profile, path: str) -> str | None:
-    """The GPU that pretrain can rehearse, h100 or h200: as log.device names it, else the profile by what it asks for or its own name."""
+    """Return the GPU to rehearse, "h100" or "h200", or None if none is named.
+
+    The name is taken from log.device if set, otherwise from the profile's gres, constraint,
+    partition, file name or base.
+    """
     named = (config.get("log") or {}).get("device")
     slurm = profile.slurm
     words = (
@@ -102,7 +112,7 @@ def device_of(config: Mapping[str, Any], profile: Profile, path: str) -> str | N
 
 
 def _base(path: str) -> str:
-    """What a profile's file is written over: slurm_h100_ib."""
+    """Return the ``base`` of a profile's file, such as slurm_h100_ib, or "" if it has none."""
     return (
         str(yaml.safe_load(Path(path).read_text(encoding="utf-8")).get("base") or "")
         if Path(path).is_file()
@@ -111,7 +121,7 @@ def _base(path: str) -> str:
 
 
 def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration without `INERT`."""
+    """Return a resolved configuration without the settings in `INERT`."""
     shape = {section: value for section, value in config.items() if section not in INERT[""]}
     for section in ("train", "optimizer"):
         shape[section] = {
@@ -127,7 +137,7 @@ def _hash(value: Any) -> str:
 
 
 def _environment(code: Path) -> str:
-    """A hash of the code that rehearses and of the packages that are installed."""
+    """Return a hash of the code that a rehearsal runs and of the installed packages."""
     digest = hashlib.sha256(
         "\n".join(sorted(f"{each.name} {each.version}" for each in distributions())).encode()
     )
@@ -138,7 +148,11 @@ def _environment(code: Path) -> str:
 
 
 def _rehearsed(text: str, world_size: int, device: str | None, code: Path) -> dict[str, Any]:
-    """What pretrain's rehearsal says. Raises UserError where there is none."""
+    """Return the result of pretrain's rehearsal and its duration.
+
+    Raises:
+        UserError: no GPU is named, or pretrain fails.
+    """
     if device is None:
         raise UserError("neither log.device nor the profile names an H100 or H200")
     began = time.monotonic()
@@ -147,7 +161,11 @@ def _rehearsed(text: str, world_size: int, device: str | None, code: Path) -> di
 
 
 def fullest(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``pretrain --rehearse --json``: the fullest rank, its bytes, and what is wrong where they do not fit (else None)."""
+    """Summarise the output of ``pretrain --rehearse --json``: the rank with the highest peak, its
+    bytes, and the excess.
+
+    The excess is pretrain's error text if the bytes do not fit, otherwise None.
+    """
     most = max(told["ranks"], key=lambda rank: rank["peak"]["bytes"])
     return {"rank": most["rank"], "bytes": most["peak"]["bytes"], "excess": told["excess"]}
 
@@ -155,11 +173,15 @@ def fullest(told: Mapping[str, Any]) -> dict[str, Any]:
 def _by_the_plan(
     text: str, draft: Draft, device: str | None, code: Path, why: str, *, data: bool
 ) -> str:
-    """What is known of a run that cannot be rehearsed. Raises UserError where its plan does not fit."""
+    """Return a line about the memory of a run that cannot be rehearsed, from pretrain's plan.
+
+    Raises:
+        UserError: the plan does not fit the GPU.
+    """
     config, not_rehearsed = read_config(text), f"not rehearsed: {why}"
     device = (config.get("log") or {}).get("device") or device
     if device is None or not data:
-        return f"{not_rehearsed}; nor is its memory compared"
+        return f"{not_rehearsed}; its memory is not compared either"
     try:
         pretrain_text(
             text,

@@ -1,6 +1,7 @@
-"""The batch script of a job, from the job, its profile and a template that takes quoted text alone.
+"""Render a job's batch script from the job, its profile and a template that accepts only quoted
+text.
 
-Quoted text arrives in bash and in #SBATCH lines unchanged, and nothing in it runs.
+Quoted text reaches bash and the #SBATCH lines unchanged, and bash executes no part of it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ _PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)
 
 
 class Quoted(str):
-    """Text that may stand in a script as it is. The template takes nothing else."""
+    """Text that is safe to insert into a script. The template accepts no other text."""
 
     __slots__ = ()
 
 
 def shell(text: str) -> Quoted:
-    """``text`` as one word of bash on one line. Raises UserError for what no argument of a program can hold."""
+    """Quote ``text`` as one bash word on one line.
+
+    Raises:
+        UserError: the text cannot be a program's argument.
+    """
     check(text, "text")
     if not CONTROL.search(text):
         return Quoted(shlex.quote(text))
@@ -48,14 +53,19 @@ def shell(text: str) -> Quoted:
 
 
 def directive(option: str, value: str) -> Quoted:
-    """``--option=value`` as sbatch reads it on a #SBATCH line. Raises UserError for a value with a line break or control character.
+    """Return ``--option=value``, quoted for a #SBATCH line.
 
-    sbatch takes a backslash for an escape inside both kinds of quotes, and an unquoted # for a comment's beginning.
+    sbatch treats a backslash as an escape inside both kinds of quotes, and an unquoted # as the
+    start of a comment.
+
+    Raises:
+        UserError: the value has a line break or a control character.
     """
     check(value, option)
     if CONTROL.search(value):
         raise UserError(
-            f"{option} = {value!r}: line breaks and control characters cannot stand in an option of sbatch"
+            f"{option} = {value!r}: line breaks and control characters are not allowed in an "
+            "sbatch option"
         )
     if _PLAIN_DIRECTIVE.fullmatch(value):
         return Quoted(f"{option}={value}")
@@ -64,21 +74,29 @@ def directive(option: str, value: str) -> Quoted:
 
 
 def file_pattern(path: str) -> str:
-    """A folder's path for --output, where % begins a replacement. Raises UserError for a backslash, which turns all of them off."""
+    """Escape a folder's path for --output, where % begins a replacement.
+
+    Raises:
+        UserError: the path has a backslash, which turns off all replacements.
+    """
     if "\\" in path:
         raise UserError(
-            f"{path!r}: Slurm cannot write into a folder with a backslash in its name; name another by logs of the profile"
+            f"{path!r}: Slurm cannot write into a folder with a backslash in its name; set another "
+            "with logs in the profile"
         )
     return path.replace("%", "%%")
 
 
 def check(text: str, what: str) -> None:
-    """Raises UserError where ``text`` holds NUL or is no valid Unicode: no file and no program's argument can hold that."""
+    """Raise UserError if ``text`` contains NUL or is not valid Unicode, which no file or program
+    argument can contain.
+    """
     if fault := profile_values.variable(text):
         raise UserError(f"{what} = {text!r}: {fault}")
 
 
-# How long a run waits in the queue, at least, before its next start where its supervisor could not be started, for each time in a row.
+# Minimum seconds that a run waits in the queue after its supervisor could not be started, for the
+# first, second and third time in a row.
 START_DELAYS = (0, 300, 1200)
 _DEPENDENCY = re.compile(r"[a-z]+(:[0-9_+]+)*([,?][a-z]+(:[0-9_+]+)*)*", re.ASCII)
 _ARRAY = re.compile(
@@ -94,17 +112,23 @@ def render(
     array: str | None = None,
     exclude: Sequence[str] = (),
 ) -> str:
-    """The batch script: #SBATCH lines, the user's setup, and the supervisor in place of the shell.
+    """Return the batch script: #SBATCH lines, the user's setup, and the supervisor, which replaces
+    the shell.
 
-    ``dependency`` is what sbatch takes (``afterok:12``), ``array`` the items to start (``0,2,5%2``), ``exclude`` nodes besides the
-    profile's. The same arguments give the same text.
+    The same arguments give the same text.
+
+    dependency: as sbatch takes it (``afterok:12``).
+    array: indices of the items to start (``0,2,5%2``).
+    exclude: nodes to exclude in addition to the profile's.
 
     Raises:
-        UserError: the profile is not one of Slurm, or a value cannot stand where it belongs.
+        UserError: the profile is not for Slurm, or a value cannot be written in its place in the
+        script.
     """
     if profile.scheduler != "slurm":
         raise UserError(
-            f"{job.profile_path}: scheduler = {profile.scheduler}: only a profile of Slurm has a batch script; use `launch local`"
+            f"{job.profile_path}: scheduler = {profile.scheduler}: only a profile of Slurm has a "
+            "batch script; use `launch local`"
         )
     values: dict[str, Any] = {
         "directives": list(_directives(job, profile, dependency, array, exclude)),
@@ -134,7 +158,9 @@ def render(
 def _directives(
     job: Job, profile: Profile, dependency: str | None, array: str | None, exclude: Sequence[str]
 ) -> Iterator[Quoted]:
-    """The options of sbatch in the order they are read by people: what, how much, where, how long, how."""
+    """Yield the sbatch options in reading order: name and output, resources, placement, time limit,
+    behaviour.
+    """
     nodes, slurm = profile.nodes, profile.slurm
     logs = profile.logs or str(launch_folder(Path(job.directory)))
     yield directive("--job-name", job.name)
@@ -170,8 +196,10 @@ def _directives(
 
 
 def _notice(job: Job) -> str:
-    """The event "stopped" of a job whose supervisor could not be started, as the beginning of a JSON object without its end."""
-    message = "the supervisor could not be started on this node, and the job does not go back to the queue"
+    """Return the "stopped" event of a job whose supervisor did not start: a JSON object without its
+    closing brace.
+    """
+    message = "the supervisor could not be started on this node, and the job is not requeued"
     facts = {
         "event": "stopped",
         "name": job.name,
@@ -184,12 +212,16 @@ def _notice(job: Job) -> str:
 
 def _of_pattern(text: str, pattern: re.Pattern[str], what: str) -> str:
     if not pattern.fullmatch(text):
-        raise UserError(f"{what} = {text!r}: not what sbatch takes")
+        raise UserError(f"{what} = {text!r}: not valid for sbatch")
     return text
 
 
 def _only_quoted(value: Any) -> Quoted:
-    """The template's guard: text that was not quoted does not get into a script."""
+    """Return the value if it is quoted text. The template calls this for every inserted value.
+
+    Raises:
+        TypeError: the value is not quoted.
+    """
     if not isinstance(value, Quoted):
         raise TypeError(f"not quoted: {value!r}")
     return value
@@ -197,6 +229,7 @@ def _only_quoted(value: Any) -> Quoted:
 
 @functools.cache
 def _template() -> jinja2.Template:
+    """Load the template, with `_only_quoted` as its guard."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,

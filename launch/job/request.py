@@ -1,6 +1,7 @@
-"""What a command line asks for, as a `Job`: a training run, resolved by pretrain in a process of its own, or a command of ours.
+"""Translate a command line into a `Job`: a training run, which pretrain resolves in a separate
+process, or a command.
 
-Writes nothing. No other room is imported: a run's settings are known here as YAML text.
+The module writes no files and imports no other package: it handles a run's settings as YAML text.
 """
 
 from __future__ import annotations
@@ -27,43 +28,46 @@ from launch.job import Item, Job, launch_folder
 from launch.job.snapshot import ROOT, code_folder
 
 COMMANDS = Path("runs") / "jobs"  # default folder of commands' directories
-SECONDS = 600.0  # for pretrain to read a configuration: a cold shared file system's imports
+# limit for pretrain to resolve a configuration: imports from a cold file system take long
+SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run or a command, and what it is to run on."""
+    """A run or a command, and the resources to run it on."""
 
     words: tuple[str, ...]  # CONFIG.yaml and its overrides, or MODULE and its arguments
     is_command: bool  # the words are MODULE and its arguments
     profile: Profile
     profile_path: str
     nodes: int = 1
-    processes: int | None = None  # ranks a node; None: the profile's for a run, 1 for a command
+    processes: int | None = None  # ranks per node; None: the profile's for a run, 1 for a command
     name: str | None = None
     directory: str | None = None
-    tasks: int | None = None  # of a command: a job array of so many
-    update: bool = False  # take new settings and new code where there is a job already
+    tasks: int | None = None  # of a command: number of tasks of a job array
+    update: bool = False  # replace the settings and the code of an existing job
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A job as asked for, before what is already in its directory is looked at."""
+    """A requested job, before it is compared with an existing job in its directory."""
 
     job: Job
-    configs: Mapping[
-        str, str
-    ]  # an item's directory -> its run's whole configuration as YAML; empty for commands
-    again: Callable[
-        [Path], Mapping[str, str]
-    ]  # `configs` as the code in another folder resolves them
+    # An item's directory -> its run's complete configuration as YAML; empty for commands.
+    configs: Mapping[str, str]
+    # `configs` as the code in another folder resolves them
+    again: Callable[[Path], Mapping[str, str]]
 
 
 def wanted(request: Request) -> Wanted:
-    """The job that a request asks for. Raises UserError, with pretrain's own words where a configuration is refused."""
+    """Return the job for a request.
+
+    Raises:
+        UserError: the request is invalid. For a refused configuration the text is pretrain's.
+    """
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError("--nodes and --processes must be at least 1")
-    for name, value in os.environ.items():  # words are written into the job's files
+    for name, value in os.environ.items():  # the words are written into the job's files
         found = (
             secrets.values({name: value})
             if secrets.is_secret(name) and not os.path.exists(value)
@@ -71,13 +75,16 @@ def wanted(request: Request) -> Wanted:
         )
         if any(secret in word for word in request.words for secret in found):
             raise UserError(
-                f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway"
+                f"a word of the command is the value of ${name}, and would be written to files; "
+                f"jobs inherit ${name} anyway"
             )
     return _command(request) if request.is_command else _run(request)
 
 
 def work_directory() -> str:
-    """The working directory as the user names it: the way through links may be the one that other hosts know."""
+    """Return the working directory by the path that the user used: other hosts may know only the
+    path through links.
+    """
     named = os.environ.get("PWD", "")
     return (
         named
@@ -87,7 +94,9 @@ def work_directory() -> str:
 
 
 def absolute(path: str | Path) -> str:
-    """A path from the working directory as the user names it, without ``..`` and a trailing slash."""
+    """Return a path as absolute, from the user's working directory, without ``..`` and without a
+    trailing slash.
+    """
     return os.path.normpath(os.path.join(work_directory(), os.path.expanduser(path)))
 
 
@@ -98,7 +107,12 @@ def pretrain(
     code: Path = ROOT,
     directory: str | None = None,
 ) -> str:
-    """What ``pretrain CONFIG overrides --resolve`` (or another option of its that stops) prints. Raises UserError with its words."""
+    """Run ``python -m pretrain`` with an option that stops before training, such as --resolve, and
+    return its output.
+
+    Raises:
+        UserError: pretrain fails, with its error text, or does not end in `SECONDS`.
+    """
     ours = [f"parallel.world_size={world_size}"]
     if directory is not None:
         ours.append(f"run_dir={json.dumps(directory, ensure_ascii=False)}")
@@ -120,10 +134,11 @@ def pretrain(
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"pretrain read {words[0]} for {SECONDS:g} seconds without an end; is a file system stuck?"
+            f"pretrain did not finish reading {words[0]} in {SECONDS:g} seconds; does a file "
+            "system hang?"
         ) from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no word"]
+        lines = done.stderr.strip().splitlines() or ["no output"]
         told = [
             line.removeprefix("pretrain: error: ")
             for line in lines
@@ -139,7 +154,7 @@ def pretrain(
 
 
 def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path = ROOT) -> str:
-    """As `pretrain`, of a resolved configuration."""
+    """Run `pretrain` on the text of a resolved configuration."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -147,7 +162,9 @@ def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path
 
 
 def data_fault(configs: Iterable[str], world_size: int) -> str | None:
-    """What pretrain finds wrong with the data that resolved configurations name, in one line; None where all is there and fits."""
+    """Return one line about missing or unsuitable data of resolved configurations, or None if the
+    data is valid.
+    """
     different = {
         json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs
     }
@@ -160,25 +177,33 @@ def data_fault(configs: Iterable[str], world_size: int) -> str | None:
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """A resolved configuration as plain values."""
+    """Parse a resolved configuration into plain values.
+
+    Raises:
+        UserError: the text has no name or no run_dir.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     values = yaml.load(text, Loader=loader)
     if not isinstance(values, dict) or not values.get("run_dir") or not values.get("name"):
         raise UserError(
-            "pretrain --resolve printed no configuration with name and run_dir; is the code of one version?"
+            "pretrain --resolve printed no configuration with name and run_dir; is all code of the "
+            "same version?"
         )
     return values
 
 
 def run_item(directory: str, name: str) -> Item:
-    """The item that trains a run in a directory."""
+    """Return the item that trains a run in a directory."""
     return Item(
         directory, ("-m", "pretrain", str(launch_folder(Path(directory)) / "config.yaml")), name
     )
 
 
 def new_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
-    """A job of training runs, or of commands. A single process needs no torchrun, unless that is to bind it to its GPU's CPUs."""
+    """Return a job of training runs or of commands.
+
+    A single process needs no torchrun, except to bind it to its GPU's CPUs.
+    """
     profile, run = request.profile, not request.is_command
     processes = request.processes or (profile.processes_per_node if run else 1)
     return Job(
@@ -199,9 +224,11 @@ def new_job(request: Request, name: str, directory: str, items: Sequence[Item], 
 
 
 def _run(request: Request) -> Wanted:
+    """Return the job of a training run, whose configuration pretrain resolves."""
     if request.tasks is not None:
         raise UserError(
-            "--tasks is for a command after --; many runs of one configuration: python -m launch sweep"
+            "--tasks is for a command after --; many runs of one configuration: python -m launch "
+            "sweep"
         )
     if not request.words:
         raise UserError(
@@ -221,8 +248,9 @@ def _run(request: Request) -> Wanted:
 
 
 def _command(request: Request) -> Wanted:
+    """Return the job of a command, with one item per task."""
     if not request.words:
-        raise UserError("nothing after --; give a command of ours, as: -- data_prep merge DIR")
+        raise UserError("no command after --; give one, as: -- data_prep merge DIR")
     module, *arguments = request.words
     _check_module(module)
     name = request.name or command_name(request.words)
@@ -233,7 +261,8 @@ def _command(request: Request) -> Wanted:
     elif tasks < 1:
         raise UserError(f"--tasks is {tasks}; it must be at least 1")
     else:
-        # What a command of an array reads, whatever part of the array is submitted.
+        # The variables that a command of an array reads, independent of the submitted part of the
+        # array.
         every = {
             f"SLURM_ARRAY_TASK_{key}": str(value)
             for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))
@@ -247,20 +276,26 @@ def _command(request: Request) -> Wanted:
 
 
 def command_name(words: Sequence[str]) -> str:
-    """A name for a command: module, verb, and a hash of it all, so that the same command has the same directory."""
+    """Return a name for a command: module, verb, and a hash of all words, so that the same command
+    has the same directory.
+    """
     verb = next((word for word in words[1:2] if re.fullmatch(r"[a-z][a-z0-9-]*", word)), None)
     told = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
-    return f"{told}-{hashlib.sha256(chr(0).join([work_directory(), *words]).encode(errors='surrogateescape')).hexdigest()[:8]}"
+    words_hash = hashlib.sha256(
+        "\0".join([work_directory(), *words]).encode(errors="surrogateescape")
+    ).hexdigest()
+    return f"{told}-{words_hash[:8]}"
 
 
 def _check_module(module: str) -> None:
-    """Raises UserError where a module is none of the commands that jobs may be."""
+    """Raise UserError unless a module is one of the commands that jobs may run."""
     parts = module.split(".")
     allowed = module in ("pretrain", "data_prep") or (parts[0] == "tools" and len(parts) > 1)
     path = ROOT.joinpath(*parts)
     if not allowed or not all(part.isidentifier() for part in parts):
         raise UserError(
-            f"{module}: not a command of ours; give pretrain, data_prep or a module of tools, as: -- tools.hf export RUN OUT"
+            f"{module}: not a command of this project; give pretrain, data_prep or a module of "
+            "tools, as: -- tools.hf export RUN OUT"
         )
     if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file():
-        raise UserError(f"{module}: there is no such command in {ROOT}")
+        raise UserError(f"{module}: no such command in {ROOT}")

@@ -1,6 +1,8 @@
-"""The code that a job runs: a copy of the rooms' files as they are when it is submitted; a later change reaches no running job.
+"""Snapshot of the code that a job runs: a copy of the packages' files at submission. Later changes
+do not affect running jobs.
 
-The rooms stand beside this one, in a checkout or among the installed packages. Standard library and git alone.
+The packages are next to this one, in a checkout or among the installed packages. Standard library
+and git alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from launch.job import launch_folder, read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
-BESIDE = "configs"  # of a checkout: what some commands read
+BESIDE = "configs"  # folder of a checkout that some commands read
 SUFFIXES = (
     ".py",
     ".pyi",
@@ -34,27 +36,26 @@ SUFFIXES = (
     ".cpp",
     ".h",
 )
-LARGEST = 1 << 20  # bytes of a file; a source file has less
+LARGEST = 1 << 20  # bytes of a file; source files are smaller
 LARGEST_DIFF = 16 << 20  # bytes of changes.diff
 REVISION = "REVISION.json"
 
 
 @dataclass(frozen=True)
 class Code:
-    """What a snapshot is a snapshot of."""
+    """Description of the code in a snapshot."""
 
     revision: str | None  # git's, of the checkout; None outside one
     dirty: bool | None  # whether the files differ from the revision
     files: int
     bytes: int
-    left_out: (
-        int  # files that are no source of ours: too large, of another kind, a link to elsewhere
-    )
+    # files that are no source: too large, another type, or a link to a place outside
+    left_out: int
     sha256: str  # over names and contents of all files
 
     @property
     def label(self) -> str:
-        """The revision as people name it, else the content's."""
+        """The first 12 digits of the revision, or of the content's hash outside git."""
         return (
             f"{self.revision[:12]}{' with changes' if self.dirty else ''}"
             if self.revision
@@ -63,12 +64,12 @@ class Code:
 
 
 def code_folder(directory: Path) -> Path:
-    """The snapshot of a job."""
+    """Return the folder of a job's snapshot."""
     return launch_folder(directory) / "code"
 
 
 def read_code(directory: Path) -> Code | None:
-    """What a job's snapshot is of; None where there is no whole snapshot."""
+    """Return the description of a job's snapshot, or None if it is missing or incomplete."""
     raw = read_json(launch_folder(directory) / "code.json")
     try:
         return Code(**raw) if raw and code_folder(directory).is_dir() else None
@@ -77,18 +78,21 @@ def read_code(directory: Path) -> Code | None:
 
 
 def take(directory: Path, root: Path = ROOT) -> Code:
-    """Copy the rooms' files below ``root`` into the job's folder, in place of an older snapshot: what was copied.
+    """Copy the packages' files below ``root`` into the job's folder, in place of an older snapshot,
+    and describe the copy.
 
-    The files are made read-only. An interruption leaves the older snapshot, or none: never half of one.
+    The files are made read-only. An interruption leaves the older snapshot or none, never an
+    incomplete one.
 
     Raises:
-        UserError: no room is below ``root``.
+        UserError: ``root`` has none of the packages.
     """
     launch, target = launch_folder(directory), code_folder(directory)
     names, left_out = source_files(root)
     if not names:
         raise UserError(
-            f"{root}: none of the packages {', '.join(ROOMS)} is here; run launch from the checkout or install it"
+            f"{root}: it has none of the packages {', '.join(ROOMS)}; run launch from the checkout "
+            "or install it"
         )
     launch.mkdir(parents=True, exist_ok=True)
     fresh, old = launch / f".code.{os.getpid()}", launch / f".code.old.{os.getpid()}"
@@ -110,7 +114,8 @@ def take(directory: Path, root: Path = ROOT) -> Code:
             left_out,
             digest.hexdigest(),
         )
-        if revision is None and (installed := read_json(root / REVISION)):  # from a snapshot
+        # root is itself a snapshot
+        if revision is None and (installed := read_json(root / REVISION)):
             code = Code(
                 **{
                     **asdict(code),
@@ -133,28 +138,33 @@ def take(directory: Path, root: Path = ROOT) -> Code:
 
 
 def source_files(root: Path) -> tuple[list[str], int]:
-    """The rooms' source files below ``root``, sorted, as paths relative to it, and how many other files were passed over.
+    """Return the packages' source files below ``root``, sorted and relative to it, and the number
+    of other files.
 
-    In a git checkout: those that git tracks, or would without being told to ignore them. Elsewhere all but caches.
+    In a git checkout these are the tracked files and the untracked files that git does not ignore.
+    Elsewhere they are all files but caches.
     """
     names = _listed(root, "--cached", "--others", "--exclude-standard") or _walk(root)
-    present = [name for name in names if (root / name).is_file()]  # git lists what is deleted, too
+    present = [name for name in names if (root / name).is_file()]  # git also lists deleted files
     ours = [name for name in present if _is_source(root, root / name)]
     return sorted(ours), len(present) - len(ours)
 
 
 def _is_source(root: Path, path: Path) -> bool:
+    """Return True for a source file of moderate size inside ``root``, with links resolved."""
     if not path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
         return False
     return path.resolve().is_relative_to(root.resolve())
 
 
 def _walk(root: Path) -> Iterable[str]:
+    # Another project's folder may have the same name, so check for known subfolders.
+    """Yield the packages' files outside a git checkout, without caches and hidden folders."""
     beside = (
         [BESIDE]
         if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir()
         else []
-    )  # not another's of that name
+    )
     for room in (*ROOMS, *beside):
         for folder, folders, files in os.walk(root / room):
             folders[:] = sorted(
@@ -168,13 +178,19 @@ def _walk(root: Path) -> Iterable[str]:
 
 
 def _listed(root: Path, *options: str) -> list[str]:
-    """The rooms' files that git knows; none outside a checkout."""
+    """Return the packages' files that git lists with these options, or an empty list outside a
+    checkout.
+    """
     listed = _git(root, "ls-files", "-z", *options, "--", *ROOMS, BESIDE) or b""
     return list(dict.fromkeys(os.fsdecode(name) for name in listed.split(b"\0") if name))
 
 
 def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
-    """git's revision of a checkout at ``root``, and the rooms' changes since as a diff, new files included."""
+    """Return git's revision of a checkout at ``root`` and a diff of the packages' changes since,
+    with new files.
+
+    Return (None, b"") if ``root`` is not the top of a checkout.
+    """
     revision = _git(root, "rev-parse", "HEAD")
     top = _git(root, "rev-parse", "--show-toplevel")
     if not revision or not top or Path(os.fsdecode(top.rstrip(b"\n"))).resolve() != root.resolve():
@@ -190,7 +206,9 @@ def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """git's answer about the checkout that has ``root``; None where there is none, or no git."""
+    """Run git on the checkout that contains ``root`` and return its output, or None without a
+    checkout or git.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), "-c", "core.quotePath=false", *arguments]
     try:
@@ -199,5 +217,5 @@ def _git(root: Path, *arguments: str) -> bytes | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    compares = "--no-index" in arguments  # 1: they differ
+    compares = "--no-index" in arguments  # exit code 1 means that the files differ
     return done.stdout if done.returncode == 0 or (compares and done.returncode == 1) else None

@@ -1,15 +1,18 @@
-"""The default cache directories of a rank's Triton and Inductor: a local folder on each node. Standard library alone.
+"""Default cache directories of a rank's Triton and Inductor: a local folder on each node.
 
-Triton's own default is in the home directory. When several nodes write one cache there over NFS, they get "Stale file handle" errors. The
-ranks of a node share a folder, as do a job's attempts: both caches support concurrent processes on a local file system.
+Standard library alone. Triton's own default is in the home directory. When several nodes write one
+cache over NFS, they get "Stale file handle" errors. The ranks of a node share a folder, as do a
+job's attempts: both caches support concurrent processes on a local file system.
 
-    TMP/launch_caches_UID/        only this user can write it (mode 0700): its files are loaded as machine code
-        NODE_JOB/triton, inductor made by the libraries at the first compilation
+    TMP/launch_caches_UID/        writable only by this user (mode 0700): its files are loaded as
+    code
+        NODE_JOB/triton, inductor created by the libraries at the first compilation
 
-JOB is a hash of the folder with the job's code, which all tasks, attempts and submissions of a job share. Without Slurm it is "local": all
-runs share one folder, so that they do not compile again.
+JOB is a hash of the path of the job's code, which all tasks, attempts and submissions of a job
+share. Without Slurm it is "local": all runs share one folder, so that they do not compile again.
 
-A folder with which no rank was started for `UNUSED_DAYS` is removed; a process that still uses it compiles again.
+A folder is removed if no rank was started with it for `UNUSED_DAYS`. A process that still uses it
+compiles again.
 """
 
 from __future__ import annotations
@@ -35,7 +38,11 @@ _CACHES = (
 def variables(
     environ: Mapping[str, str], node: str, code: Path
 ) -> tuple[dict[str, str], str | None]:
-    """Variables of the caches that the environment does not place; the reason, where this node has no safe folder. Never raises OSError."""
+    """Return variables for the caches that the environment does not place, and an error text or
+    None. Never raise OSError.
+
+    If this node has no safe folder, the variables are empty and the text gives the reason.
+    """
     wanted = {
         name: folder
         for name, others, folder in _CACHES
@@ -53,7 +60,7 @@ def variables(
             else "local"
         )
         place = parent / f"{node}_{job}"
-        with contextlib.suppress(FileNotFoundError):  # nothing was compiled yet
+        with contextlib.suppress(FileNotFoundError):  # no code was compiled yet
             os.utime(place)
         if (environ.get("LOCAL_RANK") or "0") == "0":
             _remove_unused(parent)
@@ -63,11 +70,15 @@ def variables(
 
 
 def _parent() -> Path:
-    """This user's folder for caches, made if it is missing. Raises OSError."""
+    """Return this user's folder for caches, created if missing.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
     temporary = tempfile.gettempdir()
-    if (
-        temporary == os.getcwd() and temporary != "/tmp"
-    ):  # Python's last resort, usually not a local file system
+    # Without a writable temporary directory, Python falls back to the working directory, which is
+    # usually not on a local file system.
+    if temporary == os.getcwd() and temporary != "/tmp":
         raise OSError(f"only the working directory can be written: {temporary}")
     parent = Path(temporary) / f"launch_caches_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
@@ -76,7 +87,12 @@ def _parent() -> Path:
 
 
 def _fault(parent: Path) -> str | None:
-    """Why compiled code must not be, or cannot be, loaded from a folder. Raises OSError."""
+    """Return the reason for which compiled code must not or cannot be loaded from a folder, or
+    None.
+
+    Raises:
+        OSError: the folder cannot be inspected.
+    """
     seen, above = parent.lstat(), parent.parent.stat()
     if not stat.S_ISDIR(seen.st_mode):
         return f"{parent} is not a directory"
@@ -94,6 +110,6 @@ def _fault(parent: Path) -> str | None:
 def _remove_unused(parent: Path) -> None:
     """Remove the folders with which no rank was started for `UNUSED_DAYS`."""
     for folder in parent.iterdir():
-        with contextlib.suppress(OSError):  # another rank was faster
+        with contextlib.suppress(OSError):  # another rank may remove it at the same time
             if folder.lstat().st_mtime < time.time() - UNUSED_DAYS * 86400:
                 shutil.rmtree(folder, ignore_errors=True)

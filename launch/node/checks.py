@@ -1,9 +1,12 @@
-"""``python -m launch.node.checks FOLDER WANTED``: is this node fit for a run? Standard library alone, nvidia-smi, and a matmul in the
-ranks' interpreter.
+"""``python -m launch.node.checks FOLDER WANTED``: check that this node is fit for a run.
 
-Runs on every node before an attempt, from the snapshot, and writes FOLDER/NODE.json: {"node", "ok", "faults", "warnings", "facts", "time"}.
-Each thing is looked at on a thread of its own with a time limit: a driver or a file system that hangs is a fault by name, not a wait.
-`check_command` makes its command line from a profile, `read_reports` reads what came back and names the nodes that did not answer.
+Standard library alone, with nvidia-smi and a matrix product in the ranks' interpreter.
+
+It runs on every node before an attempt, from the snapshot, and writes FOLDER/NODE.json: {"node",
+"ok", "faults", "warnings", "facts", "time"}. Each check runs in its own thread with a time limit: a
+driver or a file system that hangs is reported as a fault and blocks no other check. `check_command`
+makes the command line from a profile. `read_reports` reads the reports and names the nodes that did
+not answer.
 """
 
 from __future__ import annotations
@@ -24,20 +27,24 @@ from typing import Any
 from launch.job import last_lines, read_json, write_json
 from launch.node import hardware
 
-REMEDY = "tell the administrators, and meanwhile name it in slurm.exclude"
+REMEDY = "report it to the administrators, and meanwhile add it to slurm.exclude"
 NO_ANSWER = "did not answer the health check"
-SMI_SECONDS = 60.0  # for nvidia-smi's answers; without its persistence mode each takes seconds
-RELEASE_SECONDS = 20.0  # how long the memory of ranks that were just ended may still be in use
-SLOW = 0.5  # of the node's median speed: a GPU below it is a fault
-SHARE = 0.85  # of health.timeout_seconds for the checks themselves: the rest is for starting them
-OF_GPUS = 0.85  # of that time for all that is done with the GPUs, so that what was found is told when a later part hangs
+# limit for nvidia-smi; without its persistence mode each call takes seconds
+SMI_SECONDS = 60.0
+# how long the memory of ranks that just ended may still be in use
+RELEASE_SECONDS = 20.0
+SLOW = 0.5  # fraction of the node's median speed: a slower GPU is a fault
+# fraction of health.timeout_seconds for the checks; the rest is for starting them
+SHARE = 0.85
+# fraction of that time for the GPU checks, so that findings are reported if a later part hangs
+OF_GPUS = 0.85
 
 
 @dataclass(frozen=True)
 class Check:
-    """A line of `launch doctor`: how something is, and what to do where it is not well."""
+    """A line of `launch doctor`: a result and, if needed, the remedy."""
 
-    level: str  # ok | absent: not there, and training does without | warning | FAILED
+    level: str  # ok | absent: missing, and training does not need it | warning | FAILED
     name: str
     text: str
     remedy: str = ""
@@ -45,27 +52,29 @@ class Check:
 
 @dataclass
 class Report:
-    """What a check, or all of a node's, found. The node is unfit when there is a fault; a warning does not count."""
+    """Findings of one check, or of all checks of a node. A node with a fault is unfit; warnings do
+    not count.
+    """
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     node: str = ""
-    time: float = 0.0  # unix time, by the node's clock, at which it was written
+    time: float = 0.0  # unix time by the node's clock, when written
 
     @property
     def ok(self) -> bool:
-        """Whether the node is fit."""
+        """True if the node is fit."""
         return not self.faults
 
     def add(self, other: Report) -> None:
-        """Take in another's findings."""
+        """Add another report's findings."""
         self.faults += other.faults
         self.warnings += other.warnings
         self.facts |= other.facts
 
     def checks(self) -> Iterator[Check]:
-        """The findings for `launch doctor`."""
+        """Yield the findings as lines of `launch doctor`."""
         name = f"node {self.node}"
         yield from (Check("FAILED", name, fault, REMEDY) for fault in self.faults)
         yield from (Check("warning", name, warning) for warning in self.warnings)
@@ -73,15 +82,22 @@ class Report:
             yield Check("ok", name, ", ".join(self._facts()))
 
     def _facts(self) -> Iterator[str]:
+        """Yield the node's main facts in words."""
         known = self.facts
         if gpus := known.get("gpus"):
             yield f"{len(gpus)} x {gpus[0].rpartition(' ')[0]}, driver {known.get('driver')}"
         if speeds := [speed for speed in known.get("tflops") or () if speed]:
             yield f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s in bfloat16"
         if "free_memory_gb" in known:
-            yield f"{known['cpus']} CPUs, {known['free_memory_gb']:.0f} of {known['memory_gb']:.0f} GB of memory free"
+            yield (
+                f"{known['cpus']} CPUs, {known['free_memory_gb']:.0f} of {known['memory_gb']:.0f} "
+                "GB of memory free"
+            )
         if ports := known.get("ports"):
-            yield f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network ports active"
+            yield (
+                f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network "
+                "ports active"
+            )
 
 
 def check_command(
@@ -92,11 +108,16 @@ def check_command(
     host_python: str = sys.executable,
     folders: Sequence[str] = (),
 ) -> list[str]:
-    """The command to run once on each node, the same on all; its report lands in the folder `out` as NODE.json, and it ends with 0.
+    """Return the command to run once on each node, the same on all. It writes the report to
+    out/NODE.json and exits with 0.
 
-    profile: `Profile.as_json()`. python: the ranks' interpreter, for the matmul (None: none); host_python: the check's own.
-    folders: more folders that the node must be able to write, beside the profile's paths.shared. PYTHONPATH must lead to `launch`.
-    It takes health.timeout_seconds at most; whoever runs it ends it then, and calls `read_reports`.
+    The command takes at most health.timeout_seconds; the caller ends it then and calls
+    `read_reports`. PYTHONPATH must contain `launch`.
+
+    profile: `Profile.as_json()`.
+    python: the ranks' interpreter, for the matrix product (None: no product).
+    host_python: the interpreter of the check itself.
+    folders: folders that the node must be able to write, in addition to the profile's paths.shared.
     """
     health, nodes, paths, container = (
         profile.get(section) or {} for section in ("health", "nodes", "paths", "container")
@@ -115,7 +136,7 @@ def check_command(
 
 
 def read_report(path: Path) -> Report | None:
-    """A node's report, or None where there is none, or not a whole one."""
+    """Return a node's report, or None if it is missing or incomplete."""
     raw = read_json(path)
     try:
         faults, warnings = (list(map(str, raw[key])) for key in ("faults", "warnings"))
@@ -127,10 +148,11 @@ def read_report(path: Path) -> Report | None:
 def read_reports(
     folder: Path, nodes: Sequence[str], began: float | None = None, skew_seconds: float = 0
 ) -> dict[str, Report]:
-    """The reports of these nodes, in their order; a node that left none has that as its fault, with NODE.log's last line.
+    """Return the reports of these nodes, in order. A node without a report has that as its fault,
+    with NODE.log's last line.
 
-    began: unix time, here, at which the check was started. With skew_seconds > 0 a node whose clock says that it answered before that,
-    or later than now, by more than that much, has a fault too.
+    began: unix time on this host at which the check was started. skew_seconds: if positive, a
+    report that is dated earlier than that or later than now, by more than this, adds a fault.
     """
     reports: dict[str, Report] = {}
     for node in nodes:
@@ -143,27 +165,33 @@ def read_reports(
             if abs(off) > skew_seconds:
                 way = "ahead" if off > 0 else "behind"
                 report.faults.append(
-                    f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, NTP)?"
+                    f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, "
+                    "NTP)?"
                 )
     return reports
 
 
 def node_name() -> str:
-    """The node's name as Slurm knows it; elsewhere the host's, without its domain."""
+    """Return the node's Slurm name, or the host's name without its domain."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def look(wanted: Mapping[str, Any]) -> Report:
-    """Run all checks that `check_command` wants at once: what they found, in their order, within wanted["seconds"]."""
+    """Run all checks of `check_command` in parallel and return their findings in order, within
+    wanted["seconds"].
+    """
     seconds, python, numa = wanted["seconds"], wanted["python"], wanted["numa"]
     deadline = time.monotonic() + seconds
     checks: dict[str, Callable[[], Report]] = {"memory": partial(memory, wanted["free_memory_gb"])}
     if python:
         checks["the interpreter"] = partial(
-            program, python, "there is no such program here (is its file system mounted?)"
+            program, python, "no such program on this node (is its file system mounted?)"
         )
     if numa != "none":
-        fault = f"nodes.numa = {numa} needs this program, and it is not on PATH: install it on the nodes, or set nodes.numa: none"
+        fault = (
+            f"nodes.numa = {numa} needs this program, which is not on PATH: install it on the "
+            "nodes, or set nodes.numa: none"
+        )
         checks["numactl"] = partial(program, "numactl", fault)
     if wanted["gpus"]:
         gpu = partial(
@@ -196,7 +224,9 @@ def look(wanted: Mapping[str, Any]) -> Report:
 
 
 def memory(least_gb: float) -> Report:
-    """Free memory against the least that is wanted, in GB; /dev/shm, through which NCCL and data workers talk."""
+    """Compare the free memory with the required minimum in GB, and check /dev/shm, which NCCL and
+    data workers use.
+    """
     free, total, shm = hardware.memory_gb()
     found = Report(
         facts={
@@ -208,48 +238,56 @@ def memory(least_gb: float) -> Report:
     )
     if free < least_gb:
         found.faults.append(
-            f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are wanted: what else runs there?"
+            f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are required: does "
+            "another process use it?"
         )
     if shm is not None and shm < 1:
         found.warnings.append(
-            f"/dev/shm has {shm:.2f} GB free: NCCL and data workers need more (container option --shm-size, or clean it)"
+            f"/dev/shm has {shm:.2f} GB free: NCCL and data workers need more (container option "
+            "--shm-size, or clean it)"
         )
     return found
 
 
 def folder(name: str, least_gb: float) -> Report:
-    """Whether a folder can be written and read back here, and has room."""
+    """Check that a folder can be written and read back on this node, and has enough free space."""
     try:
         free = hardware.probe_folder(Path(name))
     except OSError as error:
         return Report(
-            [f"{name}: cannot be written here: {error.strerror or error} (is it mounted?)"]
+            [f"{name}: cannot be written on this node: {error.strerror or error} (is it mounted?)"]
         )
     found = Report(facts={f"free_gb {name}": free})
     if free < least_gb:
-        found.faults.append(f"{name}: {free:.2f} GB free; {least_gb:g} are wanted")
+        found.faults.append(f"{name}: {free:.2f} GB free; {least_gb:g} are required")
     return found
 
 
 def startable(python: str) -> bool:
-    """Whether there is such a program here."""
+    """Return True if this program exists on this node."""
     return shutil.which(python) is not None
 
 
 def program(name: str, fault: str) -> Report:
-    """Whether a program is here: the ranks' interpreter, or what torchrun binds them to CPUs with."""
+    """Check that a program exists: the ranks' interpreter, or the one with which torchrun binds
+    ranks to CPUs.
+    """
     return Report([] if startable(name) else [f"{name}: {fault}"])
 
 
 def links() -> Report:
-    """InfiniBand, RoCE and EFA ports by their state; one that is down is a warning: it may never have been wired."""
+    """Report InfiniBand, RoCE and EFA ports. A port that is down is only a warning, because it may
+    be unused.
+    """
     ports = hardware.network_ports()
     down = [f"network port {name} is {state}" for name, state in ports.items() if state != "ACTIVE"]
     return Report(warnings=down, facts={"ports": ports} if ports else {})
 
 
 def kernel_log() -> Report:
-    """The driver's errors (Xid) in the kernel's log of the last hour, where it may be read: those that mean broken hardware are faults."""
+    """Report the driver's errors (Xid) of the last hour in the kernel's log, if readable. Those of
+    broken hardware are faults.
+    """
     found = Report()
     for number, text in hardware.recent_xids():
         (found.faults if number in hardware.BROKEN else found.warnings).append(text)
@@ -257,7 +295,9 @@ def kernel_log() -> Report:
 
 
 def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
-    """The GPUs: how many, what nvidia-smi says of each, a product on each, and what holds down their clocks under it."""
+    """Check the number of GPUs, nvidia-smi's report of each, a product on each, and throttling
+    afterwards.
+    """
     patience = None
     while True:
         try:
@@ -294,7 +334,10 @@ def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
 
 
 def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Report:
-    """`launch.node.measure` on all GPUs at once, a process each: which fail, are wrong, hang, or are slow beside the others."""
+    """Run `launch.node.measure` on all GPUs in parallel, one process each.
+
+    Report those that fail, hang, give a wrong result, or are much slower than the median.
+    """
     answers: dict[int, hardware.Answer] = {}
 
     def run(place: int, gpu: hardware.Gpu) -> None:
@@ -327,14 +370,15 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
     for place, speed in speeds.items():
         if speed < SLOW * median:
             found.faults.append(
-                f"GPU {mine[place].index} ({mine[place].bus}): {speed:.0f} TFLOP/s in bfloat16, its neighbours {median:.0f}"
+                f"GPU {mine[place].index} ({mine[place].bus}): {speed:.0f} TFLOP/s in bfloat16, "
+                f"the node's median is {median:.0f}"
             )
     found.facts["tflops"] = [speeds.get(place) for place in range(len(mine))]
     return found
 
 
 def _result(answer: hardware.Answer) -> dict[str, Any]:
-    """What `launch.node.measure` printed, or an error that says how it ended."""
+    """Return the output of `launch.node.measure`, or an error text about its end."""
     if answer.code is None:
         return {"error": "a product did not end in time: it hangs"}
     said = (answer.output.strip() or "null").splitlines()[-1]
@@ -345,12 +389,15 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
     if isinstance(result, dict):
         return result
     return {
-        "error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'it says nothing'}"
+        "error": (
+            f"a product ended with {answer.code}: "
+            f"{hardware.last_line(answer.errors) or 'no output'}"
+        )
     }
 
 
 def main() -> int:
-    """Look, and write the report: 0."""
+    """Run the checks and write the report. Return 0."""
     out, wanted = sys.argv[1:]
     found, name = look(json.loads(wanted)), node_name()
     write_json(
@@ -362,4 +409,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # a thread that hangs in the kernel must not keep the process
+    os._exit(main())  # a thread that hangs in the kernel must not block the exit

@@ -1,6 +1,7 @@
-"""Why a rank failed, by what it said, and which of an attempt's ranks failed first. Standard library alone: it runs inside jobs.
+"""Find out from a rank's output why it failed, and which of an attempt's ranks failed first.
 
-One failure brings the others down: peers report a closed connection, torchrun and Slurm end what is left. These are not the
+Standard library alone: it runs inside jobs. One failure brings the other ranks down: peers report a
+closed connection, and torchrun and Slurm end the remaining ranks. These later failures are not the
 cause.
 """
 
@@ -17,19 +18,16 @@ from fem_common.exits import Exit
 from launch.job import rank_log, read_json
 
 TRACEBACK_BYTES = 8192
-_LINE_CHARACTERS = 2000  # of a line are looked at
-_RECENT_LINES = 400  # of a rank that a signal ended: what was said before these is another matter
-_ABORT_LINES = 20  # an error and the words that follow from it
+_LINE_CHARACTERS = 2000  # part of a line that is searched
+# For a rank that a signal ended, an error more lines ago than this is not the cause.
+_RECENT_LINES = 400
+_ABORT_LINES = 20  # an error and the lines that follow from it
 
-_ENDING = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-)  # a rank that fails after one of these was ended by others
+# A rank that fails after one of these signals was ended from outside.
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 _STAMP = re.compile(rb"(\d+\.\d+) ")
-_PREFIX = re.compile(
-    r"^\[rank\d+\]:? ?"
-)  # torch's, on each line of an exception in a distributed program
+# torch's prefix on each line of an exception in a distributed program
+_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
 _TRACEBACK = re.compile(r"^\s*(?:Original )?Traceback \(most recent call last\):")
 _CHAIN = re.compile(
     r"^(During handling of the above exception|The above exception was the direct cause)"
@@ -45,46 +43,54 @@ _FATAL = re.compile(
     r"|(?P<ecc>(?:[Uu]ncorrectable ECC|fallen off the bus|NVRM: Xid).*)"
 )
 _LOST_PEER = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|remote process exited|nccl(?:Remote|System)Error|broken pipe|got 0 bytes"
-    r"|(?:recvValue|sendBytes|recvBytes|sendBuf) failed|timed out waiting|(?:socket|wait) time(?:d )?-?out|WorkNCCL.*timed out"
-    r"|Watchdog caught collective|DistStoreError|DistNetworkError|Application timeout caused pair closure",
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|remote process exited|"
+    r"nccl(?:Remote|System)Error|broken pipe|got 0 bytes"
+    r"|(?:recvValue|sendBytes|recvBytes|sendBuf) failed|timed out waiting"
+    r"|(?:socket|wait) time(?:d )?-?out|WorkNCCL.*timed out"
+    r"|Watchdog caught collective|DistStoreError|DistNetworkError"
+    r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
 _MEMORY = re.compile(r"out ?of ?memory|MemoryError|Cannot allocate memory|bad_alloc", re.IGNORECASE)
 _NODE = re.compile(
-    r"ECC error|uncorrectable|fallen off the bus|\bXid\b|CUDA-capable device|CUDA error: (?:hardware|unknown error|system|device not ready)"
+    r"ECC error|uncorrectable|fallen off the bus|\bXid\b|CUDA-capable device"
+    r"|CUDA error: (?:hardware|unknown error|system|device not ready)"
     r"|NVML|driver shutting down|devices? unavailable|device\(s\) is/are busy",
     re.IGNORECASE,
 )
-# A rank's error after one of its own processes was killed.
+# A rank's error after a process that it started was killed.
 _KILLED_PROCESS = re.compile(
-    r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
+    r"DataLoader worker \(pid.*(?:killed by signal: Killed|exited unexpectedly)|BrokenProcessPool"
+    r"|died with <Signals\.SIGKILL|SIGKILL\(-9\)"
 )
-# The error of a file system that went away, as Python, Rust, C++ and our commands ("FILE: reason") write it. A lost peer, over sockets or
-# InfiniBand, may give the same reason, but without such a number and without a file before it.
+# The error of a file system that became unavailable, in the form of Python, Rust, C++ and this
+# project's commands ("FILE: reason"). A lost peer, over sockets or InfiniBand, may give the same
+# reason, but without an error number and without a file before it.
 _REASONS = (
-    r"(?:Input/output error|Transport endpoint is not connected|Cannot send after transport endpoint shutdown|Host is down"
+    r"(?:Input/output error|Transport endpoint is not connected"
+    r"|Cannot send after transport endpoint shutdown|Host is down"
     r"|Stale (?:NFS )?file handle|Remote I/O error)"
 )
 _PLACE = re.compile(
     r"(?:\[Errno |\(os error )(?:5|107|108|112|116|121)[\])]|Stale (?:NFS )?file handle"
-    rf"|{_REASONS} \(\d+\)|(?<!\S)[^\s:]*/[^\s:]*: (?:{_REASONS}|Connection timed out)\b|\[Errno 110\] Connection timed out: b?['\"]"
+    rf"|{_REASONS} \(\d+\)|(?<!\S)[^\s:]*/[^\s:]*: (?:{_REASONS}|Connection timed out)\b"
+    r"|\[Errno 110\] Connection timed out: b?['\"]"
 )
 _NCCL = re.compile(r"nccl|ProcessGroup|collective operation|gloo", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """An error a rank reported."""
+    """An error that a rank reported."""
 
     message: str  # one line
     time: float
-    traceback: str | None  # at most `TRACEBACK_BYTES` of it, its end
+    traceback: str | None  # the end of it, at most `TRACEBACK_BYTES`
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed."""
+    """A rank's failure."""
 
     rank: int
     host: str
@@ -94,26 +100,27 @@ class Failure:
     time: float
     exit: int | None  # 128 + n after a signal n; None: its keeper died, too
     signal: str | None  # the signal's name
-    lost_peer: bool  # it only reports that another went away
-    reported: bool  # the message is its own
+    lost_peer: bool  # it only reports that another rank was lost
+    reported: bool  # the rank reported the message itself
 
 
 class Findings:
-    """What a rank's lines say about an error, seen one by one as they come."""
+    """The error that a rank's lines report, found line by line as they arrive."""
 
     def __init__(self) -> None:
-        self.last_line = ""  # that is not empty
+        self.last_line = ""  # last line that is not empty
         self._lines = 0
-        self._block: list[str] = []  # the traceback that is being read, or was last
+        self._block: list[str] = []  # the current or last traceback
         self._open = self._weak_next = self._weak = False
-        self._between: list[str] = []  # lines since its end: of a chain, they belong to it
+        # Lines since the traceback's end. In a chain of exceptions they belong to it.
+        self._between: list[str] = []
         self._began, self._indent = 0.0, 0
         self._cause: Cause | None = None
         self._cause_line = 0
-        self._names_peer = False  # the line is NCCL's own account of the error just seen
+        self._names_peer = False  # the next line is NCCL's description of the error
 
     def see(self, line: str, now: float) -> None:
-        """Take the next line, said at the time `now`."""
+        """Process the next line, written at the time `now`."""
         self._lines += 1
         line = _PREFIX.sub("", line[:_LINE_CHARACTERS].rstrip())
         self.last_line = line.strip() or self.last_line
@@ -127,7 +134,10 @@ class Findings:
             self._see_plain(line, now)
 
     def cause(self, signal: str | None) -> Cause | None:
-        """The reported error of a rank that ended with an error, or by a signal: of SIGKILL nobody reports anything."""
+        """Return the reported error of a rank that ended with an error or by a signal, or None.
+
+        A rank cannot report a SIGKILL, so the result is None for it.
+        """
         if (
             self._cause is None
             or signal == "SIGKILL"
@@ -140,6 +150,7 @@ class Findings:
         return self._cause is not None and self._lines - self._cause_line <= lines
 
     def _begin(self, line: str, now: float) -> None:
+        """Begin a traceback, or continue the previous one if the two are chained."""
         chained = self._open or any(_CHAIN.match(between) for between in self._between)
         self._block = [*self._block, *self._between, line] if chained else [line]
         if not chained:
@@ -148,21 +159,23 @@ class Findings:
         self._between, self._open, self._weak_next = [], True, False
 
     def _finish(self, line: str) -> None:
+        """End a traceback, whose last line is the error. Skip it if it is a weak one after another
+        error.
+        """
         self._open = False
         if not (self._weak and self._cause):
             text = "\n".join(self._block).encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
             self._found(Cause(line, self._began, text))
 
     def _see_plain(self, line: str, now: float) -> None:
-        """A line outside any traceback."""
+        """Process a line outside any traceback."""
         self._between = [*self._between[-3:], line]
         self._weak_next = bool(_WEAK.match(line))
         fatal = _FATAL.search(line)
         if self._names_peer and line and self._cause:
             self._found(replace(self._cause, message=f"{self._cause.message} ({line.strip()})"))
-        elif fatal and not (
-            fatal["fault"] and self._is_recent(_ABORT_LINES)
-        ):  # a crash's own words are the least: "Aborted"
+        elif fatal and not (fatal["fault"] and self._is_recent(_ABORT_LINES)):
+            # A crash's own message ("Aborted") is less informative than the error before it.
             traceback = (
                 self._cause.traceback if self._cause and self._is_recent(_ABORT_LINES) else None
             )
@@ -175,7 +188,9 @@ class Findings:
 
 
 def kind_of(message: str, code: int | None, signal: str | None) -> str:
-    """What kind of failure it is: config | diverged | busy | memory | node | place | nccl | signal | exit."""
+    """Return the kind of a failure: config | diverged | busy | memory | node | place | nccl |
+    signal | exit.
+    """
     named: dict[int | None, str] = {
         Exit.WRONG_INPUT: "config",
         Exit.DIVERGED: "diverged",
@@ -189,11 +204,15 @@ def kind_of(message: str, code: int | None, signal: str | None) -> str:
     return "signal" if signal else "exit"
 
 
-OUT_OF_MEMORY = ": out of memory (OOM kill)"  # ends the message of a rank that the kernel killed, or a process of it
+# ends the message of a rank that, or a process of which, the kernel killed
+OUT_OF_MEMORY = ": out of memory (OOM kill)"
 
 
 def killed_for_memory(error: str | None, code: int | None) -> str | None:
-    """The message of a rank, if its end may be an out-of-memory kill: SIGKILL, or an error about a killed process. Else None."""
+    """Return the failure message if a rank's end may be an out-of-memory kill, otherwise None.
+
+    The rank died of SIGKILL, or its error is about a killed process.
+    """
     if code == Exit.KILLED:
         return f"killed by SIGKILL{OUT_OF_MEMORY}"
     return (
@@ -202,26 +221,31 @@ def killed_for_memory(error: str | None, code: int | None) -> str | None:
 
 
 def told_to_end(told: Mapping[str, float], at: float) -> bool:
-    """Whether a rank with these signals (name -> time) was told to end before a time."""
+    """Return True if a rank with these signals (name -> time) got one to end before a time."""
     return any(name in _ENDING and since <= at for name, since in told.items())
 
 
 def blameless_signal(signal: str | None, traceback: str | None) -> bool:
-    """Whether a signal only followed the error: after an exception of Python's, gloo or NCCL may abort the interpreter on its way out."""
+    """Return True if a signal only followed the error: gloo or NCCL may abort the interpreter after
+    a Python exception.
+    """
     return signal == "SIGABRT" and "Traceback (most recent call last)" in (traceback or "")
 
 
 def records(attempt: Path) -> list[dict[str, Any]]:
-    """The ranks' records of an attempt, by rank."""
+    """Return the ranks' records of an attempt, by rank."""
     found = (read_json(path) for path in sorted((attempt / "ranks").glob("rank_*.json")))
     return [record for record in found if record is not None]
 
 
 def failures(attempt: Path, *, running: bool = False) -> list[Failure]:
-    """Every rank that failed or vanished, the likely cause first; ``running``: the attempt goes on, and nothing has vanished yet.
+    """Return every rank that failed or vanished, the likely cause first.
 
-    First come those that failed of themselves (those that say why before those that do not), then those that vanished with their keeper,
-    then those that report a lost peer, then those that were ended by others; among their like, the earliest.
+    running: the attempt continues, so ranks without a recorded end have not vanished.
+
+    The order is: ranks that failed on their own (with a reported error first), ranks that vanished
+    with their keeper, ranks that report a lost peer, ranks that got a signal to end. Within each
+    group the earliest is first.
     """
     found = []
     for record in records(attempt):
@@ -233,18 +257,22 @@ def failures(attempt: Path, *, running: bool = False) -> list[Failure]:
 
 
 def first_failure(attempt: Path, *, running: bool = False) -> Failure | None:
-    """The rank that failed first, or None where none did."""
+    """Return the rank that failed first, or None if none did."""
     return next(iter(failures(attempt, running=running)), None)
 
 
 def all_told(attempt: Path) -> bool:
-    """Whether ranks failed, and each of them only after a signal that told it to end: nothing of theirs was the cause."""
+    """Return True if ranks failed, and each of them only after a signal to end, so that none was
+    the cause.
+    """
     failed = [record for record in records(attempt) if record.get("exit") != 0]
     return bool(failed) and all(_was_told(_failure(attempt, record), record) for record in failed)
 
 
 def wrong_on(attempt: Path) -> tuple[str, ...]:
-    """The hosts on which ranks said that the input is wrong, where other hosts had ranks, too, and none of those did; else none."""
+    """Return the hosts whose ranks report wrong input, if other hosts had ranks and none of those
+    reports it. Otherwise none.
+    """
     hosts = {str(record.get("host")): False for record in records(attempt)}
     for record in records(attempt):
         hosts[str(record.get("host"))] |= record.get("exit") == Exit.WRONG_INPUT
@@ -253,7 +281,7 @@ def wrong_on(attempt: Path) -> tuple[str, ...]:
 
 
 def last_stamp(log: Path) -> float | None:
-    """When a rank's log got its last line, or None where it has none."""
+    """Return the time of the last line in a rank's log, or None if it has none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - (1 << 17)))
@@ -266,7 +294,7 @@ def last_stamp(log: Path) -> float | None:
 
 
 def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
-    """The failure that a record tells of."""
+    """Return the failure that a record describes."""
     rank, error, by, code = (
         record["rank"],
         record.get("error"),
@@ -284,7 +312,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
     }
     if record.get("ended") is None:
         seen = last_stamp(rank_log(attempt, rank)) or record.get("started") or 0.0
-        message = "its process vanished without a word: killed from outside, or its node went down"
+        message = "its process vanished without a report: killed from outside, or its node failed"
         return Failure(
             **said, message=message, kind="lost", time=seen, lost_peer=False, reported=False
         )
@@ -292,7 +320,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
         message = f"{error} ({by})" if by and by not in error else error
     elif by:
         message = f"killed by {by}" + (
-            ": the kernel's out-of-memory killer, or someone" if by == "SIGKILL" else ""
+            ": the kernel's out-of-memory killer, or a user" if by == "SIGKILL" else ""
         )
     else:
         message = f"exited with {code}" + (
@@ -311,7 +339,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
 
 
 def _order(failure: Failure, record: dict[str, Any]) -> int:
-    """Which failures are the likelier cause: the smaller comes first."""
+    """Return the sort key of a failure: the likelier the cause, the smaller."""
     if _was_told(failure, record):
         return 4
     if failure.lost_peer:
@@ -322,7 +350,7 @@ def _order(failure: Failure, record: dict[str, Any]) -> int:
 
 
 def _was_told(failure: Failure, record: dict[str, Any]) -> bool:
-    """Whether a rank was told to end before it failed."""
+    """Return True if a rank got a signal to end before it failed."""
     return told_to_end(
         record.get("told") or {}, failure.time if record.get("ended") is not None else math.inf
     )

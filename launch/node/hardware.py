@@ -1,4 +1,8 @@
-"""What nvidia-smi and the kernel say of a node: GPUs and their faults, memory, folders, network ports. Standard library alone."""
+"""State of a node from nvidia-smi and the kernel: GPUs and their faults, memory, folders, network
+ports.
+
+Standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_MIB = 2048  # memory in use on a GPU that should be idle; the driver's own share is well below
+# memory in use that marks a GPU as busy; the driver's own share is well below
+BUSY_MIB = 2048
 NOTHING = frozenset(
     {
         "",
@@ -26,7 +31,10 @@ NOTHING = frozenset(
     }
 )
 
-CORE = "index uuid name pci.bus_id driver_version memory.total memory.used ecc.errors.uncorrected.volatile.total temperature.gpu".split()
+CORE = (
+    "index uuid name pci.bus_id driver_version memory.total memory.used "
+    "ecc.errors.uncorrected.volatile.total temperature.gpu"
+).split()
 ROWS = ["gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"]
 USERS = ["gpu_uuid", "pid", "process_name", "used_memory"]
 THROTTLING = ("hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
@@ -38,12 +46,12 @@ SAID = {
 
 
 class SmiError(Exception):
-    """nvidia-smi is missing, failed, or did not answer: one line."""
+    """nvidia-smi is missing, failed, or did not answer. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said."""
+    """Output of a command."""
 
     code: int | None  # None: it did not end in time and was killed
     output: str
@@ -52,7 +60,9 @@ class Answer:
 
 @dataclass
 class Gpu:
-    """A GPU as nvidia-smi sees it. Sizes in MiB, temperature in °C; None where it does not say."""
+    """A GPU as nvidia-smi reports it. Sizes in MiB, temperature in °C; None for values that it does
+    not report.
+    """
 
     index: int
     uuid: str
@@ -66,17 +76,20 @@ class Gpu:
     row_pending: bool = False  # a repair of its memory waits for a reset
     row_failure: bool = False  # a repair of its memory failed
     throttled: tuple[str, ...] = ()  # of THROTTLING
-    recovery: str | None = None  # what the driver asks for: Reset, Reboot, ...
+    recovery: str | None = None  # the driver's request: Reset, Reboot, ...
     fabric: str | None = None  # NVSwitch: Completed, In Progress, Not Started
     users: tuple[str, ...] = ()  # "pid 12 (python, 71000 MiB)"
     odd: tuple[str, ...] = ()  # fields whose value is an error, such as memory.used [Unknown Error]
 
     def faults(self) -> list[str]:
-        """What makes it unfit for a run, a line each. `throttled` is `throttling`'s."""
+        """Return the faults that make the GPU unfit for a run, one line each. Throttling is
+        reported by `throttling`.
+        """
         found = list(self.odd)
         if self.ecc_uncorrected:
             found.append(
-                f"{self.ecc_uncorrected} uncorrected ECC errors since its driver was loaded: reset it"
+                f"{self.ecc_uncorrected} uncorrected ECC errors since its driver was loaded: reset "
+                "it"
             )
         if self.row_pending:
             found.append("a row of its memory waits to be remapped: reset it")
@@ -91,14 +104,18 @@ class Gpu:
         return [f"GPU {self.index} ({self.bus}): {fault}" for fault in found]
 
     def busy(self) -> list[str]:
-        """Whose memory is in use on a GPU that should be free."""
+        """Return a line about the processes that use memory of a GPU that should be free, or no
+        line.
+        """
         if (self.memory_used or 0) < BUSY_MIB:
             return []
-        users = ", ".join(self.users) or "a process that cannot be seen from here"
+        users = ", ".join(self.users) or "a process that is not visible to this one"
         return [f"GPU {self.index} ({self.bus}): {self.memory_used} MiB in use by {users}"]
 
     def throttling(self) -> tuple[list[str], list[str]]:
-        """(faults, warnings) of clocks held down now: by the hardware, by the driver."""
+        """Return (faults, warnings) about reduced clocks: faults if the hardware reduces them,
+        warnings if the driver does.
+        """
         lines = {
             reason: f"GPU {self.index} ({self.bus}): {SAID[reason]} ({self.temperature} °C)"
             for reason in self.throttled
@@ -111,10 +128,11 @@ class Gpu:
 def ask(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> Answer:
-    """Run a command with a time limit. One that cannot be killed (a driver that hangs) is left behind, not waited for.
+    """Run a command with a time limit. A process that cannot be killed (a driver that hangs) is
+    left behind without waiting.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
     process = subprocess.Popen(
         command,
@@ -133,7 +151,10 @@ def ask(
 
 
 def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
-    """Every GPU of this machine that is visible to this process, within `seconds`, and the lines that are no GPU: one that is lost.
+    """Return every GPU that is visible to this process, and the output lines that describe no GPU,
+    such as one about a lost GPU.
+
+    All queries together take at most `seconds`.
 
     Raises:
         SmiError: nvidia-smi is missing, failed, or does not answer.
@@ -157,7 +178,9 @@ def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
 
 
 def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
-    """Set what holds down the GPUs' clocks at this moment, under the drivers' older names of it too."""
+    """Set the reasons for which the GPUs' clocks are reduced now. Older drivers' names for them are
+    tried, too.
+    """
     for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
         rows = _of_each(
             gpus, "gpu", ["uuid", *(f"{prefix}.{name}" for name in THROTTLING)], seconds
@@ -173,7 +196,9 @@ def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
 def _of_each(
     gpus: Sequence[Gpu], what: str, fields: Sequence[str], seconds: float
 ) -> list[tuple[Gpu, list[str]]]:
-    """What nvidia-smi says of some fields, the first of which is the GPU's UUID, for each row that is one of these GPUs."""
+    """Query fields of these GPUs, the first of which is the UUID, and return (GPU, other cells) for
+    each row of one of them.
+    """
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     return [
         (by_uuid[uuid], cells)
@@ -183,7 +208,9 @@ def _of_each(
 
 
 def listed(seconds: float) -> int:
-    """GPUs that nvidia-smi lists for this process; 0 where there is none, or no nvidia-smi."""
+    """Return the number of GPUs that nvidia-smi lists for this process, or 0 without GPUs or
+    nvidia-smi.
+    """
     try:
         return len(
             re.findall(r"^GPU \d+:", ask(["nvidia-smi", "-L"], seconds).output, re.MULTILINE)
@@ -193,7 +220,11 @@ def listed(seconds: float) -> int:
 
 
 def named_gpus(seconds: float) -> list[str]:
-    """The driver's GPUs in words, alike ones counted: ``8 x NVIDIA H100 80GB HBM3, compute capability 9.0``; none where it does not say."""
+    """Describe the driver's GPUs, with equal ones counted: ``8 x NVIDIA H100 80GB HBM3, compute
+    capability 9.0``.
+
+    Return an empty list if nvidia-smi does not report them.
+    """
     rows = [
         f"{name}, compute capability {capability}"
         for name, capability in _optional("gpu", ["name", "compute_cap"], seconds)
@@ -202,7 +233,9 @@ def named_gpus(seconds: float) -> list[str]:
 
 
 def chosen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this job, by number or UUID; all where it says nothing that nvidia-smi knows."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number or UUID, or all if nvidia-smi
+    does not list one of its words.
+    """
     words = [word.strip() for word in (visible or "").split(",") if word.strip()]
     found = [
         gpu
@@ -216,7 +249,11 @@ def chosen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 def _query(
     what: str, fields: Sequence[str], seconds: float, complaints: list[str]
 ) -> list[list[str]]:
-    """nvidia-smi's rows for some fields; its other lines are added to the complaints."""
+    """Return nvidia-smi's rows for some fields. Append its other lines to the complaints.
+
+    Raises:
+        SmiError: nvidia-smi is missing, failed, or does not answer.
+    """
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         answer = ask(command, seconds)
@@ -237,13 +274,14 @@ def _query(
             complaints.append(line.strip())
     if answer.code and not rows and not complaints and "No devices were found" not in answer.output:
         raise SmiError(
-            f"nvidia-smi failed with exit code {answer.code}: {last_line(answer.errors) or last_line(answer.output) or 'it says nothing'}"
+            f"nvidia-smi failed with exit code {answer.code}: "
+            f"{last_line(answer.errors) or last_line(answer.output) or 'no output'}"
         )
     return rows
 
 
 def _optional(what: str, fields: Sequence[str], seconds: float) -> list[list[str]]:
-    """The same for what a driver or a GPU may not know: no rows then."""
+    """Query fields that a driver or a GPU may not support. Return no rows on failure."""
     try:
         return _query(what, fields, seconds, [])
     except SmiError:
@@ -251,7 +289,7 @@ def _optional(what: str, fields: Sequence[str], seconds: float) -> list[list[str
 
 
 def _gpu(row: Sequence[str]) -> Gpu:
-    """A row of CORE as a GPU."""
+    """Convert a row of CORE to a GPU."""
     index, uuid, name, bus, driver, *numbers = row
     values = [int(cell) if cell.isdigit() else None for cell in numbers]
     odd = [
@@ -275,37 +313,42 @@ def _gpu(row: Sequence[str]) -> Gpu:
 
 
 def _word(cell: str) -> str | None:
-    """A cell, or None where it says that there is nothing to say."""
+    """Return a cell, or None if it means that no value exists."""
     return None if cell.lower() in NOTHING else cell
 
 
 def _yes(cell: str) -> bool:
-    """Whether a cell says yes, in the words of older and newer drivers."""
+    """Return True if a cell means yes, in the form of older or newer drivers."""
     return cell.lower() in ("yes", "1", "true")
 
 
 def _text(raw: bytes | str | None) -> str:
-    """A process's output as text."""
+    """Return a process's output as text."""
     return raw.decode(errors="replace") if isinstance(raw, bytes) else raw or ""
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """Return the last non-empty line, or ""."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 GB = 1e9
 XID = re.compile(
-    r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, (?P<said>.*))?$"
+    r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, "
+    r"(?P<said>.*))?$"
 )
-RECENT_SECONDS = 3600.0  # an older error has been lived with, or its GPU was reset since
-# By NVIDIA's list of Xid errors. Of the hardware, the driver or the links: the GPU needs a reset, a reboot or a technician.
-# The others (13, 31, 43, 45, 63, 94 ...) are a program's own, or dealt with already.
+# an older error had no effect, or its GPU was reset since
+RECENT_SECONDS = 3600.0
+# Numbers in NVIDIA's list of Xid errors that concern the hardware, the driver or the links: the GPU
+# needs a reset, a reboot or a technician. All others (13, 31, 43, 45, 63, 94 ...) are a program's
+# errors, or are already handled.
 BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 
 
 def memory_gb() -> tuple[float, float, float | None]:
-    """(free, whole) memory and the free part of /dev/shm (None: there is none), in GB."""
+    """Return the free memory, the total memory, and the free part of /dev/shm (None if missing), in
+    GB.
+    """
     pairs = (
         line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     )
@@ -318,7 +361,7 @@ def memory_gb() -> tuple[float, float, float | None]:
 
 
 def probe_folder(folder: Path) -> float:
-    """Write a file, read it back, remove it: the folder's free space in GB.
+    """Write a file, read it back, remove it, and return the folder's free space in GB.
 
     Raises:
         OSError: one of these failed.
@@ -337,7 +380,9 @@ def probe_folder(folder: Path) -> float:
 
 
 def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """InfiniBand, RoCE and EFA ports -> their state (ACTIVE, DOWN, INIT ...); empty where there are none."""
+    """Return the state (ACTIVE, DOWN, INIT ...) of each InfiniBand, RoCE and EFA port. Empty
+    without ports.
+    """
     ports = {}
     for path in sorted(root.glob("*/ports/*/state")):
         try:
@@ -349,7 +394,10 @@ def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
 
 
 def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
-    """The numbers and texts of the driver's errors of the last hour, the latest of each device; none where the log may not be read.
+    """Return numbers and texts of the driver's errors of the last hour, the latest of each number
+    and device.
+
+    Return none if the kernel log cannot be read.
 
     now: seconds since the machine started.
     """
@@ -367,6 +415,9 @@ def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
         match = XID.match(line.strip())
         if match and now - float(match["at"]) <= RECENT_SECONDS:
             ago = max(0, now - float(match["at"])) / 60
-            text = f"Xid {match['number']} ({match['device']}) {ago:.0f} minutes ago: {match['said'] or 'no text'}"
+            text = (
+                f"Xid {match['number']} ({match['device']}) {ago:.0f} minutes ago: "
+                f"{match['said'] or 'no text'}"
+            )
             found[match["number"], match["device"]] = text
     return [(int(number), text) for (number, _), text in found.items()]

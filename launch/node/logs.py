@@ -1,10 +1,13 @@
-"""The logs of an item: a rank's, as it is written (stamped lines, no secret), and all of them, as they are read. Standard library alone.
+"""Logs of an item: writing a rank's log (stamped lines without secrets), and reading all logs.
+Standard library alone.
 
-Ranks' logs have a stamp on every line. The agents' (torchrun's, srun's) have none: their lines count as of when the file was last
-written, or, while it is followed, of when they came. Slurm's own file has the supervisor's lines, too, which say when it was.
+Ranks' logs have a stamp on every line. The agents' (torchrun's, srun's) have none: their lines get
+the time when the file was last written or, while it is followed, the time when they were read.
+Slurm's file also contains the supervisor's lines, which have a time.
 
-A rank's log above `LOG_BYTES` is replaced by a file with its first quarter, a line that counts what was left out, and its last quarter.
-Readers continue after the last line that they read, or, where that line was left out, with the line that counts.
+A rank's log above `LOG_BYTES` is replaced by a file with its first quarter, a marker line with the
+number of omitted bytes, and its last quarter. Readers continue after the last line that they read
+or, if that line was omitted, at the marker line.
 """
 
 from __future__ import annotations
@@ -26,25 +29,28 @@ from urllib.parse import quote
 from launch.job import attempts, launch_folder, read_json
 from launch.node.failures import Findings
 
-LINE_BYTES = 65536  # a line without an end is cut here
-LOG_BYTES = 1 << 26  # of a rank's log; a longer one keeps its first and its last quarter
+LINE_BYTES = 65536  # a longer line is split
+# limit of a rank's log; a longer one is reduced to its first and last quarter
+LOG_BYTES = 1 << 26
 
 
 class Scribe:
-    """The rank's log: takes the command's bytes, writes whole lines with a stamp, secrets hidden, and lets `Findings` see them.
+    """Writer of a rank's log: writes the command's complete lines with a stamp, hides secrets, and
+    passes lines to `Findings`.
 
-    A carriage return starts the line anew, as on a terminal: of a progress bar its last state is kept. A log that cannot be
-    written (a full disk) does not stop the command: its lines are lost, and are counted.
-    A log that cannot be shortened is kept whole, and the next try comes half of `LOG_BYTES` later.
+    A carriage return restarts the line, as on a terminal: only the last state of a progress bar is
+    written. A log that cannot be written (a full disk) does not stop the command: the lines are
+    lost, and are counted. A log that cannot be shortened stays complete, and the next try is after
+    another half of `LOG_BYTES`.
     """
 
     def __init__(self, path: Path, hidden: Sequence[str], findings: Findings) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, _LOG_FLAGS, 0o644)
-        self._room = 0  # bytes that may be written before the log's size is looked at
-        self._head = self._left_out = (
-            0  # the size of the first quarter, to its last line's end; bytes that are no longer in the log
-        )
+        self._room = 0  # bytes that may be written before the next check of the size
+        # The size of the first quarter up to the end of its last line; the number of bytes that are
+        # no longer in the log.
+        self._head = self._left_out = 0
         self._findings = findings
         self._hidden = _pattern(hidden)
         self._rest = bytearray()
@@ -53,7 +59,7 @@ class Scribe:
         self.last_output: float | None = None
 
     def feed(self, data: bytes) -> None:
-        """Take what the command wrote."""
+        """Process the command's output."""
         if not data:
             return
         now = self.last_output = time.time()
@@ -70,7 +76,7 @@ class Scribe:
             self._write(lines, now)
 
     def flush(self, at_least: float = 0.0) -> None:
-        """Write the unfinished line, if it has waited for so many seconds."""
+        """Write the unfinished line, if it has waited for at least this many seconds."""
         now = time.time()
         if self._rest and now - self._since >= at_least:
             rest = bytes(self._rest)
@@ -78,12 +84,12 @@ class Scribe:
             self._write([rest], now)
 
     def note(self, text: str) -> None:
-        """A line of the keeper's own."""
+        """Write a line of the keeper."""
         self.flush()
         self._put(b"%.3f [launch] %b\n" % (time.time(), text.encode(errors="replace")), 1)
 
     def hide(self, text: str) -> str:
-        """The text with every secret's value as ***."""
+        """Replace every secret's value in a text by ***."""
         return (
             self._hidden.sub(b"***", text.encode(errors="surrogateescape")).decode(errors="replace")
             if self._hidden
@@ -110,12 +116,15 @@ class Scribe:
             self._shorten()
 
     def _shorten(self) -> None:
-        """Replace the log, if it is above `LOG_BYTES`. The new file is synced first: a full disk or a crash of the node loses no log."""
+        """Replace the log if it is above `LOG_BYTES`.
+
+        The new file is synced first, so that a full disk or a crash of the node loses no log.
+        """
         temporary, quarter = self._path.with_name(f"{self._path.name}.tmp"), LOG_BYTES // 4
         try:
             status = os.fstat(self._file)
             self._room = LOG_BYTES - status.st_size
-            if self._room >= 0:  # or it is a device, or someone truncated it
+            if self._room >= 0:  # also if it is a device, or another process truncated it
                 return
             self._room = LOG_BYTES // 2
             head = os.pread(self._file, self._head or quarter, 0)
@@ -136,10 +145,8 @@ class Scribe:
                 os.fsync(new)
                 os.replace(temporary, self._path)
                 self._file, new = new, self._file
-                self._head, self._left_out = (
-                    len(head),
-                    left_out - len(marker),
-                )  # the next time, the marker is left out, too
+                # The next reduction omits the marker, too.
+                self._head, self._left_out = (len(head), left_out - len(marker))
                 self._room = LOG_BYTES - sum(map(len, (head, marker, tail)))
             finally:
                 os.close(new)
@@ -152,14 +159,20 @@ _LOG_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 def _write_all(file: int, data: bytes | bytearray) -> None:
-    """Write all of the data. Raises OSError."""
+    """Write all of the data.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
 
 
 def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
-    """What finds any of the values, as they are and as JSON, Python and URLs write them: the longest first."""
+    """Return a pattern that matches any of the values, plain or as JSON, Python and URLs write
+    them, the longest first.
+    """
     forms: set[str] = set()
     for value in hidden:
         forms |= {value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")}
@@ -174,13 +187,14 @@ SUPERVISOR_LOG = "supervisor.log"  # in ITEM/launch: "<unix time> <text>"
 _STAMP = re.compile(rb"(\d{9,11}\.\d{1,6}) ?")
 _MARKER = re.compile(rb"^\d+\.\d+ \[launch\] \d+ bytes left out: ", re.MULTILINE)
 _BLOCK = 1 << 16
-_GONE = (errno.ENOENT, errno.ESTALE)  # the second: the file was replaced while it was read over NFS
+# The second error: the file was replaced while it was read over NFS.
+_GONE = (errno.ENOENT, errno.ESTALE)
 _SUPERVISOR = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) launch: ")
 
 
 @dataclass(frozen=True, order=True)
 class Line:
-    """A line that somebody said."""
+    """A line of output with its time and source."""
 
     time: float  # unix time
     label: str  # "rank 3", "launch", "agents"
@@ -192,18 +206,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of lines and who says them."""
+    """A file of lines and its label."""
 
     path: Path
     label: str
     since: float = 0.0  # lines outside these two unix times are another attempt's
     until: float = float("inf")
-    of_slurm: bool = (
-        False  # its time is that of the supervisor's lines in it, which supervisor.log has as well
-    )
+    # Lines get the time of the supervisor's lines in the same file; supervisor.log contains those
+    # lines, too.
+    of_slurm: bool = False
 
     def lines(self) -> Iterator[Line]:
-        """Its lines, as they are now; nothing where there is no such file."""
+        """Yield the present lines of the file, or none if it does not exist."""
         tail = Tail(self)
         try:
             with self.path.open("rb") as file:
@@ -219,36 +233,36 @@ class Source:
             yield from tail.read()  # the rest, from the file that replaced it
 
     def parse(self, raw: bytes, otherwise: float) -> tuple[float, Line | None]:
-        """The time of a raw line, ``otherwise`` where it tells none, and the line, unless it is none of this source's."""
+        """Return the time of a raw line (``otherwise`` if it has none) and the line, or None if it
+        does not belong to this source.
+        """
         raw = raw.rstrip(b"\r\n")
         if self.of_slurm and (told := _SUPERVISOR.match(raw)):
-            return time.mktime(
-                time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")
-            ) + 1.0, None  # its fraction is not told
+            # the line has no fraction of the second
+            return time.mktime(time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None
         stamp = None if self.of_slurm else _STAMP.match(raw)
         at, text = (float(stamp[1]), raw[stamp.end() :]) if stamp else (otherwise, raw)
-        return at, Line(
-            at, self.label, text.decode(errors="replace")
-        ) if self.since <= at < self.until else None
+        if not self.since <= at < self.until:
+            return at, None
+        return at, Line(at, self.label, text.decode(errors="replace"))
 
 
 class Tail:
-    """Reads what was added to a source since it was last read."""
+    """Reader of the lines that were added to a source since the last read."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.offset, self._rest = source, 0, b""
-        self.last = b""  # the last whole line before the offset
+        self.last = b""  # the last complete line before the offset
         self._at, self._began = 0.0, False
 
     def skip_to_last(self, count: int) -> None:
-        """Begin with the last ``count`` whole lines of what there is."""
+        """Begin with the last ``count`` complete lines of the file."""
         try:
             with self.source.path.open("rb") as file:
                 position = end = file.seek(0, os.SEEK_END)
                 data = b""
-                while (
-                    position > 0 and data.count(b"\n") <= count + 1
-                ):  # with the line before, which `last` is to be whole
+                # One more line than requested, so that `last` is complete.
+                while position > 0 and data.count(b"\n") <= count + 1:
                     position = max(0, position - _BLOCK)
                     file.seek(position)
                     data = file.read(end - position)
@@ -262,7 +276,10 @@ class Tail:
         self.last = lines[before - 1] if before else b""
 
     def read(self) -> list[Line]:
-        """New whole lines, also of a rank's log that was shortened since. Any other file that became shorter is read from its start."""
+        """Return new complete lines, also of a rank's log that was shortened since.
+
+        Any other file that became shorter is read from its start.
+        """
         try:
             with self.source.path.open("rb") as file:
                 self._settle(file)
@@ -288,34 +305,41 @@ class Tail:
         return lines
 
     def _settle(self, file: BinaryIO) -> None:
-        """Correct the offset where the open file has other bytes before it: after the last line, or where that was left out, or at 0."""
+        """Correct the offset if the file has other bytes before it, because it was replaced.
+
+        The new offset is after the last line that was read, or at the marker if that line was
+        omitted, or 0.
+        """
         seen = self.last + self._rest
         if os.pread(file.fileno(), len(seen), self.offset - len(seen)) == seen:
             return
         data = file.read() if _STAMP.match(self.last) else b""
         at, marker = data.rfind(self.last), _MARKER.search(data)
-        self.offset, self._rest = (
-            at + len(self.last) if data and at >= 0 else marker.start() if marker else 0,
-            b"",
-        )
+        if data and at >= 0:
+            self.offset = at + len(self.last)
+        else:
+            self.offset = marker.start() if marker else 0
+        self._rest = b""
 
 
 class Follower:
-    """Several sources, whose set may grow, read again and again: ``find`` names those that there are now."""
+    """Reader of several sources whose set may grow. ``find`` returns the present ones."""
 
     def __init__(self, find: Callable[[], Iterable[Source]], last: int | None = None) -> None:
         self._find, self._tails = find, dict[Path, Tail]()
         self._first = last
 
     def read(self) -> list[Line]:
-        """What is new, by time. The first time: all there is, or the ``last`` so many lines."""
+        """Return the new lines, by time. The first call returns all lines, or the last ones if a
+        number is set.
+        """
         found = {source.path: source for source in self._find()}
         for path in found.keys() - self._tails.keys():
             tail = self._tails[path] = Tail(found[path])
             if self._first is not None:
                 tail.skip_to_last(self._first)
         lines = [line for tail in self._tails.values() for line in tail.read()]
-        # A source that is no longer named was read once more: its last lines may have come since.
+        # A source that `find` no longer returns is read once more, because it may have new lines.
         self._tails = {path: tail for path, tail in self._tails.items() if path in found}
         lines.sort(key=lambda line: line.time)
         if self._first is not None:
@@ -324,12 +348,12 @@ class Follower:
 
 
 def merged(sources: Iterable[Source]) -> Iterator[Line]:
-    """All lines of several sources, by time."""
+    """Return all lines of several sources, by time."""
     return heapq.merge(*(source.lines() for source in sources), key=lambda line: line.time)
 
 
 def rank_sources(attempt: Path, ranks: Collection[int] | None = None) -> list[Source]:
-    """The logs of an attempt's ranks, or of some of them."""
+    """Return the logs of an attempt's ranks, or of some of them."""
     found = (
         (int(path.stem.rpartition("_")[2]), path)
         for path in sorted((attempt / "logs").glob("rank_[0-9]*.log"))
@@ -338,7 +362,7 @@ def rank_sources(attempt: Path, ranks: Collection[int] | None = None) -> list[So
 
 
 def agent_sources(attempt: Path) -> list[Source]:
-    """The logs of what starts the ranks, and of the pre-flight check."""
+    """Return the logs of the programs that start the ranks, and of the pre-flight check."""
     others = (
         path
         for path in sorted((attempt / "logs").glob("*.log"))
@@ -348,12 +372,16 @@ def agent_sources(attempt: Path) -> list[Source]:
 
 
 def slurm_source(path: Path, item: Path, attempt: Path | None = None) -> Source:
-    """What Slurm, and the batch script before the supervisor, say; of one attempt as `supervisor_source`."""
+    """Return the output of Slurm and of the batch script before the supervisor; for one attempt as
+    in `supervisor_source`.
+    """
     return replace(supervisor_source(item, attempt), path=path, label="slurm", of_slurm=True)
 
 
 def supervisor_source(item: Path, attempt: Path | None = None) -> Source:
-    """What an item's supervisor says; of one attempt: between its start and the next one's."""
+    """Return the log of an item's supervisor; for one attempt, the lines between its start and the
+    next one's.
+    """
     path = launch_folder(item) / SUPERVISOR_LOG
     if attempt is None:
         return Source(path, "launch")
@@ -362,5 +390,5 @@ def supervisor_source(item: Path, attempt: Path | None = None) -> Source:
 
 
 def started(attempt: Path) -> float:
-    """When an attempt started, by its record; 0.0 where it has none yet."""
+    """Return the start time of an attempt from its record, or 0.0 if it has none yet."""
     return float((read_json(attempt / "attempt.json") or {}).get("started") or 0.0)

@@ -1,7 +1,9 @@
-"""``python -m launch.node.machine [--build] [--fix]``: is this machine fit for training? A line of JSON a check, for `launch doctor`.
+"""``python -m launch.node.machine [--build] [--fix]``: check this machine for training, one JSON
+line per check.
 
-A process of its own, started with the ranks' interpreter: the only file here that asks the other rooms, which know what training needs.
-None of the checks but DeepSpeed's operations changes anything, and those only where they are asked to.
+`launch doctor` reads the lines. This is a separate process in the ranks' interpreter: the only file
+of this package that imports the other packages, which contain training's requirements. Only the
+checks of DeepSpeed's operations change files, and only with --build or --fix.
 """
 
 from __future__ import annotations
@@ -29,28 +31,32 @@ from launch.node import hardware
 from launch.node.checks import Check
 
 PYTHON = ((3, 11), (3, 13))
-LOOK_SECONDS = 300.0  # for an import from a cold network file system
-LITTLE_SHM, LITTLE_DISK = (
-    1.0,
-    10.0,
-)  # GB: containers get 0.064 of shared memory unless told; a small checkpoint, a few of compiled code
+LOOK_SECONDS = 300.0  # limit for an import from a cold network file system
+# GB. Containers have 0.064 of shared memory by default. The disk must fit a small checkpoint and a
+# few compiled operations.
+LITTLE_SHM, LITTLE_DISK = (1.0, 10.0)
 GPU_PACKAGES = {
     "flash_attn": "flash-attn",
     "fla": "flash-linear-attention",
     "mamba_ssm": "mamba-ssm",
 }
 GPU_EXTRA = "python -m pip install --no-build-isolation -c constraints.txt -e .[gpu]"
-SOURCE = "#include <omp.h>\n#include <string>\nint threads() { return omp_get_max_threads() + std::string().size(); }\n"
+SOURCE = (
+    "#include <omp.h>\n#include <string>\nint threads() { return omp_get_max_threads() + "
+    "std::string().size(); }\n"
+)
 Progress = Callable[[str, float], None]  # (op, seconds so far)
 
 
 def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """All checks, one after the other, those that need no torch first. One that breaks is a fault itself, and the next is made."""
+    """Yield all checks in order, those that need no torch first. A check that raises an error is a
+    fault, and the next one follows.
+    """
     yield from _guarded("python", python)
     torch = list(_guarded("torch", torch_and_megatron))
     yield from torch
     if any(check.level == "FAILED" for check in torch):
-        yield Check("warning", "the rest", "was not looked at: it needs torch and Megatron-core")
+        yield Check("warning", "the rest", "was not checked: it needs torch and Megatron-core")
         return
     for name, checks in {
         "gpu": gpus,
@@ -68,7 +74,7 @@ def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
 def _guarded(name: str, checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from checks()
-    except Exception as error:  # whatever is broken here, the others are still to be told
+    except Exception as error:  # report all other checks, whatever is broken
         yield Check("FAILED", name, f"{type(error).__name__}: {one_line(error)}")
 
 
@@ -84,7 +90,7 @@ def _asked(*command: str, seconds: float = LOOK_SECONDS) -> subprocess.Completed
 
 
 def python() -> Iterator[Check]:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     right = PYTHON[0] <= sys.version_info[:2] <= PYTHON[1]
     remedy = "" if right else "3.11 to 3.13 is needed; make setup PYTHON_BASE=/path/to/python"
     yield Check(
@@ -96,7 +102,9 @@ def python() -> Iterator[Check]:
 
 
 def torch_and_megatron() -> Iterator[Check]:
-    """Both are imported, as training imports them; Megatron-core is the pinned version."""
+    """Check that torch and Megatron-core can be imported as training imports them, and
+    Megatron-core's pinned version.
+    """
     try:
         torch = importlib.import_module("torch")
         platform = importlib.import_module("fem_megatron.megatron.platform")
@@ -113,9 +121,8 @@ def torch_and_megatron() -> Iterator[Check]:
     try:
         with warnings.catch_warnings():
             platform.import_megatron()
-            importlib.import_module(
-                "pretrain.engines"
-            )  # imports of Megatron-core what training does
+            # This imports all of Megatron-core that training imports.
+            importlib.import_module("pretrain.engines")
     except (ImportError, OSError) as error:
         yield Check(
             "FAILED",
@@ -128,14 +135,14 @@ def torch_and_megatron() -> Iterator[Check]:
 
 
 def _pinned(name: str, found: str, tested: str | None, remedy: str) -> Check:
-    """A package's version against the one that this code was tested with, if there is one."""
+    """Compare a package's version with the version that this code was tested with, if any."""
     if tested and found != tested:
         return Check("FAILED", name, f"{found}, but this code is verified against {tested}", remedy)
     return Check("ok", name, found)
 
 
 def gpus() -> Iterator[Check]:
-    """The GPUs that the driver names, and whether torch computes on one."""
+    """Check that torch computes on a GPU if the driver lists any."""
     from fem_megatron.megatron.platform import has_cuda, toolkit
     from kernels import machine
 
@@ -155,7 +162,8 @@ def gpus() -> Iterator[Check]:
     import torch
 
     device = machine.device()
-    torch.ones(8, device=device).sum().item()  # a build without this GPU's machine code fails here
+    # Fails if this build has no machine code for the GPU.
+    torch.ones(8, device=device).sum().item()
     capability = machine.architecture(device)
     yield Check(
         "ok",
@@ -166,7 +174,7 @@ def gpus() -> Iterator[Check]:
 
 
 def triton() -> Iterator[Check]:
-    """Whether our kernels would run here."""
+    """Check that the Triton kernels can run."""
     from kernels import machine
     from kernels.implementations import lacks_triton, triton_version
 
@@ -188,7 +196,9 @@ def triton() -> Iterator[Check]:
 
 
 def deepspeed() -> Iterator[Check]:
-    """Whether the second engine can be imported, in a process of its own, and is the tested version."""
+    """Check in a separate process that DeepSpeed can be imported, and that it has the tested
+    version.
+    """
     from pretrain.engines.deepspeed_ops import INSTALL, prepare_environment
 
     if find_spec("deepspeed") is None:
@@ -207,14 +217,14 @@ def deepspeed() -> Iterator[Check]:
         )
         return
     tested = None
-    with contextlib.suppress(PackageNotFoundError):  # where this project is not installed itself
+    with contextlib.suppress(PackageNotFoundError):  # this project may not be installed
         pins = [re.match(r"deepspeed==([\w.]+)", line) for line in requires("fem-megatron") or []]
         tested = next((pin[1] for pin in pins if pin), None)
     yield _pinned("deepspeed", hardware.last_line(asked.stdout), tested, INSTALL)
 
 
 def compiling() -> Iterator[Check]:
-    """ninja, and a compiler that makes a shared library with OpenMP."""
+    """Check ninja, and that the compiler builds a shared library with OpenMP."""
     from pretrain.engines import deepspeed_ops
 
     if missing := deepspeed_ops.lacks_ninja():
@@ -223,7 +233,7 @@ def compiling() -> Iterator[Check]:
             "FAILED" if find_spec("deepspeed") else "absent",
             "ninja",
             text,
-            f"{remedy} (DeepSpeed starts it whenever it starts)",
+            f"{remedy} (DeepSpeed runs it at every start)",
         )
     else:
         deepspeed_ops.prepare_environment()
@@ -270,7 +280,7 @@ def compiling() -> Iterator[Check]:
 
 
 def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """DeepSpeed's compiled operations, and the folder that they are in."""
+    """Check DeepSpeed's compiled operations and their folder."""
     from pretrain.engines import deepspeed_ops
 
     directory = deepspeed_ops.extensions_directory()
@@ -278,12 +288,18 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
     if fault := deepspeed_ops.cannot_write(directory):
         yield Check("FAILED", "extensions", fault)
     elif shared and directory != deepspeed_ops.default_directory():
-        text = f"{directory} ({kind}) may be seen by machines whose CPU cannot run what this one compiles"
+        text = (
+            f"{directory} ({kind}) may be used by machines whose CPU cannot run code that this one "
+            "compiled"
+        )
         yield Check(
             "warning",
             "extensions",
             text,
-            "unset TORCH_EXTENSIONS_DIR, and each kind gets its own below ~/.cache",
+            (
+                "unset TORCH_EXTENSIONS_DIR, and each kind of machine gets its own folder below "
+                "~/.cache"
+            ),
         )
     else:
         yield Check(
@@ -296,14 +312,14 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
 
 
 def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """One operation: its lock, and whether it is compiled, or compiles."""
+    """Check one operation: its lock, and whether it is compiled, or compiles."""
     from pretrain.engines import deepspeed_ops
 
     stale = deepspeed_ops.stale_lock(name)
     if stale and fix and deepspeed_ops.remove_stale_lock(name):
-        yield Check("ok", name, f"removed {stale}, which a process that was killed had left")
+        yield Check("ok", name, f"removed {stale}, which a killed process had left")
     elif stale:
-        text = f"{stale} was left by a process that was killed, and DeepSpeed waits for it for ever"
+        text = f"{stale} was left by a killed process, and DeepSpeed would wait for it forever"
         yield Check("FAILED", name, text, deepspeed_ops.FIX)
         return
     state = deepspeed_ops.op_state(name)
@@ -316,7 +332,10 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
             yield Check(
                 "ok",
                 name,
-                f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} in {seconds:.0f} s",
+                (
+                    f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} "
+                    f"in {seconds:.0f} s"
+                ),
             )
     elif state == "built":
         yield Check("ok", name, "compiled")
@@ -338,7 +357,9 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
 
 
 def cuda_toolkit() -> Iterator[Check]:
-    """nvcc, which packages of the extra `gpu` are compiled with, against torch's CUDA. DeepSpeed's ops above need none."""
+    """Compare nvcc with torch's CUDA. Packages of the extra `gpu` are compiled with nvcc;
+    DeepSpeed's operations above need none.
+    """
     from fem_megatron.megatron.platform import toolkit
 
     built_with = re.search(r"CUDA (\d+\.\d+)", toolkit() or "")
@@ -366,12 +387,12 @@ def cuda_toolkit() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """The optional packages of a GPU; not imported."""
+    """Check that the optional GPU packages are installed, without importing them."""
     from fem_megatron.megatron.platform import has_cuda
 
     for module, distribution in GPU_PACKAGES.items():
         if find_spec(module):
-            found = "a version unknown"
+            found = "unknown version"
             with contextlib.suppress(PackageNotFoundError):
                 found = version(distribution)
             yield Check("ok", module, found)
@@ -382,7 +403,7 @@ def packages() -> Iterator[Check]:
 
 
 def room() -> Iterator[Check]:
-    """Free space of this folder's disk and of shared memory."""
+    """Check the free space of this folder's disk and of shared memory."""
     for name, path, little, why in (
         ("disk", Path.cwd(), LITTLE_DISK, "checkpoints may not fit"),
         (
@@ -393,7 +414,7 @@ def room() -> Iterator[Check]:
         ),
     ):
         if not path.is_dir():
-            yield Check("warning", name, f"there is no {path}")
+            yield Check("warning", name, f"{path} does not exist")
             continue
         free = shutil.disk_usage(path).free / hardware.GB
         yield Check(
@@ -405,7 +426,7 @@ def room() -> Iterator[Check]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each check, and how long an operation has been compiling, as it is known: 0."""
+    """Print each check when it ends, and the progress of compilations. Return 0."""
     parser = argparse.ArgumentParser(prog="python -m launch.node.machine", allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now")
     parser.add_argument(
@@ -415,7 +436,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no check
+    os.dup2(2, 1)  # the output of libraries is no check
     for check in examine(
         given.build,
         given.fix,

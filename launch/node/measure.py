@@ -1,12 +1,16 @@
-"""``python -m launch.node.measure ...``: what devices and networks can do. The only file here that imports torch.
+"""``python -m launch.node.measure ...``: measure devices and networks. The only file of this
+package that imports torch.
 
-all-reduce FOLDER   under torchrun, for `launch.cluster.trial`. Every rank all-reduces tensors over NCCL (GPUs) or gloo (CPUs); the nodes'
-                    clocks are compared; every node writes into the shared folders and looks for what the others wrote. Rank 0 leaves it
-                    all in FOLDER/bandwidth.json.
-product DEVICE      on a node, for `launch.node.checks`: one matrix product whose answer is known, and how fast the device is at it.
+all-reduce FOLDER   under torchrun, for `launch.cluster.trial`. Every rank all-reduces tensors over
+                    NCCL (GPUs) or gloo (CPUs). The nodes' clocks are compared. Every node writes
+                    into the shared folders and checks that it sees the other nodes' files. Rank 0
+                    writes the results to FOLDER/bandwidth.json.
+product DEVICE      on a node, for `launch.node.checks`: compute one matrix product whose result is
+                    known, and measure the device's speed.
 
-Of an all-reduce of S bytes in t seconds over n ranks, the algorithm bandwidth is S/t, and the bus bandwidth S/t * 2(n-1)/n: what
-passes through each rank's link, whatever n is, so that it compares with the speed of the hardware. Floors are bus bandwidths.
+For an all-reduce of S bytes in t seconds over n ranks, the algorithm bandwidth is S/t, and the bus
+bandwidth is S/t * 2(n-1)/n: the traffic through each rank's link. It does not depend on n, so it
+can be compared with the hardware's speed. Floors are bus bandwidths.
 """
 
 from __future__ import annotations
@@ -31,12 +35,13 @@ from launch.node.checks import node_name
 MIB = 1 << 20
 SIZES = {"nccl": (1, 32, 1024), "gloo": (1, 16)}  # MiB; the last one is compared with the floor
 SECONDS_A_SIZE = 1.0
-SEEN_SECONDS = 15.0  # for a file to be seen from another node: network file systems keep folder listings for a while
+# until a file is seen from another node: network file systems cache folder listings
+SEEN_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among the others."""
+    """This rank's identity and the nodes of all ranks."""
 
     rank: int
     world_size: int
@@ -52,7 +57,11 @@ class Ranks:
 
 
 def join(backend: str, seconds: float) -> Ranks:
-    """Join the other ranks. On GPUs a rank sees its own alone. Raises RuntimeError when they do not come together in time."""
+    """Join the other ranks. On GPUs, each rank sees only its own device.
+
+    Raises:
+        RuntimeError: the ranks do not connect in time.
+    """
     rank, world_size, local_rank = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     )
@@ -71,7 +80,9 @@ def join(backend: str, seconds: float) -> Ranks:
 
 
 def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """All-reduce a float32 tensor within a group (None: everybody) for a second: {"mib", "milliseconds", "algorithm", "bus"} (GB/s).
+    """All-reduce a float32 tensor within a group (None: all ranks) for a second.
+
+    Return {"mib", "milliseconds", "algorithm", "bus"}, with bandwidths in GB/s.
 
     Raises:
         RuntimeError: the sum is wrong.
@@ -86,7 +97,7 @@ def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> d
     data.zero_()
 
     def run(times: int) -> float:
-        """Seconds for so many, of the slowest rank."""
+        """Return the seconds that the slowest rank needs for this many all-reduces."""
         meet(ranks, group)
         began = time.perf_counter()
         for _ in range(times):
@@ -115,7 +126,9 @@ def meet(ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
 
 
 def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
-    """The bus bandwidth of every pair of neighbouring nodes, {"nodes", "bus"}: a slow node is in both of the slowest pairs. Collective."""
+    """Return {"nodes", "bus"} of every pair of neighbouring nodes. A slow node is in both of the
+    slowest pairs. Collective.
+    """
     names = ranks.names
     pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(len(names))]
     members = [[rank for rank, node in enumerate(ranks.nodes) if node in pair] for pair in pairs]
@@ -139,16 +152,20 @@ def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
 
 
 def gather(ranks: Ranks, value: Any) -> list[Any]:
-    """Every rank's value. Collective."""
+    """Return every rank's value. Collective."""
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, value)
     return values
 
 
 def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """The nodes' clocks: {"skew": node -> seconds ahead of rank 0's, "ahead_at_most": rank 0's, of the submitting host's}. Collective.
+    """Compare the nodes' clocks. Collective.
 
-    The submitting host keeps its time in FOLDER/clock.json; what is read there is in its past, by the file system's delay.
+    Return {"skew": node -> seconds ahead of rank 0's clock, "ahead_at_most": seconds of rank 0's
+    clock ahead of the submitting host's}.
+
+    The submitting host writes its time to FOLDER/clock.json. The value that is read is older by the
+    file system's delay.
     """
     offsets: dict[str, float] = {}
     for _ in range(3):
@@ -166,7 +183,10 @@ def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
-    """Write a file into each folder on every node, look for the others': a line for each not written, or not seen. Collective."""
+    """Write a file into each folder on every node, and wait for the other nodes' files.
+
+    Return a line for each file that cannot be written or is not seen. Collective.
+    """
     mine = ranks.local_rank == 0 or ranks.nodes.index(ranks.nodes[ranks.rank]) == ranks.rank
     node, faults = ranks.nodes[ranks.rank], []
     paths = {
@@ -177,7 +197,7 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
         try:
             paths[name][node].write_text(node, encoding="utf-8")
         except OSError as error:
-            faults.append(f"{name}: {node} cannot write there: {error.strerror}")
+            faults.append(f"{name}: {node} cannot write to it: {error.strerror}")
     meet(ranks)
     for name in folders if mine else ():
         deadline = time.monotonic() + SEEN_SECONDS
@@ -188,7 +208,8 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
             time.sleep(0.5)
         if unseen:
             faults.append(
-                f"{name}: {node} does not see what {', '.join(unseen)} wrote: not one folder, shared by the nodes"
+                f"{name}: {node} does not see the files of {', '.join(unseen)}: the nodes do not "
+                "share this folder"
             )
     everyone = gather(ranks, faults)
     for name in folders if mine else ():
@@ -197,11 +218,11 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
 
 
 def all_reduce(argv: list[str]) -> int:
-    """Measure everything; rank 0 writes FOLDER/bandwidth.json."""
+    """Run all measurements. Rank 0 writes FOLDER/bandwidth.json. Return 0."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.node.measure all-reduce", allow_abbrev=False
     )
-    parser.add_argument("folder", type=Path, help="bandwidth.json is written there")
+    parser.add_argument("folder", type=Path, help="folder for bandwidth.json")
     parser.add_argument("--backend", choices=SIZES, required=True)
     parser.add_argument(
         "--floor",
@@ -240,14 +261,18 @@ def all_reduce(argv: list[str]) -> int:
     return 0
 
 
-SIZE = 2048  # of the product that is compared; its inner size is half of it: sums of +1, 0, -1 that bfloat16 holds exactly
-TIMED = 8192  # of the products that are timed, on a GPU
+# Size of the product that is compared. Its inner size is half of it: sums of +1, 0, -1 that
+# bfloat16 represents exactly.
+SIZE = 2048
+TIMED = 8192  # size of the products that are timed, on a GPU
 
 
 def check(
     device_name: str, size: int = SIZE, timed: int = TIMED, repeats: int = 20
 ) -> dict[str, object]:
-    """{"wrong": entries that differ from the CPU's exact answer, "tflops": speed in bfloat16} of a device such as cuda:0 or cpu.
+    """Compute products on a device such as cuda:0 or cpu.
+
+    Return {"wrong": entries that differ from the CPU's exact result, "tflops": speed in bfloat16}.
 
     Raises:
         RuntimeError: the device fails.
@@ -271,7 +296,9 @@ def check(
 
 
 def product(device: str) -> int:
-    """Print the result of `check`, or the error, as a line of JSON: 0, 1 where the device failed or its answer is wrong."""
+    """Print the result of `check`, or the error, as a line of JSON. Return 0, or 1 if the device
+    failed or its result is wrong.
+    """
     try:
         result = check(device) if device != "cpu" else check(device, size=512, timed=256, repeats=2)
     except (
@@ -279,14 +306,15 @@ def product(device: str) -> int:
         RuntimeError,
         AssertionError,
         OSError,
-    ) as error:  # AssertionError: a torch without CUDA
+    ) as error:
+        # torch without CUDA raises AssertionError.
         result = {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
     print(json.dumps(result), flush=True)
     return 1 if result.get("error") or result.get("wrong") else 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure one of them; its exit code."""
+    """Run the requested measurement and return its exit code."""
     what, *words = sys.argv[1:] if argv is None else argv
     return all_reduce(words) if what == "all-reduce" else product(*words)
 

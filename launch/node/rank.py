@@ -1,11 +1,14 @@
-"""One rank's keeper: ``python -m launch.node.rank ATTEMPT -- COMMAND...`` starts the command and stays its parent until it ends.
+"""Keeper of one rank: ``python -m launch.node.rank ATTEMPT -- COMMAND...`` starts the command and
+is its parent until it ends.
 
-It stamps what the command says into ATTEMPT/logs/rank_NNNNN.log ("<unix time> <text>", secrets' values as ***), keeps its pid, host,
-end and error in ATTEMPT/ranks/rank_NNNNN.json, passes signals on, dumps stacks on SIGUSR2, dies with its own parent and takes the
-command and what that started with it. Exits with the command's code, 128 + n after a signal n. Standard library alone: it runs in the
-ranks' interpreter.
+The keeper writes the command's output with time stamps into ATTEMPT/logs/rank_NNNNN.log ("<unix
+time> <text>", secrets' values as ***) and the pid, host, end and error into
+ATTEMPT/ranks/rank_NNNNN.json. It passes signals on and dumps stacks on SIGUSR2. When its own parent
+dies, it ends together with the command and the command's children. It exits with the command's
+code, or 128 + n after a signal n. Standard library alone: it runs in the ranks' interpreter.
 
-The command ignores SIGUSR1 and SIGUSR2 until it sets handlers of its own: one that comes while it imports torch does not end it.
+The command ignores SIGUSR1 and SIGUSR2 until it installs its own handlers, so that a signal during
+the import of torch does not end it.
 """
 
 from __future__ import annotations
@@ -36,22 +39,25 @@ from launch.node.failures import Findings, blameless_signal, killed_for_memory, 
 from launch.node.logs import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-PATIENCE_SECONDS = 5.0  # an unfinished line is written after this; what the command leaves running gets this to end
-OOM_SECONDS = (
-    60.0  # an out-of-memory kill that is older, up to twice as much, is not why a rank was killed
-)
-_PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # of <linux/prctl.h>
+# an unfinished line is written after this; also the time that left-over processes get to end
+PATIENCE_SECONDS = 5.0
+# an out-of-memory kill that is older (up to twice as much) did not kill the rank
+OOM_SECONDS = 60.0
+_PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # from <linux/prctl.h>
 _FLIGHT_FOLDERS = {
     "TORCH_FR_DUMP_TEMP_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
 }
-_NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES
+_NO_GPUS = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code, 2 where the command line is wrong, 126 or 127 where the command cannot be started."""
+    """Run the command and return its exit code.
+
+    2: the command line is wrong. 126 or 127: the command cannot be started.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 3 or words[1] != "--":
         print(
@@ -91,13 +97,15 @@ class Keeper:
             self._scribe.note(f"no folder on this node for compiled kernels: {fault}")
 
     def _defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Variables the command gets where nobody set them: lines as they are said, stacks of a crash, NCCL's flight recorder.
+        """Return variables for the command that are not set yet: unbuffered output, stacks of a
+        crash, NCCL's flight recorder.
 
-        Its older names are added where there may be a GPU: older versions of torch know these alone, and newer ones warn of them.
+        The flight recorder's older variable names are added only if a GPU may exist: older versions
+        of torch use only these, and newer ones warn about them.
         """
         flight = str(self.attempt / "flight" / "rank_")
         pipe = {}
-        with contextlib.suppress(FileNotFoundError):  # no folder that can be written: no pipe
+        with contextlib.suppress(FileNotFoundError):  # without a writable folder, use no pipe
             name = f"launch_{int(self._started * 1000)}_{os.getpid()}_"
             pipe["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(Path(tempfile.gettempdir()) / name)
         return {
@@ -115,16 +123,15 @@ class Keeper:
         }
 
     def run(self) -> int:
-        """Start the command, keep it, record its end."""
+        """Start the command, supervise it, record its end, and return its exit code."""
         _die_with_parent()
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED[:3])
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         source, sink = os.pipe()
         try:
-            for name in (
-                self._environ.keys() & _FLIGHT_FOLDERS
-            ):  # torch does not make them, and a pipe without its folder ends the rank
+            for name in self._environ.keys() & _FLIGHT_FOLDERS:
+                # torch does not create them, and a pipe without its folder ends the rank.
                 Path(self._environ[name]).parent.mkdir(parents=True, exist_ok=True)
             prepare = functools.partial(_in_the_command, os.getpid())
             quiet = subprocess.DEVNULL
@@ -146,7 +153,7 @@ class Keeper:
         return self._ended(self._child)
 
     def _not_started(self, error: Exception) -> int:
-        """The record of a command that could not be started."""
+        """Record a command that could not be started, and return the exit code."""
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         message = self._scribe.hide(f"cannot start {self.command[0]}: {why}")
         print(f"launch.node.rank: error: {message}", file=sys.stderr)
@@ -156,7 +163,7 @@ class Keeper:
         return code
 
     def _follow(self, child: subprocess.Popen[bytes], source: int) -> None:
-        """Take the command's output and pass signals on until the command has ended."""
+        """Read the command's output and pass signals on until the command has ended."""
         with _Wakeup() as wakeup, selectors.DefaultSelector() as selector:
             for number in FORWARDED:
                 signal.signal(number, self._forward)
@@ -183,13 +190,13 @@ class Keeper:
                     self._save()
 
     def _take(self, source: int) -> bool:
-        """Take what the pipe holds; False at its end."""
+        """Read once from the pipe. Return False at its end."""
         data = os.read(source, 1 << 16)
         self._scribe.feed(data)
         return bool(data)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on, and note when it first came."""
+        """Pass a signal on, and record the time of its first arrival."""
         name = signal.Signals(number).name
         self._changed |= name not in self._told
         self._told.setdefault(name, time.time())
@@ -207,7 +214,9 @@ class Keeper:
             self._scribe.note(f"the stacks cannot be written: {error}")
 
     def _clean_up(self, source: int) -> None:
-        """After the command's end: end what it left running, and take the rest of its output."""
+        """After the command's end, end the processes that it left running, and read the rest of its
+        output.
+        """
         self._child_ended = time.time()
         os.set_blocking(source, False)
         meanwhile = functools.partial(self._drain, source)
@@ -219,20 +228,21 @@ class Keeper:
         self._scribe.flush()
         if left:
             self._scribe.note(
-                f"ended {left} {'process' if left == 1 else 'processes'} that the command left running"
+                f"ended {left} {'process' if left == 1 else 'processes'} that the command left "
+                "running"
             )
         if pipe := self._environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
             with contextlib.suppress(OSError):
                 os.unlink(f"{pipe}{self.rank}.pipe")
 
     def _drain(self, source: int) -> None:
-        """Take all that the pipe holds now."""
+        """Read everything that the pipe contains now."""
         with contextlib.suppress(BlockingIOError):
             while self._take(source):
                 pass
 
     def _ended(self, child: subprocess.Popen[bytes]) -> int:
-        """Record the command's end; its exit code as a shell gives it."""
+        """Record the command's end and return its exit code in a shell's form."""
         by = signal_name(-child.returncode) if child.returncode < 0 else None
         code = 128 - child.returncode if child.returncode < 0 else child.returncode
         found = self._findings.cause(by) if code else None
@@ -255,7 +265,7 @@ class Keeper:
         return code
 
     def _save(self, **end: object) -> None:
-        """Write the record; a disk that refuses does not end the rank."""
+        """Write the record. A disk that cannot be written does not end the rank."""
         record: dict[str, object] = {
             "rank": self.rank,
             "local_rank": self.local_rank,
@@ -285,7 +295,9 @@ class Keeper:
 
 
 class _Wakeup:
-    """The read end of a pipe into which Python writes a byte for every signal: `select` returns at once."""
+    """Read end of a pipe into which Python writes a byte for every signal, so that `select` returns
+    at once.
+    """
 
     def __enter__(self) -> int:
         self._read, self._write = os.pipe()
@@ -300,34 +312,38 @@ class _Wakeup:
 
 
 def _may_have_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether the command may find an NVIDIA GPU, and so use NCCL."""
+    """Return True if the command may find an NVIDIA GPU, and so use NCCL."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return Path("/dev/nvidiactl").exists() if visible is None else visible.strip() not in _NO_GPUS
 
 
 def oom_counter() -> Path | None:
-    """The file in which the kernel counts the out-of-memory kills in this process's memory cgroup; None where it is not known."""
+    """Return the file in which the kernel counts out-of-memory kills in this process's memory
+    cgroup, or None if unknown.
+    """
     with contextlib.suppress(OSError):
         for line in OWN_CGROUPS.read_text(errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
+            # cgroup version 1, then 2
             folder, name = (
                 (CGROUPS / controllers, "memory.oom_control")
                 if controllers
                 else (CGROUPS, "memory.events")
-            )  # version 1, 2
+            )
             for counter in (
                 folder / path.lstrip("/") / name,
                 folder / name,
-            ):  # a container may show its own cgroup as the root
+            ):
+                # The second one: a container may show its own cgroup as the root.
                 if counter.is_file():
                     return counter
     return None
 
 
 def oom_kills(counter: Path | None) -> int:
-    """The out-of-memory kills that `oom_counter` counts, 0 where they are not known."""
+    """Return the number of out-of-memory kills in a file from `oom_counter`, or 0 if unknown."""
     with contextlib.suppress(OSError):
         found = re.search(r"^oom_kill (\d+)$", counter.read_text() if counter else "", re.MULTILINE)
         return int(found[1]) if found else 0
@@ -335,7 +351,9 @@ def oom_kills(counter: Path | None) -> int:
 
 
 def _die_with_parent() -> None:
-    """Be killed when the parent dies, and be the parent of all that the command leaves behind."""
+    """Make the kernel kill this process when its parent dies, and adopt all processes that the
+    command leaves behind.
+    """
     parent = os.getppid()
     _prctl(_PDEATHSIG, signal.SIGKILL)
     _prctl(_SUBREAPER, 1)
@@ -344,14 +362,16 @@ def _die_with_parent() -> None:
 
 
 def die_with(parent: int, number: int) -> None:
-    """Between fork and exec: be sent a signal when the parent dies; end at once where it has died already."""
+    """Between fork and exec: request a signal for the parent's death, and exit at once if the
+    parent has died already.
+    """
     _prctl(_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _in_the_command(keeper: int) -> None:
-    """Between fork and exec: die with the keeper, let the keeper's py-spy look, take signals again."""
+    """Between fork and exec: die with the keeper, let its py-spy attach, unblock signals."""
     die_with(keeper, signal.SIGKILL)
     _prctl(_PTRACER, keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -361,12 +381,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Best effort: a kernel that refuses leaves us with less protection, not without a run."""
+    """Call prctl and ignore errors: without kernel support the run only has less protection."""
     _LIBC.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
 def _children() -> list[int]:
-    """Processes whose parent is this one and that still run."""
+    """Return the running processes whose parent is this one."""
     mine = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -386,7 +406,11 @@ def _children() -> list[int]:
 def _wait_for_children(
     number: signal.Signals | None, seconds: float, meanwhile: Callable[[], None]
 ) -> int:
-    """Wait until no child is left, children's children as they become ours, at most so long, sending each the signal: how many got it."""
+    """Wait at most this long until no child is left, including adopted ones. Return how many got
+    the signal.
+
+    The signal, if any, is sent once to each child.
+    """
     end, told = time.monotonic() + seconds, set[int]()
     while children := _children():
         if number is not None:

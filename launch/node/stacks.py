@@ -1,4 +1,6 @@
-"""Where a hanging process stands: its state, py-spy's stacks, faulthandler's, NCCL's flight recorder. Standard library alone."""
+"""Dump of a hanging process: its state, stacks of py-spy and faulthandler, NCCL's flight recorder.
+Standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +15,44 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _STOPPED = re.compile(r"=== .* rank (\d+), process \d+: [Tt] ")
-SECONDS = 20.0  # for py-spy: a process in a system call that never ends cannot be looked at
+# limit for py-spy: it cannot read a process in an endless system call
+SECONDS = 20.0
 
 
 def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
-    """What can be said of a process now, as text; asks it, and NCCL in it, for what they alone can say. Takes at most `SECONDS`."""
+    """Return a text about a process's present state, within `SECONDS`.
+
+    The process and its NCCL are signalled to write the stacks and the flight recorder, which only
+    they can write.
+    """
     status = _status(pid)
     waits = _read(f"/proc/{pid}/wchan").strip("0 \n")
     said = [
-        f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {pid}: {status.get('State', 'gone')}",
+        (
+            f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {pid}: "
+            f"{status.get('State', 'gone')}"
+        ),
         *([f"waits in the kernel in {waits}"] if waits else []),
         *([flight] if (flight := _ask_nccl(rank, environ)) else []),
     ]
-    # First py-spy, which changes nothing: a handler's work would be in its picture.
+    # py-spy is first because it changes no state: it would otherwise show the handler's work.
     said.append(_py_spy(pid, stopped=status.get("State", "").startswith(("T", "t"))))
-    if (
-        int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1
-    ):  # it has a handler; the signal would end it otherwise
+    if int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:
+        # Without a handler the signal would end the process.
         os.kill(pid, signal.SIGUSR2)
-        said.append("SIGUSR2 was sent: the stacks by Python's own account are in the rank's log")
+        said.append("SIGUSR2 was sent: Python's own stacks are in the rank's log")
     return "\n".join(said) + "\n"
 
 
 def append(path: Path, text: str) -> None:
-    """Add a dump to a file."""
+    """Append a dump to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
 
 
 def stopped_ranks(folder: Path) -> list[int]:
-    """The ranks that their dumps in a folder show as stopped: by SIGSTOP, or by a debugger."""
+    """Return the ranks whose dumps in a folder show them stopped, by SIGSTOP or a debugger."""
     found = (
         _STOPPED.match(text)
         for path in folder.glob("rank_*.txt")
@@ -60,27 +69,30 @@ def _read(path: str) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """/proc/PID/status as a mapping; empty where there is no such process."""
+    """Return /proc/PID/status as a mapping, or {} if the process does not exist."""
     pairs = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
     return {name: value.strip() for name, _, value in pairs}
 
 
 def _py_spy(pid: int, *, stopped: bool) -> str:
+    """Return py-spy's stacks of a process, or the reason why they are missing."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
-        return "py-spy is not installed beside this interpreter: no stacks"
+        return "py-spy is not installed for this interpreter: no stacks"
     try:
-        # A process that is stopped cannot be paused, and what is seen without a pause can be torn: then the other way.
+        # A stopped process cannot be paused, and stacks read without a pause can be inconsistent.
+        # Then try the other mode.
         said = _run_py_spy(program, pid, pause=not stopped)
         return said if said.startswith("Process") else _run_py_spy(program, pid, pause=stopped)
     except subprocess.TimeoutExpired:
-        return f"py-spy saw nothing within {SECONDS / 2:.0f} s"
+        return f"py-spy did not answer within {SECONDS / 2:.0f} s"
     except OSError as error:
         return f"py-spy cannot be started: {error}"
 
 
 def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
+    """Run py-spy once and return its output or its error."""
     command = [program, "dump", "--pid", str(pid), *([] if pause else ["--nonblocking"])]
     done = subprocess.run(
         command,
@@ -93,11 +105,17 @@ def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
     )
     if done.returncode == 0:
         return done.stdout.strip()
-    return f"py-spy failed: {' '.join(done.stderr.partition('Stack backtrace')[0].split()) or done.returncode}"
+    return (
+        "py-spy failed: "
+        f"{' '.join(done.stderr.partition('Stack backtrace')[0].split()) or done.returncode}"
+    )
 
 
 def _ask_nccl(rank: int, environ: Mapping[str, str]) -> str | None:
-    """Have NCCL's flight recorder written, by its pipe; what was done, or None where there is no pipe (gloo, or not started yet)."""
+    """Trigger NCCL's flight recorder through its pipe.
+
+    Return a description, or None if the pipe does not exist (gloo, or NCCL has not started yet).
+    """
     path = f"{environ.get('TORCH_NCCL_DEBUG_INFO_PIPE_FILE', '')}{rank}.pipe"
     try:
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,6 +1,7 @@
-"""``python -m launch.supervise DIRECTORY [--item N]``: keep one item of a job going. It is the batch script's only process.
+"""``python -m launch.supervise DIRECTORY [--item N]``: supervise one item of a job. It is the batch
+script's only process.
 
-Standard library alone: it runs from the job's snapshot, before and beside the ranks.
+Standard library alone: it runs from the job's snapshot, before and alongside the ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ from launch.supervise.place import LocalPlace, Place, PlaceError, Unreachable, e
 from launch.supervise.policy import BUSY_SECONDS, BUSY_TIMES
 from launch.supervise.watch import Signals, noted
 
-LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
-BUSY = "busy_{}.json"  # in ITEM/launch: how often, and since when, this job found that another one keeps the item going
+# on Slurm: how long a supervisor on a failed node may still hold its lock
+LOCK_SECONDS = 120.0
+# in ITEM/launch: how often, and since when, this job found the item in use by another job
+BUSY = "busy_{}.json"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Supervise: 0 the item is finished, or saved at a person's wish; 1 it stopped; 2 its input, or this command line, is wrong."""
-    parser = Parser(prog="python -m launch.supervise", description="Keep one item of a job going.")
+    """Supervise an item and return the exit code.
+
+    0: the item is finished, or saved at a user's request. 1: it stopped. 2: its input, or this
+    command line, is wrong.
+    """
+    parser = Parser(prog="python -m launch.supervise", description="Supervise one item of a job.")
     parser.add_argument(
         "directory",
         type=Path,
@@ -41,16 +48,17 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="which of the job's items (default: %(default)s)",
+        help="index of the item in the job (default: %(default)s)",
     )
-    parser.add_argument("--show", action="store_true", help="print what rank 0 says")
+    parser.add_argument("--show", action="store_true", help="print rank 0's output")
     arguments = parser.parse_args(argv)
 
     def keep() -> int:
         job = load_job(arguments.directory.absolute())
         if job is None or not 0 <= arguments.item < len(job.items):
             raise UserError(
-                f"{arguments.directory}: no job there with an item {arguments.item}; it is made by: python -m launch submit"
+                f"{arguments.directory}: no job with an item {arguments.item}; create it with: "
+                "python -m launch submit"
             )
         return supervise(job, arguments.item, show=arguments.show)
 
@@ -58,14 +66,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def supervise(job: Job, index: int, *, show: bool) -> int:
-    """Keep an item going to its end: the exit code. Raises UserError where another supervisor has it."""
+    """Supervise an item until it ends, and return the exit code.
+
+    Raises:
+        UserError: another supervisor has the item.
+    """
     item, place = job.items[index], place_of(job)
     launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
     journal = Journal(job, item, place.job_id)
     with noted() as signals, _alone(item, place, signals, journal) as alone:
         if not alone:
             journal.say(
-                "the lock of this item's last supervisor is still held; Slurm has ended that one, so this one goes on without"
+                "the lock of this item's last supervisor is still held; Slurm has ended that "
+                "supervisor, so this one continues without the lock"
             )
         state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
         if state.get("state") == "finished":
@@ -81,11 +94,16 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
 
 
 def place_of(job: Job) -> Place:
-    """Where this process is to run the job: its Slurm allocation, or this machine."""
+    """Return the place that runs the job: this process's Slurm allocation, or this machine.
+
+    Raises:
+        UserError: the job is for Slurm, and this process is not inside a Slurm job.
+    """
     if job.profile.get("scheduler") == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
             raise UserError(
-                f"{job.directory} is a job for Slurm, and this is not inside one; start it with: python -m launch submit"
+                f"{job.directory} is a job for Slurm, and this process is not inside a Slurm job; "
+                "start it with: python -m launch submit"
             )
         from launch.supervise.on_slurm import SlurmPlace
 
@@ -95,9 +113,14 @@ def place_of(job: Job) -> Place:
 
 @contextmanager
 def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iterator[bool]:
-    """Hold the item against other supervisors: True, or False where the lock of an earlier start of this very job is left held.
+    """Hold the item's lock against other supervisors.
 
-    A file system without locks counts as free. Where another job has the item, this one goes back to the queue. Raises UserError.
+    Yield True, or False if the lock of an earlier start of this same job is still held. A file
+    system without locks counts as free. If another job holds the item, this job is requeued
+    (SystemExit).
+
+    Raises:
+        InUse: without a queue, another process holds the item.
     """
     folder, began = launch_folder(Path(item.directory)), time.monotonic()
     with (folder / "supervisor.lock").open("a+", encoding="utf-8") as lock:
@@ -107,13 +130,16 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
             except BlockingIOError:
                 if place.job_id is None:
                     raise InUse(
-                        f"{item.directory} is kept going by another process already; see: python -m launch status"
+                        f"{item.directory} is already supervised by another process; see: python "
+                        "-m launch status"
                     ) from None
                 if time.monotonic() - began < LOCK_SECONDS and not signals.ends:
                     time.sleep(1.0)
                     continue
                 if (read_json(folder / "state.json") or {}).get("job_id") == place.job_id:
-                    yield False  # Slurm runs a job once at a time: a node that went down, or its file server, holds the lock
+                    # Slurm never runs a job twice at once: a failed node, or its file server, still
+                    # holds the lock.
+                    yield False
                     return
                 _back(item, place, journal)
             except OSError:
@@ -124,22 +150,25 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
 
 
 def _back(item: Item, place: Place, journal: Journal) -> None:
-    """Put this job back into the queue, since another one keeps the item going; ends this process (SystemExit).
+    """Requeue this job because another job holds the item, and end this process (SystemExit).
 
-    It ends with a fault after `BUSY_TIMES` starts or `BUSY_SECONDS`, which `BUSY` counts over requeues. The other job's state.json is left
-    as it is.
+    The process ends with a fault after `BUSY_TIMES` starts or `BUSY_SECONDS`; the file `BUSY`
+    counts both over requeues. The other job's state.json is not changed.
     """
     folder = launch_folder(Path(item.directory))
     other = read_json(folder / "state.json") or {}
-    holder = f"another job ({other.get('job_id') or 'of unknown id'}, on {other.get('host') or 'an unknown host'})"
+    holder = (
+        f"another job ({other.get('job_id') or 'of unknown id'}, on "
+        f"{other.get('host') or 'an unknown host'})"
+    )
     if (folder / "stop.json").exists():
-        print(f"launch: {item.directory} is kept going by {holder}, and is to stop", flush=True)
+        print(f"launch: {item.directory} is supervised by {holder}, and must stop", flush=True)
         sys.exit(Exit.FAULT)
     count = folder / BUSY.format(place.job_id)
     seen = read_json(count) or {"since": time.time(), "times": 0}
     seen["times"] += 1
     write_json(count, seen)
-    print(f"launch: {item.directory} is kept going by {holder}: back to the queue", flush=True)
+    print(f"launch: {item.directory} is supervised by {holder}: back to the queue", flush=True)
     why = "it does not end; see python -m launch status"
     while seen["times"] <= BUSY_TIMES and time.time() - seen["since"] < BUSY_SECONDS:
         try:
@@ -152,7 +181,10 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
             break
     count.unlink(missing_ok=True)
     minutes = (time.time() - seen["since"]) / 60
-    message = f"{item.directory} is kept going by {holder}, after {seen['times']} starts and {minutes:.0f} minutes of this one: {why}"
+    message = (
+        f"{item.directory} is supervised by {holder}, after {seen['times']} starts and "
+        f"{minutes:.0f} minutes of this one: {why}"
+    )
     print(f"launch: stopped: {message}", flush=True)
     journal.event("stopped", message)
     journal.settle()

@@ -1,4 +1,5 @@
-"""How an attempt ended: from what its ranks left behind, what the run's own files say, and what Slurm says of its job.
+"""Classification of an attempt's end, from its ranks' records, the run's own files, and Slurm's
+report of the job.
 
 Standard library alone.
 """
@@ -22,49 +23,54 @@ from launch.supervise.run_files import Sight, has_stepped
 
 _SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
-_OOM_BYTES = (
-    16 * TAIL_BYTES
-)  # at the end of an agent's log are searched for Slurm's message: torchrun's may follow it
-# Not "Exceeded job memory limit at some point": that limit includes the page cache, and nothing was killed.
+# Bytes at the end of an agent's log that are searched for Slurm's message, because torchrun's
+# output may follow it.
+_OOM_BYTES = 16 * TAIL_BYTES
+# Not "Exceeded job memory limit at some point": that limit includes the page cache, and no process
+# was killed.
 _OOM = re.compile(
-    rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
+    rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed"
+    rb"|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
 )
-# What an agent (srun, slurmstepd, torchrun, bash) says when no rank tells why: the line that a person would look for.
+# Output of an agent (srun, slurmstepd, torchrun, bash) that explains an end if no rank does.
 _TELLING = re.compile(
-    r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:"
+    r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill"
+    r"|Error\b.*:"
 )
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the supervisor itself knows of an attempt that is over."""
+    """Observations of the supervisor about an attempt that has ended."""
 
-    code: int | None  # of the whole; None: it could not be started
+    code: int | None  # of the launcher; None: it could not be started
     before: Sight  # the run's files when it started
     after: Sight
-    told: bool = False  # it was asked to save and end
-    hang: str | None = None  # the watchdog's verdict, upon which it was killed
-    refused: str | None = None  # why it could not be started
-    faults: Mapping[str, list[str]] = field(
-        default_factory=dict
-    )  # node -> what the pre-flight check found; only nodes that have some
-    down: Mapping[str, str] = field(
-        default_factory=dict
-    )  # nodes of the attempt that went down -> why
-    cancelled: bool = False  # someone asked the item to stop
+    told: bool = False  # a signal requested to save and end
+    hang: str | None = None  # the watchdog's reason for killing it
+    refused: str | None = None  # the reason if it could not be started
+    # Node -> faults found by the pre-flight check. Only nodes with faults.
+    faults: Mapping[str, list[str]] = field(default_factory=dict)
+    # Nodes of the attempt that are down -> reason.
+    down: Mapping[str, str] = field(default_factory=dict)
+    cancelled: bool = False  # a user stopped the item
     taken: bool = False  # its allocation is being taken away
-    queue: bool = False  # there is one, with other nodes, which may not answer for a while
-    oom_kill: bool = (
-        False  # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
-    )
+    queue: bool = False  # a queue exists, with other nodes; it may not answer for a while
+    # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
+    oom_kill: bool = False
     limit: str | None = None  # `memory_limit`
 
 
 def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | None]:
-    """The outcome of an attempt and its failure, if it is one. ``kind``: the job's, "run" or "command"; ``folder``: the attempt's."""
+    """Return the outcome of an attempt and its failure, or None if it did not fail.
+
+    kind: the job's, "run" or "command".
+    folder: the attempt's.
+    """
     step = last_step(seen)
     state = seen.after.state if fresh(seen) else None
-    if kind == "run" and state in ("complete", "stopped"):  # whatever became of its processes then
+    # The run's own state counts, whatever happened to its processes afterwards.
+    if kind == "run" and state in ("complete", "stopped"):
         return ("finished" if state == "complete" else "saved"), None
     if seen.taken and not seen.cancelled and seen.code != 0:
         return ("saved" if kind == "command" and seen.told else "interrupted"), None
@@ -76,9 +82,8 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
             "place" if seen.queue else "exit", seen.refused
         )
     if kind == "command" and seen.told and seen.code != 0:
-        return (
-            "cancelled" if seen.cancelled else "saved"
-        ), None  # what it has finished is kept, and the same command goes on
+        # The command's finished work is kept, and the same command continues.
+        return ("cancelled" if seen.cancelled else "saved"), None
     if seen.hang is not None:
         return "cancelled" if seen.cancelled else "hang", Failure("hang", seen.hang, step=step)
     if seen.code == 0 and (kind == "command" or seen.told):
@@ -86,32 +91,43 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     if seen.cancelled:
         return "cancelled", None
     if seen.code == 0:
-        words = f"progress.json says {state}" if state else "progress.json says nothing of it"
+        words = (
+            f"the state in progress.json is {state}"
+            if state
+            else "progress.json has no state of it"
+        )
         return "failed", Failure(
             "exit", f"it ended with 0 before its last step: {words}", step=step, exit=0
         )
     first = first_failure(folder)
     if first is not None and first.kind == "busy":
         return "busy", None
-    if kind == "command" and first is not None and first.kind == "diverged":  # the code is a run's
+    # only a run's exit code means divergence
+    if kind == "command" and first is not None and first.kind == "diverged":
         first = replace(first, kind="exit")
     return "failed", _failure(seen, folder, first, step)
 
 
 def fresh(seen: Observed) -> bool:
-    """Whether progress.json was written in this attempt."""
+    """Return True if progress.json was written in this attempt."""
     return seen.after.writer != seen.before.writer
 
 
 def last_step(seen: Observed) -> int | None:
-    """The last whole step: this attempt's, or where it would have continued."""
+    """Return the last complete step of this attempt, or the step from which it would have
+    continued.
+    """
     if has_stepped(seen.before, seen.after):
         return seen.after.step
     return seen.before.checkpoint if not fresh(seen) or seen.after.said is None else seen.after.said
 
 
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
-    """Why it failed: an out-of-memory kill, a node that went down, else the first rank that failed, else what the agents said."""
+    """Return the failure of an attempt, from the first source that explains it.
+
+    The order is: an out-of-memory kill, a node that is down, the first rank that failed, the
+    agents' output.
+    """
     if (words := _out_of_memory(seen, folder, first)) is not None:
         rank, host, code = (
             (first.rank, first.host, first.exit) if first else (None, None, seen.code)
@@ -130,7 +146,10 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
         node, why = next(iter(seen.down.items()))
         return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
     if first is not None and first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
-        message = f"the input is wrong on {hosts[0]} alone (is a file system missing there?): {first.message}"
+        message = (
+            f"the input is wrong on {hosts[0]} alone (is a file system missing on that node?): "
+            f"{first.message}"
+        )
         return Failure("node", message, rank=first.rank, host=hosts[0], step=step, exit=first.exit)
     if first is not None:
         return Failure(
@@ -138,20 +157,21 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
         )
     said = agents_words(folder)
     signal = _SIGNALS.get(seen.code or 0)
-    message = f"no rank says why; the launcher ended with {signal or f'code {seen.code}'}" + (
-        f": {said}" if said else ""
-    )
+    message = (
+        f"no rank reports a cause; the launcher ended with {signal or f'code {seen.code}'}"
+    ) + (f": {said}" if said else "")
     return Failure("lost" if signal else "exit", message, step=step, exit=seen.code)
 
 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
-    """The message of an attempt that an out-of-memory kill ended, by the kernel's counter or Slurm's log; None for any other end."""
-    kept = (
-        first is not None and first.kind != "lost"
-    )  # its keeper lives, whose counter is closer to the rank than the supervisor's
+    """Return the message if an out-of-memory kill ended the attempt, by the kernel's counter or
+    Slurm's log, otherwise None.
+    """
+    # The rank's keeper survived, and its counter is closer to the rank than the supervisor's.
+    kept = first is not None and first.kind != "lost"
     if first is None:
         words = killed_for_memory(None, Exit.KILLED) if seen.code else None
-    elif OUT_OF_MEMORY in first.message:  # by the rank's keeper
+    elif OUT_OF_MEMORY in first.message:  # found by the rank's keeper
         return first.message
     elif first.kind in ("config", "diverged", "busy") or all_told(folder):
         return None
@@ -159,19 +179,16 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
         words = killed_for_memory(
             first.message, Exit.KILLED if first.kind == "lost" else first.exit
         )
-    return (
-        words
-        if words
-        and (
-            (seen.oom_kill and not kept)
-            or any(map(_tells_oom, (folder / "logs").glob("agents*.log")))
-        )
-        else None
-    )
+    if not words:
+        return None
+    counted = seen.oom_kill and not kept
+    if counted or any(map(_tells_oom, (folder / "logs").glob("agents*.log"))):
+        return words
+    return None
 
 
 def _tells_oom(log: Path) -> bool:
-    """Whether an agent's log has Slurm's message about an out-of-memory kill."""
+    """Return True if an agent's log has Slurm's message about an out-of-memory kill."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _OOM_BYTES))
         return bool(_OOM.search(file.read(_OOM_BYTES)))
@@ -179,7 +196,9 @@ def _tells_oom(log: Path) -> bool:
 
 
 def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """The memory limit of a node's ranks and how to raise it, from the job's environment or its profile."""
+    """Describe the memory limit of a node's ranks and how to raise it, from the job's environment
+    or its profile.
+    """
     nodes = profile.get("nodes") or {}
     counts = {
         "NODE": 1,
@@ -200,20 +219,25 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     asked, slurm = nodes.get("memory"), profile.get("scheduler") == "slurm"
     number, unit = str(asked or "").rstrip("KMGT"), str(asked or "")[-1:]
     if slurm and asked is not None and not int(number):
-        return "the job may use a node's whole memory (nodes.memory): use less, or nodes with more"
+        return "the job may use all memory of a node (nodes.memory): use less, or nodes with more"
     if mib:
         size = f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib} MiB"
     elif not slurm:
         return "the limit is the memory of this machine, or of its container"
     elif asked is None:
-        return "the limit is the partition's default, or a node's whole memory: nodes.memory of the profile is null"
+        return (
+            "the limit is the partition's default, or all memory of a node: nodes.memory of the "
+            "profile is null"
+        )
     else:
         size = f"{number} {unit if unit in 'KMGT' else 'M'}iB"
     return f"the job's limit is {size} a node: raise nodes.memory of the profile"
 
 
 def agents_words(folder: Path) -> str | None:
-    """The telling line of the agents' own output, the first of it, or else the last line there is."""
+    """Return the first line of the agents' output that reports an error, otherwise the last line,
+    or None without output.
+    """
     lines = [
         line.strip()
         for path in sorted((folder / "logs").glob("agents*.log"))
@@ -223,18 +247,23 @@ def agents_words(folder: Path) -> str | None:
 
 
 _AWAY = re.compile(
-    r"Unable to contact slurm controller|gave no answer|[Cc]onnection (?:refused|timed out)|connect failure|Zero Bytes|Unexpected message"
-    r"|[Cc]ommunication connection failure|[Ss]ocket timed out|backup controller|Slurm backup|temporarily unable"
+    r"Unable to contact slurm controller|gave no answer|[Cc]onnection (?:refused|timed out)"
+    r"|connect failure|Zero Bytes|Unexpected message"
+    r"|[Cc]ommunication connection failure|[Ss]ocket timed out|backup controller|Slurm backup"
+    r"|temporarily unable"
 )
-# Faults by the words of `launch.node.checks`: these stay until someone mends or resets the hardware.
+# Faults reported by `launch.node.checks` that remain until the hardware is repaired or reset.
 _LASTING = re.compile(
-    r"\bECC\b|row of its memory|\bXid\b|GPU is lost|fallen off the bus|its driver asks for|entries of a product are wrong"
+    r"\bECC\b|row of its memory|\bXid\b|GPU is lost|fallen off the bus|its driver asks for|entries "
+    r"of a product are wrong"
     r"|^(?!0 )\d+ GPUs are visible, the profile says"
 )
 
 
 def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
-    """Whether a person cancelled the job: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
+    """Return True if a user cancelled the job: Slurm ends it for no reason that Slurm gives, and
+    has not requeued it.
+    """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return False
     over = (
@@ -246,9 +275,10 @@ def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
 
 
 def taken(fields: Mapping[str, str], restarts: int) -> bool | None:
-    """Whether the job's nodes are being taken away: preempted, requeued by someone, a node lost.
+    """Return True if the job loses its nodes: it was preempted or requeued, or a node was lost.
 
-    False: the job ends for a reason of its own (its time limit, a person's cancel); None: it runs, and nothing is known against it.
+    False: the job ends at its time limit or was cancelled by a user. None: it runs, and no end is
+    known.
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return True
@@ -271,10 +301,15 @@ def _preempted(fields: Mapping[str, str]) -> bool:
 
 
 def is_away(refusal: str) -> bool:
-    """Whether a command of Slurm's failed because the controller does not answer, which passes."""
+    """Return True if a Slurm command failed because the controller does not answer, which is
+    temporary.
+    """
     return bool(_AWAY.search(refusal))
 
 
 def is_lasting(fault: str) -> bool:
-    """Whether a node's fault is one of its hardware: a full disk, a busy GPU or a mount that is missing may be gone in hours."""
+    """Return True if a node's fault is one of its hardware.
+
+    Other faults, such as a full disk, a busy GPU or a missing mount, may disappear within hours.
+    """
     return bool(_LASTING.search(fault))

@@ -1,7 +1,9 @@
-"""What a supervisor says to others: its log, launch/state.json, the user's hook, the cordon file. Standard library alone.
+"""Output of a supervisor: its log, launch/state.json, the user's hook, the cordon file. Standard
+library alone.
 
-The cordon file names the nodes that no run of ours is to be given. A line is a JSON object {"node", "time", "reason", "run", "until"};
-run: the item's directory; until: unix time, or null for ever. People may add and delete lines.
+The cordon file lists the nodes that no run may get. Each line is a JSON object {"node", "time",
+"reason", "run", "until"}. run is the item's directory. until is a unix time, or null for a
+permanent entry. Users may add and delete lines.
 """
 
 from __future__ import annotations
@@ -21,16 +23,22 @@ from launch.job import Item, Job, append_json, launch_folder, read_json_lines, w
 
 
 def cordon_file(profile: Mapping[str, Any], working_directory: str) -> Path:
-    """The cordon file that a profile names, or else that of all jobs that are submitted from a working directory."""
+    """Return the cordon file that a profile names, or the default one of the working directory of
+    the submission.
+    """
     return Path(
         (profile.get("paths") or {}).get("cordon") or f"{working_directory}/runs/cordon.jsonl"
     )
 
 
 def cordoned(path: Path | str, now: float | None = None) -> dict[str, str]:
-    """Node -> reason, of the entries that hold now, the last one of each node; none where there is no file.
+    """Return node -> reason of the entries that are in force now. A node's last entry counts; a
+    missing file has none.
 
-    What is no entry is passed over: a person's slip must not stop a run. Raises OSError where the file is there and cannot be read.
+    Invalid entries are skipped, because a user's mistake must not stop a run.
+
+    Raises:
+        OSError: the file exists and cannot be read.
     """
     now = time.time() if now is None else now
     entries = [
@@ -49,7 +57,11 @@ def cordoned(path: Path | str, now: float | None = None) -> dict[str, str]:
 def cordon(
     path: Path | str, nodes: Iterable[str], reason: str, run: Path | str, until: float | None = None
 ) -> list[str]:
-    """Add an entry for each node that has none that holds: the nodes that were added. Raises OSError."""
+    """Add an entry for each node that has none in force, and return these nodes.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
     already = cordoned(path)
     added = [node for node in dict.fromkeys(nodes) if node not in already]
     for node in added:
@@ -64,22 +76,28 @@ def cordon(
     return added
 
 
-SECONDS = 30.0  # for a command, from its start; then it is ended
+SECONDS = 30.0  # time limit of a command; then it is killed
 
 
 class Notifier:
-    """Starts the profile's command for each event, and says later which of them failed. No threads: the supervisor forks."""
+    """Starts the profile's command for each event, and reports later which commands failed.
+
+    It uses no threads, because the supervisor forks.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """``settings``: the profile's ``notify``."""
+        """Read the profile's ``notify`` settings."""
         self._command: str | None = settings.get("command")
         self._events = tuple(settings.get("events") or ())
-        self._hooks: list[
-            tuple[subprocess.Popen[bytes], IO[bytes], float]
-        ] = []  # its output, and its end at the latest (monotonic)
+        # Each command with its output and its latest end (monotonic).
+        self._hooks: list[tuple[subprocess.Popen[bytes], IO[bytes], float]] = []
 
     def send(self, event: str, facts: Mapping[str, Any]) -> str | None:
-        """Start the command, if it is to know of such events, with {"event", "time", **facts} as JSON on its input. Why it cannot."""
+        """Start the command if the settings name this event, with {"event", "time", **facts} as
+        JSON on its standard input.
+
+        Return the reason if it cannot be started, otherwise None.
+        """
         if not self._command or event not in self._events:
             return None
         text, command = (
@@ -104,7 +122,9 @@ class Notifier:
         return None
 
     def troubles(self, wait_seconds: float = 0.0) -> Iterator[str]:
-        """Why commands failed that are over, or by then will be; those that take too long are ended."""
+        """Yield the errors of commands that have ended, waiting up to this long for them. Kill
+        commands that take too long.
+        """
         until = time.monotonic() + wait_seconds
         while self._hooks:
             for process, output, end in list(self._hooks):
@@ -116,7 +136,7 @@ class Notifier:
                     continue
                 self._hooks.remove((process, output, end))
                 output.seek(0)
-                said = output.read().decode(errors="replace").strip().splitlines() or ["no word"]
+                said = output.read().decode(errors="replace").strip().splitlines() or ["no output"]
                 output.close()
                 if late:
                     yield f"notify.command did not end within {SECONDS:g} s"
@@ -128,7 +148,7 @@ class Notifier:
 
 
 class Journal:
-    """Tells how one item stands. A disk or a terminal that refuses does not end the run."""
+    """Log and state of one item. A disk or terminal that cannot be written does not end the run."""
 
     def __init__(self, job: Job, item: Item, job_id: str | None) -> None:
         self.job, self.item, self.job_id = job, item, job_id
@@ -138,7 +158,7 @@ class Journal:
         self._notifier = Notifier(job.profile.get("notify") or {})
 
     def say(self, text: str) -> None:
-        """A line for people, and into supervisor.log as "<unix time> <text>"."""
+        """Print a line, and append it to supervisor.log as "<unix time> <text>"."""
         now, line = time.time(), " ".join(text.split())
         with contextlib.suppress(OSError, ValueError):
             print(
@@ -172,7 +192,7 @@ class Journal:
             self.say(f"state.json cannot be written: {error}")
 
     def event(self, event: str, message: str, **facts: Any) -> None:
-        """Tell the profile's hook, if it is to know of such events."""
+        """Start the profile's hook if its settings name this event."""
         known = {
             "name": self.item.name,
             "directory": self.item.directory,
@@ -187,6 +207,8 @@ class Journal:
             self.say(trouble)
 
     def settle(self, seconds: float = SECONDS) -> None:
-        """Give the hook so long to end what it does, and tell what failed of it."""
+        """Wait up to this long for the hook's commands to end, and log the errors of those that
+        failed.
+        """
         for trouble in self._notifier.troubles(seconds):
             self.say(trouble)

@@ -1,4 +1,6 @@
-"""The supervisor of one item: attempt after attempt until it is finished or must stop. Standard library alone."""
+"""Supervisor of one item: it makes attempts until the item is finished or must stop. Standard
+library alone.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,16 @@ from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
 REQUEUE_TRIES = 30
 REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
-REQUEUE_MAX_SECONDS = 60.0  # ... and be away for long
-PASSING_SECONDS = (
-    6 * 3600.0
-)  # a node is kept from all runs for what may pass: a full disk, a busy GPU, a mount that is missing
-HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
+REQUEUE_MAX_SECONDS = 60.0  # the controller may be unavailable for long
+# How long a node is cordoned for a fault that may disappear: a full disk, a busy GPU, a missing
+# mount.
+PASSING_SECONDS = 6 * 3600.0
+# for the user's hook before a requeue, which also ends the hook
+HOOK_SECONDS = 5.0
 
 
 class Supervisor:
-    """Keeps one item of a job going."""
+    """Supervisor of one item of a job."""
 
     def __init__(
         self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
@@ -57,9 +60,13 @@ class Supervisor:
         self.records: list[Record] = []
 
     def run(self) -> int:
-        """Until the item is finished (0), has to stop (1; 2: its input is wrong), or this job is requeued (Slurm ends this process).
+        """Make attempts until the item ends, and return the exit code.
 
-        Raises OSError where the item's directory cannot be written, time and again.
+        0: finished. 1: stopped. 2: its input is wrong. If this job is requeued, Slurm ends the
+        process.
+
+        Raises:
+            OSError: the item's directory still cannot be written after several tries.
         """
         trouble = None
         for number in range(1, self.limits.max_failures + 2):
@@ -75,7 +82,9 @@ class Supervisor:
         raise AssertionError
 
     def _run(self, trouble: str | None) -> int:
-        """Attempt after attempt; ``trouble``: why this begins anew."""
+        """Make attempts until the item ends. ``trouble`` is the error that interrupted the previous
+        call, or None.
+        """
         found = run_files.records(self.directory)
         lost = bool(found) and found[-1].ended is None
         self.records = run_files.close_lost(self.directory, found, trouble)
@@ -94,7 +103,9 @@ class Supervisor:
                 return code
 
     def _attempt(self) -> Observed:
-        """Make an attempt: what was seen of it; its closed record is the last of ``records``."""
+        """Make an attempt and return the observations. Its closed record is the last of
+        ``records``.
+        """
         number, folder = run_files.new_folder(self.directory)
         before = look(self.directory)
         record = Record(
@@ -128,7 +139,7 @@ class Supervisor:
             attempt = Attempt(number, folder, self.job, self.item, nodes, environment)
             if faults := self._check(attempt):
                 return self._not_begun(record, before, faults=faults)
-            if self.signals.any:  # while the nodes were checked
+            if self.signals.any:  # received during the check
                 outcome = "cancelled" if self._stop_wish() else "saved"
                 return self._close(record, Observed(0, before, before, told=True), outcome=outcome)
             self._tell_start(attempt, before)
@@ -148,7 +159,10 @@ class Supervisor:
         )
 
     def _unwanted(self, nodes: tuple[str, ...]) -> list[str]:
-        """Those of the allocation's nodes that the item is not to run on, where a requeue can get others; not for ever."""
+        """Return the allocated nodes that the item must not run on, if a requeue can replace them.
+
+        After `MISPLACED_TIMES` in a row the result is empty: the nodes are accepted.
+        """
         if (
             not self.place.can_requeue
             or policy.misplaced([record.end for record in self.records]) >= MISPLACED_TIMES
@@ -159,7 +173,7 @@ class Supervisor:
         return unwanted if unwanted and self.place.enough_without(excluded) else []
 
     def _check(self, attempt: Attempt) -> dict[str, list[str]]:
-        """The pre-flight check: the nodes that fail it -> their faults."""
+        """Run the pre-flight check and return the faults of each node that fails it."""
         if not (self.job.profile.get("health") or {}).get("check", True):
             return {}
         self.journal.state("checking")
@@ -169,6 +183,7 @@ class Supervisor:
         return faults
 
     def _tell_start(self, attempt: Attempt, before: Sight) -> None:
+        """Report the start of an attempt."""
         ranks = f"{self.job.world_size} {'rank' if self.job.world_size == 1 else 'ranks'}"
         where = f"on {', '.join(attempt.nodes)}" + (
             f" (job {self.place.job_id})" if self.place.job_id else ""
@@ -181,7 +196,7 @@ class Supervisor:
         )
 
     def _close(self, record: Record, seen: Observed, outcome: str | None = None) -> Observed:
-        """Close an attempt's record."""
+        """Classify an attempt, and write and report its closed record."""
         kind, failure = classify(self.job.kind, record.folder, seen)
         if outcome is not None:
             kind, failure = outcome, None
@@ -200,6 +215,7 @@ class Supervisor:
         return seen
 
     def _tell_end(self, record: Record, seen: Observed) -> None:
+        """Report the end of an attempt."""
         said = (
             seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
         )
@@ -223,7 +239,9 @@ class Supervisor:
             self.journal.event(event, about or ended, step=record.step_end)
 
     def _decide(self, seen: Observed | None, *, wait: bool = True) -> int | None:
-        """Decide and do it: the exit code, or None to make another attempt."""
+        """Decide after an attempt and carry out the decision. Return the exit code, or None to make
+        another attempt.
+        """
         stop = self._stop_wish()
         faults = seen.faults.items() if seen and self.records[-1].outcome == "unhealthy" else ()
         unhealthy = {node: next(filter(is_lasting, found), found[0]) for node, found in faults}
@@ -254,7 +272,9 @@ class Supervisor:
         return None
 
     def _stopped(self, decision: Decision, *, cancelled: bool) -> int:
-        """The item ends here, unfinished."""
+        """End the item unfinished: write stop.json if the supervisor gave up, report the reason,
+        and return the exit code.
+        """
         last = self.records[-1]
         if decision.gave_up:
             why = {
@@ -274,13 +294,15 @@ class Supervisor:
         )
         if decision.gave_up:
             self.journal.say(
-                f"what failed first: python -m launch logs --errors {shlex.quote(str(self.directory))}"
+                "what failed first: python -m launch logs --errors "
+                f"{shlex.quote(str(self.directory))}"
             )
             self.journal.say(
-                f"again, with the same code and settings: python -m launch requeue {shlex.quote(str(self.directory))}"
+                "again, with the same code and settings: python -m launch requeue "
+                f"{shlex.quote(str(self.directory))}"
             )
             self.journal.say(
-                "with what you mended in them: the command that started it, with --update"
+                "with corrected code or settings: the command that started it, with --update"
             )
         self.journal.event("stopped", decision.reason, step=last.step_end)
         if last.outcome == "saved" and not cancelled:
@@ -292,7 +314,7 @@ class Supervisor:
         )
 
     def _requeue(self, reason: str) -> int:
-        """Put the job back into the queue. Returns only where that cannot be done."""
+        """Requeue the job. Return an exit code only if that fails or the item is to stop."""
         told, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
         while number < REQUEUE_TRIES:
             if (stop := self._stop_wish(ask=True)) is not None:
@@ -302,9 +324,9 @@ class Supervisor:
             self.journal.settle(0.0 if self.signals.ends else HOOK_SECONDS)
             try:
                 self.place.requeue(self._excluded())
-                number, told = number + 1, "Slurm took the requeue, but this process goes on"
+                number, told = number + 1, "Slurm accepted the requeue, but this process still runs"
             except Unreachable as error:
-                told = f"the requeue has to wait: {error}"
+                told = f"the requeue must wait: {error}"
                 number += bool(self.signals.ends)
                 pause = min(1.5 * pause, REQUEUE_MAX_SECONDS)
             except PlaceError as error:
@@ -317,7 +339,11 @@ class Supervisor:
         return Exit.FAULT
 
     def _excluded(self) -> list[str]:
-        """The nodes that this item is not to get again: what was decided since a person last started it, and the cordon file's."""
+        """Return the nodes that this item must not get again.
+
+        These are the nodes excluded by decisions since a user last started the item, and those in
+        the cordon file.
+        """
         stops = [index for index, record in enumerate(self.records[:-1]) if record.end.stopped]
         recent = self.records[stops[-1] + 1 :] if stops else self.records
         decided = [
@@ -331,7 +357,11 @@ class Supervisor:
         return list(dict.fromkeys([*decided, *away]))
 
     def _cordon(self, decision: Decision, unhealthy: Mapping[str, str]) -> None:
-        """Tell all runs of nodes that failed: for good where the hardware has a fault, for hours where it may pass, else for some days."""
+        """Add the nodes that failed to the cordon file, which all runs read.
+
+        An entry is permanent for a hardware fault, lasts hours for a fault that may disappear, and
+        days for other failures.
+        """
         path, failure = (
             cordon_file(self.job.profile, self.job.working_directory),
             self.records[-1].failure,
@@ -355,7 +385,10 @@ class Supervisor:
                 self.journal.event("cordoned", f"{node}: {why}", node=node)
 
     def _wait(self, seconds: float, reason: str) -> None:
-        """Wait before the next attempt; a signal ends the wait. After a save that was only to start again, signals are done with."""
+        """Wait before the next attempt. A signal ends the wait.
+
+        Without a queue, signals that only requested a save and a restart are forgotten first.
+        """
         if self.signals.any and not self.signals.ends and not self.place.can_requeue:
             self.signals.forget()
         self.journal.state("waiting", f"{reason}; again in {seconds:g} s")
@@ -365,32 +398,37 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _leave_early(self) -> int | None:
-        """Before an attempt: the exit code where none is to be made."""
+        """Return the exit code if no attempt is to be made, otherwise None."""
         if (stop := self._stop_wish()) is not None:
             return self._end_without_attempt(stop)
         if not self.signals.any:
             return None
         if self.place.can_requeue:
-            return self._requeue(f"{self.signals.describe()} came between two attempts")
+            return self._requeue(f"{self.signals.describe()} arrived between two attempts")
         if not self.signals.ends:
             self.signals.forget()
             return None
-        message = f"{self.signals.describe()} came between two attempts; the same command continues"
+        message = (
+            f"{self.signals.describe()} arrived between two attempts; the same command continues"
+        )
         self.journal.say(message)
         self.journal.state("stopped", message)
         return Exit.DONE
 
     def _end_without_attempt(self, message: str) -> int:
-        """Someone asked the item to stop."""
+        """Record that a user stopped the item before an attempt, and return the exit code."""
         self.journal.say(f"not started: {message}")
         self.journal.state("cancelled", message)
         return Exit.FAULT
 
     def _stop_wish(self, *, ask: bool = False) -> str | None:
-        """Why someone asked this item to stop, or None; the queue is asked after SIGTERM, or where it is to be (``ask``)."""
+        """Return the reason for which a user stopped this item, or None.
+
+        The queue is queried after SIGTERM, or if ``ask`` is True.
+        """
         stop = read(launch_folder(self.directory) / "stop.json")
         if stop is not None:
             return f"{stop.get('why') or 'stopped'}: {stop.get('message') or 'no reason given'}"
         if self.place.can_requeue and (ask or self.signals.ends) and self.place.cancelled():
-            return "cancelled: the queue says so"
+            return "cancelled in the queue"
         return None

@@ -1,4 +1,5 @@
-"""Ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the step, `scontrol` requeues the job.
+"""Ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the
+step, `scontrol` requeues the job.
 
 Standard library alone: it runs inside jobs, from the snapshot.
 """
@@ -33,27 +34,30 @@ from launch.node.checks import check_command, read_reports
 from launch.supervise.classify import cancelled, is_away, taken
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agent_command, started
 
-# What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
-# node's number from PET_NODE_RANK.
+# The command of each node's task. The agent ignores the signals meant for ranks (an ignored signal
+# stays ignored over exec). torchrun reads its node's number from PET_NODE_RANK.
 WRAPPER = 'trap "" USR1 USR2; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"'
-END_SECONDS = 60.0  # how long a node that does not answer is waited for
+END_SECONDS = 60.0  # how long to wait for a node that does not answer
 STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inval", "no_respond")
 
 
 class SlurmPlace(Place):
-    """The allocation that this process was started in."""
+    """The allocation in which this process was started."""
 
     can_requeue = True
 
     def __init__(self, environ: Mapping[str, str], exclude: Sequence[str] = ()) -> None:
-        """environ: the batch script's; exclude: nodes that the profile excludes."""
+        """Read the job's ids from the batch script's environment. ``exclude`` are the nodes that
+        the profile excludes.
+        """
         raw, array, task = (
             environ["SLURM_JOB_ID"],
             environ.get("SLURM_ARRAY_JOB_ID"),
             environ.get("SLURM_ARRAY_TASK_ID"),
         )
         self._environ = dict(environ)
-        # The bare number of an array's last task is the whole array's as well: commands take ARRAY_TASK.
+        # The plain number of an array's last task is also the number of the entire array, so
+        # commands get ARRAY_TASK.
         self.job_id = self._job = f"{array}_{task}" if array and task is not None else raw
         self._number = int(raw)
         self.restart_count = int(environ.get("SLURM_RESTART_COUNT") or 0)
@@ -61,7 +65,11 @@ class SlurmPlace(Place):
         self._guard: subprocess.Popen[bytes] | None = None
 
     def nodes(self) -> tuple[str, ...]:
-        """The allocation's nodes, the head node first. Raises PlaceError."""
+        """Return the allocation's nodes, the head node first.
+
+        Raises:
+            PlaceError: Slurm does not answer, or the list is empty.
+        """
         names = self._environ.get("SLURM_JOB_NODELIST") or self._environ.get("SLURM_NODELIST") or ""
         try:
             nodes = tuple(hosts([names]))
@@ -72,7 +80,12 @@ class SlurmPlace(Place):
         return nodes
 
     def start(self, attempt: Attempt) -> SlurmRunning:
-        """Start the ranks as a step; agents write to logs/agents_NODE.log, srun itself to logs/agents.log. Raises PlaceError."""
+        """Start the ranks as a step. Agents write to logs/agents_NODE.log, srun itself to
+        logs/agents.log.
+
+        Raises:
+            PlaceError: no port is free, or srun cannot be started.
+        """
         self._keep_guard(attempt)
         logs = attempt.folder / "logs"
         try:
@@ -88,7 +101,12 @@ class SlurmPlace(Place):
         return self._step(attempt, f"launch-{attempt.number}", agent, outputs, logs / "agents.log")
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
-        """Run the pre-flight check on every node: node -> its faults. A node that does not answer in time has that as its fault."""
+        """Run the pre-flight check on every node and return node -> faults. A node that does not
+        answer in time has that as a fault.
+
+        Raises:
+            PlaceError: srun could not run the check.
+        """
         self._keep_guard(attempt)
         profile, folder = attempt.job.profile, attempt.folder / "health"
         health, began = profile.get("health") or {}, time.time()
@@ -112,9 +130,8 @@ class SlurmPlace(Place):
             step.kill(10.0)
         reports = read_reports(folder, attempt.nodes)
         said = "".join(last_lines(folder / "srun.log"))
-        if code and not any(
-            report.time for report in reports.values()
-        ):  # no node is to blame for what srun could not do
+        if code and not any(report.time for report in reports.values()):
+            # srun itself failed, so no node is to blame.
             silence = next(fault for report in reports.values() for fault in report.faults)
             raise PlaceError(f"the nodes cannot be checked: {f'srun: {said}' if said else silence}")
         return {
@@ -125,10 +142,11 @@ class SlurmPlace(Place):
     def _step(
         self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path
     ) -> SlurmRunning:
-        """Start one task a node that runs the command."""
+        """Start a step with one task per node that runs the command."""
         profile, nodes = attempt.job.profile, attempt.nodes
         taken = profile.get("nodes") or {}
-        # The number is all that the step gets of a node: of nodes that are the job's own, all (192, where the profile takes 96 cores).
+        # --cpus-per-task determines all that the step gets of a node. If the job owns its nodes,
+        # use all CPUs (192, even if the profile takes 96 cores).
         whole = (
             re.findall(r"(?:^|,)(\d+)", self._environ.get("SLURM_JOB_CPUS_PER_NODE") or "")
             if taken.get("exclusive")
@@ -162,7 +180,9 @@ class SlurmPlace(Place):
         return SlurmRunning(process, self._job, name, attempt)
 
     def down_nodes(self) -> dict[str, str]:
-        """Nodes of the allocation that are down, failing or draining -> the reason; empty when nothing is known."""
+        """Return node -> reason of the allocated nodes that are down, failing or draining. Return
+        {} if Slurm does not answer.
+        """
         try:
             nodes = self.nodes()
             answer = call(
@@ -179,7 +199,8 @@ class SlurmPlace(Place):
         for line in answer.splitlines():
             node, _, rest = line.strip().partition("|")
             state, _, reason = rest.partition("|")
-            # A line without a node is the second one of a reason. `*`: the node does not answer Slurm.
+            # A line without a node is the second one of a reason. `*`: the node does not answer
+            # Slurm.
             if node in nodes and (
                 state.endswith("*") or any(word in state.lower() for word in STATES_DOWN)
             ):
@@ -187,31 +208,40 @@ class SlurmPlace(Place):
         return down
 
     def cancelled(self) -> bool:
-        """Whether this job was cancelled: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
+        """Return True if this job was cancelled: see `launch.supervise.classify.cancelled`."""
         try:
             return cancelled(self._shown(), self.restart_count)
         except SlurmError:
             return False
 
     def taken(self) -> bool | None:
-        """Whether this job was preempted, requeued, or lost a node; see `launch.supervise.classify.taken`."""
+        """Return True if this job was preempted, requeued, or lost a node: see
+        `launch.supervise.classify.taken`.
+        """
         try:
             return taken(self._shown(), self.restart_count)
         except SlurmError:
             return None
 
     def enough_without(self, exclude: Sequence[str]) -> bool:
-        """Whether nodes enough that have what the job asks for are left without these; Slurm would let it wait for ever otherwise."""
+        """Return True if enough suitable nodes are left without these. With too few, Slurm would
+        never start the job.
+        """
         try:
             return enough_nodes(all_nodes(), self._shown(), exclude)
         except SlurmError:
             return False
 
     def requeue(self, exclude: Sequence[str]) -> None:
-        """Put this job back into the queue, never again on ``exclude``, and end this process (SystemExit). Raises PlaceError if it cannot.
+        """Requeue this job without the nodes ``exclude``, and end this process (SystemExit).
 
-        Slurm takes other nodes to exclude for a waiting job alone, so after the requeue; from then on until the end of KillWait there are
-        seconds for it, in which SIGTERM must not end this process or scontrol.
+        Slurm changes a job's excluded nodes only while the job waits, so they are set after the
+        requeue. Seconds remain for that, until the end of KillWait. SIGTERM must not end this
+        process or scontrol in that time.
+
+        Raises:
+            Unreachable: Slurm does not answer.
+            PlaceError: Slurm refuses the requeue or does not carry it out.
         """
         before = {
             number: signal.signal(number, signal.SIG_IGN)
@@ -223,19 +253,21 @@ class SlurmPlace(Place):
             except SlurmError as error:
                 if is_away(str(error)):
                     raise Unreachable(f"Slurm does not answer: {error}") from None
-                if "pending" not in str(error):  # Slurm was faster: it is requeued
+                if "pending" not in str(error):  # pending: Slurm has already requeued it
                     raise PlaceError(f"Slurm refuses the requeue: {error}") from None
             if exclude:
                 self._exclude(exclude)
             if not self._requeued():
-                raise PlaceError("Slurm took the requeue, and did nothing")
+                raise PlaceError("Slurm accepted the requeue, but did not requeue the job")
             sys.exit(0)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _requeued(self) -> bool:
-        """Wait until Slurm counts another restart: the end of this process is not the job's end, then."""
+        """Wait until Slurm counts another restart, and return True. From then on, the end of this
+        process does not end the job.
+        """
         end = time.monotonic() + END_SECONDS
         while time.monotonic() < end:
             with suppress(SlurmError):
@@ -245,14 +277,16 @@ class SlurmPlace(Place):
         return False
 
     def _exclude(self, exclude: Sequence[str]) -> None:
-        """Add to the nodes that the waiting job must not get. What Slurm refuses is written to the log, and the job waits without.
+        """Add nodes to the excluded ones of the waiting job. If Slurm refuses, log the error; the
+        job waits without the exclusion.
 
-        Where too few nodes would be left (the job waits for ever then: BadConstraints), only the profile's own are excluded. A site that
-        lists no nodes (PrivateData) leaves that unknown; the names are taken as they are there.
+        If too few nodes would be left (the job would wait with the reason BadConstraints and never
+        start), only the profile's nodes are excluded. A site that lists no nodes (PrivateData)
+        leaves that unknown; the names are then used unchecked.
         """
         try:
             nodes = all_nodes()
-            # Slurm refuses the whole list for one name that it does not know any more.
+            # Slurm refuses the entire list if it contains one unknown name.
             known = {node.name for node in nodes} or None
             shown = self._shown()
             before = hosts(listed(shown, "ExcNodeList"))
@@ -263,7 +297,10 @@ class SlurmPlace(Place):
             )
             if known is not None and not enough_nodes(nodes, shown, wanted):
                 print(
-                    f"launch: too few nodes are left without {','.join(wanted)}: the profile's own are excluded alone",
+                    (
+                        f"launch: too few nodes are left without {','.join(wanted)}: only the "
+                        "profile's nodes are excluded"
+                    ),
                     flush=True,
                 )
                 wanted = [node for node in hosts(self._own) if node in known]
@@ -278,11 +315,15 @@ class SlurmPlace(Place):
             print(f"launch: nodes {', '.join(exclude)} cannot be excluded: {error}", flush=True)
 
     def _shown(self) -> dict[str, str]:
-        """``scontrol show job``'s fields. Raises SlurmError."""
+        """Return the fields of ``scontrol show job``.
+
+        Raises:
+            SlurmError: scontrol fails.
+        """
         return job_fields(self._job)
 
     def _keep_guard(self, attempt: Attempt) -> None:
-        """Start the guard beside this process, unless it is there: it requeues the job should this process be killed."""
+        """Start the guard if it does not run. It requeues the job if this process is killed."""
         if self._guard is not None and self._guard.poll() is None:
             return
         words = [
@@ -303,20 +344,21 @@ class SlurmPlace(Place):
 
 
 class SlurmRunning:
-    """A step. Implements `launch.supervise.place.Running`."""
+    """A running Slurm step. Implements `launch.supervise.place.Running`."""
 
     def __init__(
         self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt
     ) -> None:
         self._srun, self._job, self._name, self._attempt = srun, job, name, attempt
-        self._telling: dict[
-            int, tuple[subprocess.Popen[bytes], float]
-        ] = {}  # a signal's number -> who tells, since when (monotonic)
-        self._over: float | None = None  # when srun ended, on the monotonic clock
+        # A signal's number -> the process that sends it, and its start (monotonic).
+        self._telling: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
+        self._over: float | None = None  # when srun ended (monotonic)
         self._gone = False
 
     def poll(self) -> int | None:
-        """srun's exit code, 128 + n for a signal, once Slurm knows no such step any more; None before."""
+        """Return srun's exit code (128 + n for a signal) once Slurm no longer lists the step,
+        otherwise None.
+        """
         code = self._srun.poll()
         if code is None:
             return None
@@ -325,13 +367,12 @@ class SlurmRunning:
         if not self._gone:
             try:
                 left = bool(self._steps())
-            except (
-                SlurmError
-            ) as error:  # where Slurm does not answer, srun's own code says that the step is over
+            except SlurmError as error:
+                # If Slurm does not answer, srun's own code shows that the step has ended.
                 left = code < 0 and "Invalid job id" not in str(error)
             self._gone = now - self._over > END_SECONDS or not left
         if not self._gone:
-            if first and code >= 0:  # the step's end is on its way to slurmctld
+            if first and code >= 0:  # slurmctld does not know the step's end yet
                 time.sleep(0.2)
             else:
                 self._scancel("KILL")
@@ -339,7 +380,10 @@ class SlurmRunning:
         return 128 - code if code < 0 else code
 
     def signal(self, number: int) -> None:
-        """Have the signal sent to every rank's keeper, on its node; does not wait. Who does not keep a rank yet gets nothing: repeat it."""
+        """Start sending the signal to every rank's keeper on its node, without waiting.
+
+        A keeper that has not started yet does not get the signal, so the caller repeats it.
+        """
         if number in self._telling:
             telling, since = self._telling[number]
             code = telling.poll()
@@ -348,7 +392,8 @@ class SlurmRunning:
             telling.kill()
             telling.wait()
             del self._telling[number]
-            if code:  # Slurm starts no step beside: every process of the step gets it, then
+            # Slurm does not start another step, so every process of this step gets the signal.
+            if code:
                 self._scancel(signal.Signals(number).name.removeprefix("SIG"))
                 return
         folder, words = (
@@ -362,7 +407,9 @@ class SlurmRunning:
             )
 
     def kill(self, seconds: float = END_SECONDS) -> None:
-        """End every process with SIGKILL on all nodes; returns once they are gone, or after so many seconds."""
+        """End every process on all nodes with SIGKILL. Return once they have ended, or after this
+        many seconds.
+        """
         end = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < end:
             self._scancel("KILL")
@@ -377,7 +424,11 @@ class SlurmRunning:
                 call("scancel", f"--signal={name}", step, timeout=ANSWER_SECONDS)
 
     def _steps(self) -> list[str]:
-        """The step's id, as a list: none before it exists and after its end. Raises SlurmError."""
+        """Return the step's id in a list, which is empty before the step exists and after its end.
+
+        Raises:
+            SlurmError: squeue fails.
+        """
         answer = call(
             "squeue",
             "--steps",
@@ -395,13 +446,20 @@ class SlurmRunning:
 def beside(
     nodes: Sequence[str], name: str, words: Sequence[str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a module of ours once on each of the nodes, as a step that shares what the ranks have. Raises OSError."""
+    """Start a Python module once on each of the nodes, as a step that shares the ranks' resources.
+
+    Raises:
+        OSError: srun cannot be started.
+    """
     where = [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0"]
     return started([*srun_words(nodes, name, "1"), *where, sys.executable, "-m", *words], log)
 
 
 def srun_words(nodes: Sequence[str], name: str, cpus: str) -> list[str]:
-    """srun of one task a node, beside other steps, for which Slurm would let it wait, or refuse it, without --overlap --mem=0."""
+    """Return the srun command for one task per node next to other steps.
+
+    Without --overlap and --mem=0, Slurm would delay or refuse the step.
+    """
     number = len(nodes)
     words = [
         "srun",
@@ -415,10 +473,12 @@ def srun_words(nodes: Sequence[str], name: str, cpus: str) -> list[str]:
 
 
 def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
-    """A container's part of the command: options of srun (pyxis), and words before the ranks' command (apptainer).
+    """Return a container's part of the command: srun options (pyxis), and words before the ranks'
+    command (apptainer).
 
-    The folders of the job, of the item and the profile's shared ones are mounted under their own names, beside the profile's mounts. Of a
-    variable that the image sets, too, the image's value would hold: those that matter are set again inside.
+    The folders of the job and the item and the profile's shared ones are mounted at the same paths,
+    in addition to the profile's mounts. If the image sets a variable too, the image's value would
+    win, so the important ones are set again inside.
     """
     job, profile = attempt.job, attempt.job.profile
     container: Mapping[str, Any] = profile.get("container") or {}
@@ -462,7 +522,7 @@ def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """The paths, without doubles and those that lie below another one."""
+    """Return the paths without duplicates and without those below another one."""
     unique = [path.rstrip("/") or "/" for path in dict.fromkeys(paths)]
     return [
         path
@@ -472,5 +532,5 @@ def _outermost(paths: Sequence[str]) -> list[str]:
 
 
 def _literal(path: Path) -> str:
-    """A path in srun's file name patterns."""
+    """Escape a path for srun's file name patterns."""
     return str(path).replace("\\", "\\\\").replace("%", "%%")

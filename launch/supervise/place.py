@@ -1,6 +1,8 @@
-"""Where ranks run, as the supervisor's loop sees it, and the place that is this machine; `on_slurm` has the other.
+"""Interface of a place that runs ranks, and its implementation for this machine. `on_slurm` has the
+one for Slurm.
 
-Standard library alone: it runs inside jobs, from the snapshot. The loop decides; a place starts, signals, ends, and says what it sees.
+Standard library alone: it runs inside jobs, from the snapshot. The supervisor's loop decides; a
+place starts, signals and ends the ranks, and reports observations.
 """
 
 from __future__ import annotations
@@ -36,90 +38,124 @@ class Attempt:
     job: Job
     item: Item
     nodes: tuple[str, ...]  # the nodes of this attempt; the first is the head node
-    environment: Mapping[
-        str, str
-    ]  # the ranks' whole environment, LAUNCH_ATTEMPT=FOLDER among it, and secrets: never written anywhere
+    # The ranks' complete environment, with LAUNCH_ATTEMPT=FOLDER and secrets: never write it to a
+    # file.
+    environment: Mapping[str, str]
 
 
 class PlaceError(Exception):
-    """The place could not do what it was asked (no allocation, Slurm refused): one line. The loop treats it as a failure of the attempt."""
+    """A place could not perform a request (no allocation, Slurm refused). The message is one line.
+
+    The loop treats it as a failure of the attempt.
+    """
 
 
 class Unreachable(PlaceError):
-    """The queue does not answer: this passes."""
+    """The queue does not answer, which is temporary."""
 
 
 class Running(Protocol):
-    """The ranks of an attempt, between their start and their end."""
+    """The running ranks of an attempt."""
 
     def poll(self) -> int | None:
-        """The exit code of the whole (torchrun's, srun's; 128 + n for a signal), once no process is left; None before. Does not wait."""
+        """Return the exit code of torchrun or srun (128 + n for a signal) once no process is left,
+        otherwise None. Do not wait.
+        """
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank's keeper (USR1: save and end; USR2: dump stacks; TERM). Never raises: ranks may be gone."""
+        """Send a signal to every rank's keeper (USR1: save and end; USR2: dump stacks; TERM). Never
+        raise: ranks may have ended.
+        """
 
     def kill(self) -> None:
-        """End every process with SIGKILL, on all nodes, and return once they are gone, or after a minute if a node does not answer."""
+        """End every process on all nodes with SIGKILL. Return once they have ended, or after a
+        minute if a node does not answer.
+        """
 
 
 class Place:
-    """Where an item runs; what it says of a queue is that there is none."""
+    """A place that runs an item. The base class implements a place without a queue."""
 
-    job_id: str | None = None  # Slurm's; of an array's task ARRAY_TASK
-    restart_count = 0  # how often Slurm requeued this job
-    can_requeue = False  # whether `requeue` can get other nodes and another time limit
+    job_id: str | None = None  # Slurm's; ARRAY_TASK for a task of an array
+    restart_count = 0  # number of requeues by Slurm
+    can_requeue = False  # True if `requeue` can get other nodes and a new time limit
 
     def nodes(self) -> tuple[str, ...]:
-        """The nodes to run on, the head node first. Raises PlaceError."""
+        """Return the nodes to run on, the head node first.
+
+        Raises:
+            PlaceError: the nodes are not known or not suitable.
+        """
         raise NotImplementedError
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
-        """Run the pre-flight check (`launch.node.checks`) on every node; node -> its faults, empty for a sound one.
+        """Run the pre-flight check (`launch.node.checks`) on every node and return node -> faults,
+        empty for a sound node.
 
-        A node that does not answer within health.timeout_seconds has that as its fault. The reports are in ATTEMPT/health/NODE.json.
+        A node that does not answer within health.timeout_seconds has that as its fault. The reports
+        are in ATTEMPT/health/NODE.json.
         """
         raise NotImplementedError
 
     def start(self, attempt: Attempt) -> Running:
-        """Start the ranks (`agent_command`). Raises PlaceError.
+        """Start the ranks (`agent_command`).
 
-        The agents' own output goes to ATTEMPT/logs/agents.log, or a file a node, agents_NODE.log.
+        The agents' output is written to ATTEMPT/logs/agents.log, or to one file per node,
+        agents_NODE.log.
+
+        Raises:
+            PlaceError: the ranks cannot be started.
         """
         raise NotImplementedError
 
     def down_nodes(self) -> dict[str, str]:
-        """Nodes of the allocation that are down, failing or draining now -> the reason. Empty when nothing is known. Never raises."""
+        """Return node -> reason of the allocated nodes that are down, failing or draining. Empty if
+        unknown. Never raise.
+        """
         return {}
 
     def cancelled(self) -> bool:
-        """Whether the queue says that a person cancelled this job; asked after SIGTERM. Never raises; False where nothing is known."""
+        """Return True if the queue reports that a user cancelled this job. False if unknown. Never
+        raise. Called after SIGTERM.
+        """
         return False
 
     def taken(self) -> bool | None:
-        """Whether the queue takes the allocation away (preemption, a requeue, a lost node); asked once after a bad end. Never raises.
+        """Return True if the queue takes the allocation away (preemption, a requeue, a lost node).
+        Never raise.
 
-        False: the job ends for a reason of its own, such as its time limit; None: nothing is known of an end.
+        False: the job ends for another reason, such as its time limit. None: no end is known.
+        Called once after a bad end.
         """
         return None
 
     def enough_without(self, exclude: Sequence[str]) -> bool:
-        """Whether the job could still get its nodes if it were never given those. Never raises; False where nothing is known."""
+        """Return True if the job could still get its nodes without these. False if unknown. Never
+        raise.
+        """
         return False
 
     def requeue(self, exclude: Sequence[str]) -> None:
-        """Put this job back into the queue, never again on the nodes `exclude`, if enough are left. Raises PlaceError, Unreachable.
+        """Requeue this job without the nodes `exclude`, if enough others are left. Slurm then ends
+        this process.
 
-        Ends this process (Slurm kills it): it returns, or raises, only where that failed.
+        The call returns or raises only if that failed.
+
+        Raises:
+            PlaceError: the requeue failed.
+            Unreachable: the queue does not answer.
         """
         raise PlaceError(
-            f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}"
+            f"this machine has no queue, and no nodes other than {', '.join(exclude) or 'this'}"
         )
 
 
 def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | None) -> list[str]:
-    """What runs once on each node: torchrun with static rendezvous at head:port, or the rank itself where the job takes no torchrun.
+    """Return the command that runs once on each node: torchrun with static rendezvous at head:port,
+    or the rank without torchrun.
 
-    With node_rank None torchrun takes its node's number from the environment variable PET_NODE_RANK.
+    With node_rank None, torchrun takes its node's number from the environment variable
+    PET_NODE_RANK.
     """
     job = attempt.job
     rank = [
@@ -150,7 +186,7 @@ def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | No
 
 
 def address(node: str) -> str:
-    """A node's name, or, where that does not resolve here, the address by which Slurm reaches it, if it knows one."""
+    """Return a node's name, or the address by which Slurm reaches it if it does not resolve."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -172,15 +208,20 @@ class LocalPlace(Place):
         self.job = job
 
     def nodes(self) -> tuple[str, ...]:
-        """This machine. Raises PlaceError where the job asks for more than one."""
+        """Return this machine.
+
+        Raises:
+            PlaceError: the job needs more than one node.
+        """
         if self.job.nodes != 1:
             raise PlaceError(
-                f"the job asks for {self.job.nodes} nodes, and this is one machine; --nodes 1, or a profile with scheduler: slurm"
+                f"the job needs {self.job.nodes} nodes, and this is one machine; --nodes 1, or a "
+                "profile with scheduler: slurm"
             )
         return (node_name(),)
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
-        """Run the pre-flight check here; see `Place.check_nodes`."""
+        """Run the pre-flight check on this machine; see `Place.check_nodes`."""
         folder, health = attempt.folder / "health", self.job.profile.get("health") or {}
         folder.mkdir(exist_ok=True)
         command = check_command(
@@ -191,13 +232,17 @@ class LocalPlace(Place):
             check = started(command, log, cwd=self.job.working_directory, env=attempt.environment)
         except OSError as error:
             return {attempt.nodes[0]: [f"the check cannot be started: {reason(error)}"]}
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the missing report says it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the missing report shows it
             check.wait(float(health.get("timeout_seconds") or 180.0))
         check.kill()
         return {node: report.faults for node, report in read_reports(folder, attempt.nodes).items()}
 
     def start(self, attempt: Attempt) -> LocalRanks:
-        """Start torchrun, or the only rank. Raises PlaceError."""
+        """Start torchrun, or the only rank.
+
+        Raises:
+            PlaceError: it cannot be started.
+        """
         log, tied = (
             attempt.folder / "logs" / "agents.log",
             functools.partial(_in_the_agent, os.getpid()),
@@ -217,7 +262,11 @@ class LocalPlace(Place):
 
 
 def started(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[bytes]:
-    """A command, started in a session of its own; what it says is added to a log. Raises OSError."""
+    """Start a command in a new session. Its output is appended to a log.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         return subprocess.Popen(
@@ -231,7 +280,9 @@ def started(command: Sequence[str], log: Path, **options: Any) -> subprocess.Pop
 
 
 def _in_the_agent(supervisor: int) -> None:
-    """Between fork and exec: die with the supervisor; the ranks' signals are not the agent's own."""
+    """Between fork and exec: die with the supervisor, and ignore the signals that are meant for
+    ranks.
+    """
     die_with(supervisor, signal.SIGKILL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -245,7 +296,9 @@ class LocalRanks:
         self._over_since: float | None = None
 
     def poll(self) -> int | None:
-        """See `Running.poll`. What the agent leaves running is ended after a moment."""
+        """Return the exit code; see `Running.poll`. Processes that the agent leaves running are
+        killed after a while.
+        """
         code = self._agent.poll()
         if code is None:
             return None
@@ -253,19 +306,18 @@ class LocalRanks:
         self._over_since = self._over_since or now
         left = processes(self.attempt.folder)
         if left and now - self._over_since < _GONE_SECONDS:
-            if (
-                now - self._over_since > 10.0
-            ):  # launch.node.rank ends what its command leaves behind within that
+            if now - self._over_since > 10.0:
+                # launch.node.rank ends its command's left-over processes within this time.
                 send(left, signal.SIGKILL)
             return None
         return 128 - code if code < 0 else code
 
     def signal(self, number: int) -> None:
-        """See `Running.signal`."""
+        """Send a signal to every rank's keeper; see `Running.signal`."""
         send(keepers(self.attempt.folder), number)
 
     def kill(self) -> None:
-        """See `Running.kill`."""
+        """End every process of the attempt; see `Running.kill`."""
         deadline = time.monotonic() + _GONE_SECONDS
         while time.monotonic() < deadline:
             left = processes(self.attempt.folder)
@@ -277,7 +329,9 @@ class LocalRanks:
 
 
 def end_orphans(folders: Sequence[Path]) -> int:
-    """End the processes that earlier attempts left on this machine when their supervisor was killed: how many there were."""
+    """End the processes that earlier attempts left on this machine when their supervisor was
+    killed. Return their number.
+    """
     mine = [
         folder
         for folder in folders
@@ -289,7 +343,7 @@ def end_orphans(folders: Sequence[Path]) -> int:
 
 
 def processes(folder: Path) -> list[int]:
-    """The processes on this machine, zombies aside, that belong to the attempt of a folder."""
+    """Return the processes on this machine, except zombies, that belong to a folder's attempt."""
     mine = [
         pid
         for pid in _others()
@@ -299,7 +353,7 @@ def processes(folder: Path) -> list[int]:
 
 
 def keepers(folder: Path) -> list[int]:
-    """The processes on this machine that keep a rank of the attempt of a folder."""
+    """Return the rank keepers on this machine that belong to the attempt of a folder."""
     return [
         pid
         for pid in _others()
@@ -314,14 +368,14 @@ def _others() -> list[int]:
 
 
 def words_of(pid: int, what: str = "cmdline") -> list[bytes]:
-    """The command line of a process, or its environment; empty where it cannot be seen."""
+    """Return a process's command line, or its environment, as words. Empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
     return []
 
 
 def send(pids: Sequence[int], number: int) -> None:
-    """Send a signal to processes, those that are gone passed over."""
+    """Send a signal to processes, skipping those that have ended."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -1,26 +1,36 @@
-"""What to do after an attempt, as a pure function of how the attempts ended. Standard library alone: it runs inside jobs.
+"""Decision after an attempt, as a pure function of the ends of all attempts.
 
-The rules, in the order in which they hold:
+Standard library alone: it runs inside jobs. The rules, in order of precedence:
 
-    someone asked the item to stop        stop
-    finished                              finish
-    wrong input                           stop: another attempt says the same; unless one made progress with it: then a folder may be
-                                          missing on a node, and it is a failure as any other. On one host of several alone it is that
-                                          node's failure; on another host, too, later: wrong input
-    the loss stayed non-finite            stop with the diagnosis: another attempt computes the same
-    too many attempts                     stop
-    the allocation was taken away         requeue: no failure, not counted
-    an excluded node was allocated        requeue without it
-    saved at a signal                     requeue; without a queue: stop, or go on here if only a restart was asked for;
-                                          more than max_failures times in a row without progress (of a run): stop with the diagnosis
-    the run directory is in use           wait and restart; not counted up to `BUSY_TIMES` in a row and `BUSY_SECONDS`, then a failure
-    the same failure same_failure times in a row at the same step (but a hang or an error of NCCL before an attempt's first step, which
-    a requeue may cure); the same at any step max_failures times in a row, within `KEEP_SECONDS`; more failures without progress than
-    max_failures                          stop with the diagnosis
-    any other failure                     restart after a back-off that doubles until there is progress;
-                                          on other nodes where one is down, unhealthy, or failed node_failures times
+    a user stopped the item             stop
+    finished                            finish
+    wrong input                         stop: another attempt would fail the same way. Exceptions:
+                                        an attempt made progress with this input, so a folder may be
+                                        missing on a node (an ordinary failure); only one of several
+                                        hosts reports it (a failure of that node, unless another
+                                        host reports it later)
+    the loss stayed non-finite          stop with the diagnosis: another attempt computes the same
+    too many attempts                   stop
+    the allocation was taken away       requeue; not counted as a failure
+    an excluded node was allocated      requeue without it
+    saved at a signal                   requeue; without a queue: stop, or restart if the signal
+                                        requested only that; more than max_failures times in a row
+                                        without progress (of a run): stop with the diagnosis
+    the run directory is in use         wait and restart; not counted up to `BUSY_TIMES` in a row
+                                        and `BUSY_SECONDS`, then a failure
+    repeated failure                    stop with the diagnosis, if one of these holds:
+                                        - the same failure same_failure times in a row at the same
+                                          step (except a hang or an NCCL error before an attempt's
+                                          first step, which a requeue may cure)
+                                        - the same failure at any step max_failures times in a row
+                                          within `KEEP_SECONDS`
+                                        - more than max_failures failures without progress
+    any other failure                   restart after a back-off that doubles until progress is
+                                        made; on other nodes if one is down, unhealthy, or failed
+                                        node_failures times
 
-What is held against a node is no failure of the program: it makes no "same failure".
+A failure that is attributed to a node is not a failure of the program and does not count as
+"the same failure".
 """
 
 from __future__ import annotations
@@ -35,33 +45,36 @@ from typing import Any
 from fem_common.exits import Exit
 from fem_common.settings import setting
 
-KEEP_SECONDS = 3 * 86400.0  # a node's failures are held against it for so long
-# Kinds of failure that say something of the program, so that the same one twice in a row will come again.
+KEEP_SECONDS = 3 * 86400.0  # how long a failure counts against its node
+# Kinds of failure that concern the program: the same one twice in a row will occur again.
 OF_THE_PROGRAM = ("exit", "signal", "hang", "memory", "nccl", "config")
 OF_THE_NODE = ("node", "health", "lost")
-OF_THE_PLACES = ("hang", "nccl")  # other nodes may do better, where it was before the first step
+OF_THE_PLACES = ("hang", "nccl")  # before the first step, other nodes may avoid it
 FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count
-BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # so long the run directory may be in use
-MISPLACED_TIMES = 3  # in a row: then the nodes are taken as they are
+BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # limits for a run directory in use
+MISPLACED_TIMES = 3  # in a row; then the nodes are accepted
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a run that failed starts again: the profile's ``restarts``."""
+    """Limits on restarts after failures: the profile's ``restarts``."""
 
     max_failures: int = setting(
         5, "Failures without a new checkpoint in between before giving up.", least=0
     )
     max_attempts: int = setting(
-        500, "Attempts of a run, the ones that were stopped by a signal included.", least=1
+        500, "Attempts of a run, including those that a signal stopped.", least=1
     )
     same_failure: int = setting(
         2,
-        "The same failure at the same step this often in a row: gives up with a diagnosis; 0: never.",
+        (
+            "Give up with a diagnosis after the same failure at the same step this many times in a "
+            "row; 0: never."
+        ),
         least=0,
     )
     node_failures: int = setting(
-        2, "Failures of the same node before runs keep away from it; 0: never.", least=0
+        2, "Failures of the same node after which runs no longer use it; 0: never.", least=0
     )
     back_off_seconds: float = setting(
         30.0, "Wait before the first restart; doubles with every failure without progress.", least=0
@@ -71,62 +84,64 @@ class Limits:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed: the first of its ranks that did, or its node."""
+    """Cause of an attempt's failure: its first failing rank, or its node."""
 
-    kind: str  # exit | signal | hang | node | health | config | diverged | memory | nccl | lost | busy | place
+    # exit | signal | hang | node | health | config | diverged | memory | nccl | lost | busy | place
+    kind: str
     message: str  # one line
     rank: int | None = None
     host: str | None = None
-    step: int | None = None  # the last whole step
+    step: int | None = None  # last complete step
     exit: int | None = None  # 128 + n for a signal
 
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended."""
+    """End of an attempt."""
 
-    outcome: str  # finished | saved | interrupted | misplaced | failed | hang | unhealthy | lost | cancelled | busy
+    # finished | saved | interrupted | misplaced | failed | hang | unhealthy | lost | cancelled |
+    # busy
+    outcome: str
     failure: Failure | None = None
     progress: bool = False  # a later checkpoint than it started from
     time: float = 0.0  # unix time of the end
-    stopped: bool = False  # the decision after it was to stop: what came before is forgiven to whoever starts it again
+    # the decision after it was to stop; a later start by a user ignores all attempts up to it
+    stopped: bool = False
     stepped: bool = True  # it did a step
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What holds at the time of the decision."""
+    """Circumstances at the time of the decision."""
 
-    stop: str | None = None  # someone asked the item to stop: why
-    ending: bool = False  # a signal said that the allocation, or this process, ends soon
-    restart: bool = False  # ... and was only to save and start again
+    stop: str | None = None  # why a user stopped the item
+    ending: bool = False  # a signal announced the end of the allocation or of this process
+    restart: bool = False  # the signal requested only to save and restart
     can_requeue: bool = False
-    down: Mapping[str, str] = field(
-        default_factory=dict
-    )  # nodes of the allocation that cannot be used -> why
-    unhealthy: Mapping[str, str] = field(
-        default_factory=dict
-    )  # nodes that failed the pre-flight check -> the first fault
-    nodes: int = 1  # of the attempt
-    checkpoints: bool = True  # progress can be seen; of a command it cannot
+    # Nodes of the allocation that cannot be used -> reason.
+    down: Mapping[str, str] = field(default_factory=dict)
+    # Nodes that failed the pre-flight check -> first fault.
+    unhealthy: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1  # number of the attempt's nodes
+    checkpoints: bool = True  # the job has checkpoints that show progress; commands have none
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now."""
+    """Action to take after an attempt."""
 
     action: str  # finish | restart | requeue | stop
     reason: str  # one line
     delay_seconds: float = 0.0
     exclude: tuple[str, ...] = ()  # nodes not to be used again
-    cordon: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of these, the nodes that no run of ours should get -> why
-    gave_up: bool = False  # a stop that holds until a person has looked: the item is not to be started again by itself
+    # Those of `exclude` that no run should get -> reason.
+    cordon: Mapping[str, str] = field(default_factory=dict)
+    # the item must not restart until a user has intervened
+    gave_up: bool = False
 
 
 def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Decision:
-    """What to do after the attempts of ``history`` (not empty; oldest first)."""
+    """Return the decision after the attempts of ``history`` (not empty; oldest first)."""
     recent = since_stop(history)
     last = recent[-1]
     if last.outcome == "finished":
@@ -136,15 +151,18 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
     if last.outcome == "cancelled":
         return Decision("stop", "cancelled")
     if last.failure is not None and _is_wrong_input(recent):
-        # No mark that only `requeue` removes: who has mended the input gives the same command again.
+        # No mark that only `requeue` removes: after correcting the input, a user gives the same
+        # command again.
         return Decision("stop", f"the input is wrong, and stays so: {describe(last.failure)}")
     if last.failure is not None and last.failure.kind == "diverged":
         return _give_up(
-            f"the loss stayed non-finite, and another attempt would compute the same: {describe(last.failure)}"
+            "the loss stayed non-finite, and another attempt would compute the same: "
+            f"{describe(last.failure)}"
         )
     if len(recent) >= limits.max_attempts:
         return _give_up(
-            f"{len(recent)} attempts, as many as restarts.max_attempts allows; {describe(last.failure)}"
+            f"{len(recent)} attempts, as many as restarts.max_attempts allows; "
+            f"{describe(last.failure)}"
         )
     if last.outcome == "interrupted":
         return _leave(situation, "the allocation was taken away")
@@ -165,7 +183,9 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
 
 
 def _is_wrong_input(recent: Sequence[End]) -> bool:
-    """Whether the last attempt ended for wrong input that no attempt made progress with, and that is not one node's alone."""
+    """Return True if the last attempt ended for wrong input, no attempt made progress with it, and
+    not one node alone reports it.
+    """
     last = recent[-1].failure
     if last is None or any(end.progress for end in recent):
         return False
@@ -184,10 +204,12 @@ def _give_up(reason: str) -> Decision:
 
 
 def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
+    """Return the decision after an attempt that was saved at a signal."""
     idle = saves_without_progress(recent)
     if situation.checkpoints and idle > limits.max_failures and idle > 1:
         return _give_up(
-            f"saved {idle} times in a row without a new checkpoint (restarts.max_failures: {limits.max_failures}): the time limit is too"
+            f"saved {idle} times in a row without a new checkpoint (restarts.max_failures: "
+            f"{limits.max_failures}): the time limit is too"
             " short to reach one"
         )
     if situation.can_requeue:
@@ -200,7 +222,7 @@ def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> 
 
 
 def _leave(situation: Situation, why: str) -> Decision:
-    """The end of the allocation, or of this process, is near, or here: no new attempt in it."""
+    """Return the decision when the allocation or process ends: it makes no new attempt."""
     if situation.can_requeue:
         return Decision("requeue", why)
     return (
@@ -211,6 +233,7 @@ def _leave(situation: Situation, why: str) -> Decision:
 
 
 def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
+    """Return the decision after a failed attempt."""
     failure, count = recent[-1].failure, failures_since_progress(recent)
     told = describe(failure)
     again, anywhere = repetitions(recent), repetitions(recent, anywhere=True)
@@ -225,7 +248,8 @@ def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) 
     if count > limits.max_failures:
         allowed = f"(restarts.max_failures: {limits.max_failures})"
         return _give_up(
-            f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: {told}"
+            f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: "
+            f"{told}"
         )
     if anywhere >= max(2, limits.max_failures):
         return _give_up(f"the same failure {anywhere} times in a row: {told}")
@@ -253,9 +277,10 @@ def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) 
 
 
 def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation) -> dict[str, str]:
-    """Nodes that this item is not to get again -> why. Where every one of several nodes is unhealthy, the check is to blame.
+    """Return node -> reason of the nodes that this item must not get again.
 
-    A node that is down is left to Slurm, which gives it to nobody until it is back.
+    If all of several nodes are unhealthy, the check is blamed and none is excluded for it. A node
+    that is down is left to Slurm, which allocates it to no job until it is back.
     """
     leave: dict[str, str] = {}
     if situation.nodes == 1 or len(situation.unhealthy) < situation.nodes:
@@ -270,20 +295,24 @@ def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation)
 
 
 def _failures_of_nodes(recent: Sequence[End]) -> dict[str, list[End]]:
-    """The failures held against each node, of late."""
+    """Return the recent failures attributed to each node."""
     now = recent[-1].time
     against: dict[str, list[End]] = {}
     for end in recent:
         node = blamed(end.failure)
         if node is not None and now - end.time <= KEEP_SECONDS:
             against.setdefault(node, []).append(end)
-    # A node with an old record that had no part in this end is left to the cordon file.
+    # Only the node of the last failure is considered. A node with older failures is left to the
+    # cordon file.
     last = blamed(recent[-1].failure)
     return {node: ends for node, ends in against.items() if node == last}
 
 
 def blamed(failure: Failure | None) -> str | None:
-    """The node that a failure is held against, or None: a crash of the program says nothing of the node that it was seen on first."""
+    """Return the node that a failure is attributed to, or None.
+
+    A crash of the program is not evidence against the node on which it was first seen.
+    """
     if failure is None or failure.host is None:
         return None
     killed = failure.kind == "signal" and failure.exit in (Exit.KILLED, 128 + signal.SIGBUS)
@@ -291,7 +320,10 @@ def blamed(failure: Failure | None) -> str | None:
 
 
 def since_stop(history: Sequence[End]) -> Sequence[End]:
-    """The attempts since a person last started the item; those that found its directory in use for too long are failures."""
+    """Return the attempts since a user last started the item.
+
+    Attempts that found the run directory in use for too long become failures.
+    """
     start = next(
         (index + 1 for index in range(len(history) - 2, -1, -1) if history[index].stopped), 0
     )
@@ -310,7 +342,10 @@ def since_stop(history: Sequence[End]) -> Sequence[End]:
 
 
 def failures_since_progress(recent: Sequence[End]) -> int:
-    """Failed attempts since the last one that left a later checkpoint; that one, if it failed, counts as the first."""
+    """Return the number of failed attempts since the last one that left a later checkpoint.
+
+    That attempt counts as the first if it failed.
+    """
     count = 0
     for end in reversed(recent):
         count += end.outcome in FAILED
@@ -320,13 +355,15 @@ def failures_since_progress(recent: Sequence[End]) -> int:
 
 
 def saves_without_progress(recent: Sequence[End]) -> int:
-    """How often in a row, the last time included, an attempt was saved at a signal and left no later checkpoint."""
+    """Return how many attempts in a row, up to the last, were saved at a signal without a later
+    checkpoint.
+    """
     idle = takewhile(lambda end: not end.progress and end.outcome not in FAILED, reversed(recent))
     return sum(end.outcome == "saved" for end in idle)
 
 
 def misplaced(history: Sequence[End]) -> int:
-    """How often in a row, the last time included, an excluded node was allocated."""
+    """Return how many times in a row, up to the last attempt, an excluded node was allocated."""
     return len(
         list(
             takewhile(lambda end: end.outcome == "misplaced" and not end.stopped, reversed(history))
@@ -335,9 +372,10 @@ def misplaced(history: Sequence[End]) -> int:
 
 
 def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
-    """How often in a row the program failed in the same way, the last time included; what says nothing of the program is passed over.
+    """Return how many times in a row, up to the last attempt, the program failed in the same way.
 
-    ``anywhere``: at whatever step, but not longer ago than `KEEP_SECONDS`.
+    Attempts that are no evidence about the program are skipped. With ``anywhere``, the step may
+    differ, but only failures of the last `KEEP_SECONDS` count.
     """
     count, last = 0, _signature(recent[-1], anywhere)
     if last is None:
@@ -353,6 +391,9 @@ def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
 
 
 def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
+    """Return (kind, normalised message, step) of a failure of the program, or None for other
+    failures.
+    """
     failure = end.failure
     if (
         end.outcome not in ("failed", "hang")
@@ -362,18 +403,21 @@ def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
     ):
         return None
     if failure.kind == "signal" and failure.exit == Exit.KILLED:
-        return None  # by the kernel, a person or the node's end: nothing that is sure to come again
+        # The kernel, a user or the node's end killed it, which need not happen again.
+        return None
     return failure.kind, normalised(failure.message), None if anywhere else failure.step
 
 
 def back_off(failures: int, limits: Limits) -> float:
-    """Seconds to wait after so many failures without progress (1 or more)."""
+    """Return the seconds to wait after this many failures without progress (1 or more)."""
     doubled = limits.back_off_seconds * 2.0 ** min(failures - 1, 60)
     return min(doubled, max(limits.back_off_max_seconds, 0.0))
 
 
 def normalised(message: str) -> str:
-    """A message without what differs between two occurrences of one failure: addresses, paths, numbers."""
+    """Replace addresses, paths and numbers in a message, which differ between two occurrences of
+    one failure.
+    """
     for pattern, stand_in in (
         (r"0x[0-9a-fA-F]+", "ADDRESS"),
         (r"(?:/[\w.+@~-]+)+/?", "PATH"),
@@ -384,7 +428,7 @@ def normalised(message: str) -> str:
 
 
 def describe(failure: Failure | None) -> str:
-    """A failure in one line."""
+    """Return a failure in one line."""
     if failure is None:
         return "no failure is known"
     places = {"rank": failure.rank, "on": failure.host or None, "after step": failure.step}
@@ -393,7 +437,7 @@ def describe(failure: Failure | None) -> str:
 
 
 def limits_of(restarts: Mapping[str, Any]) -> Limits:
-    """The limits in a profile's ``restarts``; what it does not name has its default."""
+    """Return the limits in a profile's ``restarts``, with defaults for missing keys."""
     return Limits(
         **{name: restarts[name] for name in Limits.__dataclass_fields__ if name in restarts}
     )

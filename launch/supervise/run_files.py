@@ -1,4 +1,6 @@
-"""An item's files as its supervisor reads and writes them: the run's own progress and metrics, and the attempts. Standard library alone."""
+"""Files of an item that its supervisor reads and writes: the run's progress and metrics, and the
+attempts. Standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,21 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})$")
 
 @dataclass(frozen=True)
 class Sight:
-    """A look at a run's files."""
+    """State of a run's files at one moment."""
 
-    state: (
-        str | None
-    )  # starting | running | complete | stopped | failed; None where nothing is known
-    step: int | None  # the last whole step
+    # starting | running | complete | stopped | failed; None if unknown
+    state: str | None
+    step: int | None  # last complete step
     checkpoint: int | None  # the newest checkpoint's step
     message: str | None
-    writer: tuple[
-        Any, ...
-    ]  # who wrote progress.json, and when: tells one attempt's words from another's
+    # Writer and time of progress.json, which distinguish the attempts.
+    writer: tuple[Any, ...]
     metrics: int  # bytes of metrics.jsonl
     said: int | None = None  # the step in progress.json
 
 
 def look(directory: Path) -> Sight:
-    """How the run in a directory stands, by its own files."""
+    """Read the state of the run in a directory from its own files."""
     progress = read(directory / "progress.json") or {}
     metrics, size = directory / "metrics.jsonl", 0
     said = step if isinstance(step := progress.get("step"), int) else None
@@ -62,7 +62,9 @@ def look(directory: Path) -> Sight:
 
 
 def has_stepped(before: Sight, now: Sight) -> bool:
-    """Whether a step was done between two looks: lines of steps that an earlier attempt left do not count."""
+    """Return True if a step was done between two reads. Lines of steps that an earlier attempt left
+    do not count.
+    """
     ours = (
         now.writer != before.writer and now.said is not None and now.said > (before.checkpoint or 0)
     )
@@ -70,14 +72,16 @@ def has_stepped(before: Sight, now: Sight) -> bool:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A small JSON file's object; None where there is none, or where the file system does not answer for a moment."""
+    """Return a small JSON file's object, or None if it is missing or the file system does not
+    answer for a moment.
+    """
     with suppress(OSError):
         return read_json(path)
     return None
 
 
 def newest_checkpoint(directory: Path) -> int | None:
-    """The step of the newest complete checkpoint, or None."""
+    """Return the step of the newest complete checkpoint, or None."""
     try:
         names = os.listdir(directory / "checkpoints")
     except OSError:
@@ -85,14 +89,15 @@ def newest_checkpoint(directory: Path) -> int | None:
     return max((int(match[1]) for match in map(_CHECKPOINT.match, names) if match), default=None)
 
 
-# Variables of whoever started the supervisor that would mislead its ranks: another array's, another torchrun's, another MPI job's.
+# Variables of the supervisor's environment that would mislead its ranks: those of another array,
+# another torchrun, another MPI job.
 _FOREIGN = ("SLURM_ARRAY_", "TORCHELASTIC_", "PET_", "MASTER_", "ROLE_", "GROUP_")
 _FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Record:
-    """attempt.json. Times are unix times; steps are None where there is no run to have any."""
+    """Contents of attempt.json. Times are unix times; steps are None for a command."""
 
     attempt: int
     started: float
@@ -100,8 +105,8 @@ class Record:
     restart_count: int
     nodes: tuple[str, ...]
     world_size: int
-    host: str  # of the supervisor
-    pid: int  # of the supervisor
+    host: str  # the supervisor's
+    pid: int  # the supervisor's
     ended: float | None = None
     outcome: str | None = None  # see `policy.End`
     step_start: int | None = None
@@ -110,19 +115,19 @@ class Record:
     checkpoint_end: int | None = None
     failure: Failure | None = None
     decision: dict[str, Any] | None = None  # {"action", "delay_seconds", "exclude", "reason"}
-    removed: str | None = None  # why its folder has no other files
+    removed: str | None = None  # why its other files were removed
     folder: Path = field(default=Path(), compare=False)
 
     @property
     def progress(self) -> bool:
-        """Whether the attempt left a later checkpoint than it started from."""
+        """True if the attempt left a later checkpoint than it started from."""
         return self.checkpoint_end is not None and self.checkpoint_end > (
             -1 if self.checkpoint_start is None else self.checkpoint_start
         )
 
     @property
     def end(self) -> End:
-        """The attempt as the policy sees it."""
+        """The attempt's end in the form that the policy takes."""
         stopped = (self.decision or {}).get("action") == "stop"
         stepped = self.step_end is not None and self.step_end != (self.step_start or 0)
         return End(
@@ -141,7 +146,7 @@ class Record:
         write_json(self.folder / "attempt.json", values)
 
     def decided(self, decision: Decision) -> Record:
-        """The record with a decision; saved."""
+        """Return the record with a decision, after saving it."""
         told = {
             "action": decision.action,
             "delay_seconds": decision.delay_seconds,
@@ -153,11 +158,16 @@ class Record:
 
 
 def records(directory: Path) -> list[Record]:
-    """An item's attempts, oldest first; a folder without a readable attempt.json (its supervisor died within a moment) is passed over."""
+    """Return an item's attempts, oldest first.
+
+    A folder without a readable attempt.json is skipped: its supervisor died right after creating
+    it.
+    """
     return [record for folder in attempts(directory) if (record := _read(folder)) is not None]
 
 
 def _read(folder: Path) -> Record | None:
+    """Return the record in an attempt's folder, or None if it is missing or invalid."""
     raw = read_json(folder / "attempt.json") or {}
     known = {entry.name for entry in fields(Record)} - {"folder"}
     values = {name: value for name, value in raw.items() if name in known}
@@ -171,11 +181,17 @@ def _read(folder: Path) -> Record | None:
 
 
 def close_lost(directory: Path, found: list[Record], trouble: str | None = None) -> list[Record]:
-    """The attempts, those that no supervisor closed now closed as lost: it was killed, or its host went down, or it had ``trouble``."""
+    """Return the attempts, after closing as lost those that no supervisor closed.
+
+    The supervisor was killed, its host crashed, or it had the error in ``trouble``.
+    """
     closed = []
     for record in found:
         if record.ended is None:
-            killed = f"the supervisor ended without a word (process {record.pid} on {record.host}): killed, or its host went down"
+            killed = (
+                f"the supervisor ended without a report (process {record.pid} on {record.host}): "
+                "killed, or its host failed"
+            )
             failure, newest = Failure("lost", trouble or killed), newest_checkpoint(directory)
             record = replace(
                 record, ended=time.time(), outcome="lost", failure=failure, checkpoint_end=newest
@@ -185,21 +201,23 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
     return closed
 
 
-KEPT_FIRST, KEPT_LAST = (
-    5,
-    20,
-)  # attempts that keep all files; the others keep attempt.json, which is all that decisions need
-PRUNE_SECONDS = 10.0  # at most, to delay no attempt; the next one continues
+# Number of first and last attempts that keep all files. All others keep only attempt.json, which
+# contains all that decisions need.
+KEPT_FIRST, KEPT_LAST = 5, 20
+PRUNE_SECONDS = 10.0  # limit, so that no attempt is delayed; the next call continues
 
 
 def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
-    """Remove all files but attempt.json of the attempts between the first and the last ones, as a new one begins; the updated records.
+    """Remove all files but attempt.json of the attempts between the first and the last ones, and
+    return the updated records.
 
-    An attempt that is not closed, or whose folder is a symbolic link, is skipped. What cannot be removed is reported through ``say``, and
+    It is called when a new attempt begins. An attempt that is not closed, or whose folder is a
+    symbolic link, is skipped. Files that cannot be removed are reported through the callback, and
     tried again at the next attempt.
     """
     kept, end = list(found), time.monotonic() + PRUNE_SECONDS
-    for index in range(KEPT_FIRST, len(kept) - (KEPT_LAST - 1)):  # the new one is among the last
+    # the new one counts as one of the last
+    for index in range(KEPT_FIRST, len(kept) - (KEPT_LAST - 1)):
         record = kept[index]
         if record.ended is None or record.removed or record.folder.is_symlink():
             continue
@@ -211,10 +229,13 @@ def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
                     (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(
                         entry.path
                     )
-            removed = f"an item keeps the files of its first {KEPT_FIRST} and its last {KEPT_LAST} attempts"
+            removed = (
+                f"an item keeps the files of its first {KEPT_FIRST} and its last {KEPT_LAST} "
+                "attempts"
+            )
             kept[index] = replace(record, removed=removed)
             kept[index].save()
-        except FileNotFoundError:  # someone removes it, too
+        except FileNotFoundError:  # another process removes it, too
             continue
         except OSError as error:
             say(f"the files of attempt {record.attempt} cannot be removed: {reason(error)}")
@@ -222,7 +243,7 @@ def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
 
 
 def new_folder(directory: Path) -> tuple[int, Path]:
-    """The next attempt's number and its folder, made, with logs/ in it."""
+    """Create the next attempt's folder with logs/ in it, and return its number and path."""
     last = attempts(directory)
     number = int(last[-1].name) + 1 if last else 1
     while True:
@@ -239,11 +260,13 @@ def new_folder(directory: Path) -> tuple[int, Path]:
 def ranks_environment(
     job: Job, item: Item, folder: Path, environ: Mapping[str, str], *, local: bool
 ) -> dict[str, str]:
-    """The ranks' whole environment, from the supervisor's ``environ``.
+    """Return the ranks' complete environment, made from the supervisor's ``environ``.
 
-    ``local``: no batch script has set the profile's variables. Variables of a Slurm array reach only commands that are its tasks: any other
-    program would take itself for one. sbatch exports the variables that mpirun or srun set in the submitting shell, and libraries
-    (accelerate, DeepSpeed, mpi4py) would take every rank for that one.
+    local: the profile's variables are added, because no batch script has set them.
+
+    Variables of a Slurm array reach only commands that are its tasks: any other program would take
+    itself for a task. Variables that mpirun or srun set in the submitting shell are removed: sbatch
+    exports them, and libraries (accelerate, DeepSpeed, mpi4py) would take every rank for that one.
     """
     foreign = [
         name
@@ -258,7 +281,9 @@ def ranks_environment(
 
 
 def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, str]) -> None:
-    """Copy what the attempt is made of into its folder: job.sh, config.yaml, and what of the environment may be told."""
+    """Copy the attempt's inputs into its folder: job.sh, config.yaml, and the environment without
+    secrets.
+    """
     for source in (job.script, launch_folder(Path(item.directory)) / "config.yaml"):
         if source.is_file():
             shutil.copyfile(source, folder / source.name)

@@ -1,11 +1,17 @@
-"""``python -m launch.supervise.slurm_steps guard|signal ...``: Slurm steps of their own beside the ranks. Standard library alone.
+"""``python -m launch.supervise.slurm_steps guard|signal ...``: separate Slurm steps next to the
+ranks.
 
-guard ITEM JOB RESTARTS PID   requeues a job whose supervisor was killed. To Slurm a batch script that dies of SIGKILL (want of memory,
-                              someone's hand) is a job that failed, and it ends the job for good. This runs on the supervisor's node: such
-                              a step has a few seconds after the batch script's end.
-signal ATTEMPT NUMBER         sends a signal to the keepers (`launch.node.rank`) of an attempt on this node, and to them alone: `scancel
-                              --signal` reaches every process of a step, and kills those that know nothing of it, such as the process
-                              through which torch writes a checkpoint.
+Standard library alone.
+
+guard ITEM JOB RESTARTS PID   requeues a job whose supervisor was killed. When a batch script dies
+                              of SIGKILL (out of memory, or a user's kill), Slurm counts the job as
+                              failed and ends it without a requeue. The guard runs on the
+                              supervisor's node. As a step it has a few seconds after the batch
+                              script's end.
+signal ATTEMPT NUMBER         sends a signal only to the keepers (`launch.node.rank`) of an attempt
+                              on this node. `scancel --signal` would reach every process of a step
+                              and kill those without a handler, such as the process through which
+                              torch writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +27,11 @@ from launch.job import launch_folder, read_json
 from launch.job.item_state import OVER, start_time
 from launch.supervise.place import keepers, send, words_of
 
-TRIES = 20  # to requeue, every quarter of a second
+TRIES = 20  # tries to requeue, every quarter of a second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do one of them. Returns 0."""
+    """Run the guard or send the signal. Return 0."""
     verb, *words = sys.argv[1:] if argv is None else argv
     if verb == "guard":
         guard(*words)
@@ -35,13 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guard(item: str, job: str, restarts: str, pid: str) -> None:
-    """Wait for the supervisor's end; requeue the job if it was not of its own will."""
-    # The signals that end a job, and those for ranks, are not for the guard.
+    """Wait for the supervisor's end, and requeue the job if the supervisor was killed."""
+    # The guard must survive the signals that end a job, and those for ranks.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if b"launch.supervise" not in words_of(
-        int(pid)
-    ):  # of another machine, or where processes are hidden from each other
+    if b"launch.supervise" not in words_of(int(pid)):
+        # The process is on another machine, or processes are hidden from each other.
         print(
             f"launch: process {pid} is no supervisor that can be seen from here: no guard",
             flush=True,
@@ -64,19 +69,26 @@ def guard(item: str, job: str, restarts: str, pid: str) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    """Wait until the process is over."""
+    """Wait until the process has ended."""
     while start_time(pid) is not None:
         time.sleep(0.2)
 
 
 def of_its_own_will(item: Path) -> bool:
-    """Whether the supervisor said that it was done, or someone asked the item to stop; "requeued" it says before it asks Slurm."""
+    """Return True if the supervisor recorded a final state, or a user stopped the item.
+
+    "requeued" is not final: the supervisor writes it before it calls Slurm.
+    """
     state = read_json(launch_folder(item) / "state.json") or {}
     return state.get("state") in OVER or (launch_folder(item) / "stop.json").exists()
 
 
 def killed(job: Mapping[str, str], restarts: str) -> bool:
-    """Whether Slurm's fields of the job say: not requeued since, and, if it is over, by a signal to its batch script or the time limit."""
+    """Return True if Slurm's fields show that the supervisor was killed.
+
+    The job was not requeued since and either still runs, reached its time limit, or its batch
+    script died of a signal other than SIGTERM.
+    """
     if job.get("Restarts") != restarts:
         return False
     if job.get("JobState") == "RUNNING":

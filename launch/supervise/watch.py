@@ -1,4 +1,6 @@
-"""An attempt from its start to its end: signals noted and passed on, steps watched, hangs dumped and ended. Standard library alone."""
+"""Watch an attempt from start to end: pass signals on, observe steps, and dump and end hangs.
+Standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -23,38 +25,38 @@ from launch.supervise.journal import Journal
 from launch.supervise.place import Attempt, Place, Running
 from launch.supervise.run_files import Sight, has_stepped, look
 
-SAVE = signal.SIGUSR1  # the time limit is near, the job is preempted, or someone asked
+SAVE = signal.SIGUSR1  # the time limit is near, a preemption, or a user's request
 END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
 class Signals:
-    """What came, in order; the same one may come many times."""
+    """Received signals in order; the same one may occur many times."""
 
     received: list[int] = field(default_factory=list)
 
     @property
     def any(self) -> bool:
-        """Whether the ranks are to save and end."""
+        """True if the ranks are to save and end."""
         return bool(self.received)
 
     @property
     def ends(self) -> int:
-        """How often the end of this very process was asked for."""
+        """Number of signals that request the end of this process."""
         return sum(number in END for number in self.received)
 
     def forget(self) -> None:
-        """What was asked for is done, and work goes on."""
+        """Forget the received signals, because the request is done and work continues."""
         self.received.clear()
 
     def describe(self) -> str:
-        """The signals' names, each once."""
+        """Return the signals' names, each once."""
         return ", ".join(dict.fromkeys(signal.Signals(number).name for number in self.received))
 
 
 @contextmanager
 def noted() -> Iterator[Signals]:
-    """Note USR1, TERM, INT and HUP instead of ending; USR2 is the ranks' alone."""
+    """Record USR1, TERM, INT and HUP instead of ending. USR2 is ignored: it is for the ranks."""
     signals = Signals()
 
     def note(number: int, _: FrameType | None) -> None:
@@ -64,29 +66,37 @@ def noted() -> Iterator[Signals]:
         yield signals
 
 
-_LONGEST_LOOK = 30.0  # seconds that may count between two looks: a machine that slept, or a job that was suspended, did not hang
+# Longest time that counts between two observations. A suspended machine or job is no hang.
+_LONGEST_LOOK = 30.0
 
 
 class Watchdog:
-    """Watches one attempt."""
+    """Hang detector of one attempt."""
 
     def __init__(self, start: float, step: float, save: float, now: float) -> None:
-        """Seconds to the first step, from a step to the next or to the end, from a signal to the end; 0: for ever."""
+        """Set the time limits in seconds: to the first step, between steps, and from a signal to
+        the end. 0 means no limit.
+        """
         self.start, self.step, self.save = start, step, save
         self._last_look = now
-        self._waited = 0.0  # seconds since something moved
+        self._waited = 0.0  # seconds since the last progress
         self._mark: object = None
         self._stepped = self._told = False
 
     def tell(self) -> None:
-        """A signal asked the attempt to end: from now on that is waited for."""
+        """Record that a signal requested the attempt's end. From now on the limit for saving
+        applies.
+        """
         if not self._told:
             self._told, self._waited = True, 0.0
 
     def look(self, now: float, mark: object, *, stepped: bool, step: int | None) -> str | None:
-        """Seen at ``now`` (monotonic seconds): a ``mark`` that changes with every step. Why this is a hang, or None.
+        """Take an observation at ``now`` (monotonic seconds) and return the reason if this is a
+        hang, otherwise None.
 
-        ``stepped``: this attempt has done a step; ``step``: the last one.
+        mark: a value that changes with every step.
+        stepped: this attempt has done a step.
+        step: the last step.
         """
         self._waited += min(now - self._last_look, _LONGEST_LOOK)
         self._last_look = now
@@ -106,21 +116,21 @@ class Watchdog:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: ``20 minutes``, ``1.5 minutes``, ``6 s``."""
+    """Return a time in words: ``20 minutes``, ``1.5 minutes``, ``6 s``."""
     return f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
 
 
 POLL_SECONDS = 0.1
-LOOK_SECONDS = 1.0  # between looks at the run's files
-REPEAT_SECONDS = (
-    5.0  # between signals to the ranks: one that was still starting did not take the last
-)
-DUMP_SECONDS = 45.0  # for every rank's stacks
-LAST_SECONDS = 3.0  # after SIGTERM on Slurm: SIGKILL follows within KillWait, and the job is to be requeued before
+LOOK_SECONDS = 1.0  # between reads of the run's files
+# Between signals to the ranks, because a rank that was still starting did not get the last one.
+REPEAT_SECONDS = 5.0
+DUMP_SECONDS = 45.0  # limit for all ranks' stacks
+# Time after SIGTERM on Slurm: SIGKILL follows within KillWait, and the job must be requeued before.
+LAST_SECONDS = 3.0
 
 
 class Watch:
-    """One attempt's ranks, watched until they are gone."""
+    """One attempt's ranks, watched until they have ended."""
 
     def __init__(
         self,
@@ -131,14 +141,18 @@ class Watch:
         stop: Callable[[], str | None],
     ) -> None:
         self.attempt, self.place, self.signals, self.journal = attempt, place, signals, journal
-        self._stop = stop  # why someone asked the item to stop, or None
+        self._stop = stop  # returns why a user stopped the item, or None
         self._is_run = attempt.job.kind == "run"
         self._directory = Path(attempt.item.directory)
         self._told_at: float | None = None
         self._ended_at: float | None = None
 
     def run(self, before: Sight, *, show: bool) -> Observed:
-        """Start the ranks and stay until they are gone; ``show``: print what rank 0 says. Raises PlaceError where they do not start."""
+        """Start the ranks and wait until they have ended. With ``show``, print rank 0's output.
+
+        Raises:
+            PlaceError: the ranks cannot be started.
+        """
         counter = oom_counter()
         kills = oom_kills(counter)
         running = self.place.start(self.attempt)
@@ -190,7 +204,11 @@ class Watch:
     def _stay(
         self, running: Running, before: Sight, tail: Tail | None
     ) -> tuple[int | None, str | None, bool]:
-        """Until the ranks are gone: the exit code, why it was a hang, and whether there was no time to wait for the end."""
+        """Wait until the ranks have ended.
+
+        Return the exit code, the reason if it was a hang, and True if no time was left to wait for
+        the end.
+        """
         profile: Mapping[str, Any] = self.attempt.job.profile.get("watchdog") or {}
         start, step, save = (
             60.0 * float(profile.get(f"{name}_minutes") or 0.0)
@@ -220,7 +238,9 @@ class Watch:
         return code, None, False
 
     def _pass_on(self, running: Running, watchdog: Watchdog, now: float) -> bool:
-        """Tell the ranks to save and end, if that was asked for. True: there is no time for it, and the attempt is over."""
+        """Signal the ranks to save and end, if that was requested. Return True if the attempt is
+        over because no time is left.
+        """
         if not self.signals.any:
             return False
         if self._told_at is None:
@@ -242,7 +262,7 @@ class Watch:
         return False
 
     def _look(self, watchdog: Watchdog, before: Sight, now: float) -> str | None:
-        """The watchdog's verdict upon a look at the run's files."""
+        """Read the run's files and return the watchdog's result."""
         if not self._is_run:
             return watchdog.look(now, None, stepped=False, step=None)
         sight = look(self._directory)
@@ -251,8 +271,10 @@ class Watch:
         )
 
     def _end_hang(self, running: Running, why: str) -> str | None:
-        """Have every rank's stacks written to dumps/, then end them all: the ranks that were stopped, in words."""
-        self.journal.say(f"hang: {why}; every rank is asked for its stacks")
+        """Have every rank's stacks written to dumps/, then end all ranks. Return a text about ranks
+        that were stopped, or None.
+        """
+        self.journal.say(f"hang: {why}; every rank is signalled to dump its stacks")
         running.signal(signal.SIGUSR2)
         ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
         while running.poll() is None and time.monotonic() < deadline:
@@ -267,19 +289,24 @@ class Watch:
             if len(sizes) >= ranks and sizes == last:
                 break
         self.journal.say(
-            f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt"
+            f"stacks of {len(sizes or ())} of {ranks} ranks are in "
+            f"{self.attempt.folder / 'dumps'}; ending the attempt"
         )
         running.kill()
         stopped = stopped_ranks(self.attempt.folder / "dumps")
         if not stopped:
             return None
-        return f"{'rank' if len(stopped) == 1 else 'ranks'} {', '.join(map(str, stopped))} stopped: by SIGSTOP, or a debugger"
+        return (
+            f"{'rank' if len(stopped) == 1 else 'ranks'} {', '.join(map(str, stopped))} stopped: "
+            "by SIGSTOP, or a debugger"
+        )
 
 
 def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
-    """Whether a bad end was the allocation's: this process was told to end, or the ranks were (``told``), or the queue says so.
+    """Return True if an attempt ended badly because its allocation was taken away.
 
-    Not where the queue says that it was the time limit, or a person's cancel.
+    The queue reports it, or this process or the ranks got a signal to end. It is False if the queue
+    reports the time limit or a user's cancel.
     """
     if not place.can_requeue:
         return False
@@ -288,7 +315,7 @@ def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
 
 
 def _show(tail: Tail | None) -> None:
-    """Print the log's new lines; a terminal that went away does not end the run."""
+    """Print the log's new lines. A terminal that closed does not end the run."""
     with contextlib.suppress(OSError, ValueError):
         for line in tail.read() if tail else ():
             print(line.text, flush=True)

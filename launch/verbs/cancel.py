@@ -1,7 +1,7 @@
-"""``cancel``: end runs, or one item of an array by its own directory; with --save after a checkpoint. They start again by requeue alone.
+"""``cancel``: end runs, or one item of an array. Only requeue starts them again.
 
-cancel DIR...            at once: what the last checkpoint has not is lost
-cancel --save DIR...     tell the run to save, then end; a run that only waits in the queue ends at once
+cancel DIR...            end at once: progress since the last checkpoint is lost
+cancel --save DIR...     save a checkpoint, then end; a run that waits in the queue ends at once
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from launch.job.item_state import Standing, counted, find_job, standings, start_
 from launch.job.plan import locked
 
 LINES = 8
-GRACE_SECONDS = (
-    30.0  # a local supervisor's time to end its ranks before it is killed, and they with it
-)
+# A local supervisor's time to end its ranks, before it and they are killed.
+GRACE_SECONDS = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "directories",
         nargs="+",
         metavar="DIR",
         help="directory of a run or a job, or of one item of an array",
     )
-    parser.add_argument("--save", action="store_true", help="after a checkpoint")
+    parser.add_argument("--save", action="store_true", help="save a checkpoint first")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Cancel what is at work or in the queue: 0. Raises UserError."""
+    """Cancel items that run or are in the queue. Return 0.
+
+    Raises:
+        UserError: a directory has no job, or an item runs on another machine.
+    """
     for directory in arguments.directories:
         job, items = find_job(directory)
         with locked(Path(job.directory)):
@@ -55,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def who() -> str:
-    """Who asks, for stop.json."""
+    """Return the user and the host for stop.json."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
@@ -64,12 +67,16 @@ def who() -> str:
 
 
 def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
-    """Forbid restarts, then end the items. Raises UserError where one is on a machine that is out of reach."""
+    """Prevent restarts, then end the items.
+
+    Raises:
+        UserError: an item runs on a machine that is out of reach.
+    """
     far = next(
         (standing for standing in active if standing.job_id is None and standing.pid is None), None
     )
     if far is not None:
-        raise UserError(f"{job.directory}: {far.where}; cancel it there")
+        raise UserError(f"{job.directory}: {far.where}; cancel it on that host")
     by = who()
     for standing in active:
         stop = {
@@ -91,7 +98,7 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
         slurm.cancel([str(standing.job_id) for standing in ended])
     for standing in active:
         if standing.state == "PENDING":
-            path = _launch(job, standing) / "state.json"  # no supervisor will say it
+            path = _launch(job, standing) / "state.json"  # no supervisor will write it
             ended_state = {
                 "state": "cancelled",
                 "message": f"by {by}",
@@ -103,7 +110,7 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
 
 
 def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
-    """A line an item; of many, of the first."""
+    """Print one line per item, for the first `LINES` items."""
     for standing in active[:LINES]:
         told = (
             "saves, then ends"
@@ -112,16 +119,20 @@ def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
         )
         where = shlex.quote(job.items[standing.index].directory)
         print(
-            f"{job.items[standing.index].name}: {standing.where} {told}; to go on: python -m launch requeue {where}"
+            f"{job.items[standing.index].name}: {standing.where} {told}; to continue: python -m "
+            f"launch requeue {where}"
         )
     if len(active) > LINES:
         print(
-            f"... and {len(active) - LINES} more; to go on with all: python -m launch requeue {shlex.quote(job.directory)}"
+            f"... and {len(active) - LINES} more; to continue all: python -m launch requeue "
+            f"{shlex.quote(job.directory)}"
         )
 
 
 def _end_local(pids: Sequence[int], *, save: bool) -> None:
-    """Tell supervisors on this machine to end. Without a checkpoint: wait for that, and kill those that do not."""
+    """Signal supervisors on this machine to end. Without a checkpoint, wait for their end, and kill
+    those that do not end in time.
+    """
     born = {pid: start_time(pid) for pid in pids}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

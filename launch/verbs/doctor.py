@@ -1,10 +1,13 @@
-"""``doctor``: is this machine fit for training; and, with a profile, is the profile right for its cluster?
+"""``doctor``: check this machine for training, or a profile against its cluster.
 
-    doctor [--build] [--fix]                       this machine: packages, GPU, what DeepSpeed has compiled, room
-    doctor --cluster PROFILE.yaml [--nodes 2]      a profile against its cluster, with a trial job of a few minutes on so many nodes
-    doctor --cluster PROFILE.yaml --nodes 0        only what can be seen from here
+    doctor [--build] [--fix]                    this machine: packages, GPU, DeepSpeed's compiled
+                                                operations, free space
+    doctor --cluster PROFILE.yaml [--nodes 2]   a profile against its cluster, with a trial job of
+                                                a few minutes on this many nodes
+    doctor --cluster PROFILE.yaml --nodes 0     only the checks that need no job
 
-A line a check: ok, absent (this machine trains without it), warning or FAILED, and what to do about it. Ends with 1 when something FAILED.
+Each check prints a line: ok, absent (this machine trains without it), warning or FAILED, and the
+remedy. The exit code is 1 if a check FAILED.
 """
 
 from __future__ import annotations
@@ -36,17 +39,23 @@ from launch.supervise.journal import cordon_file, cordoned
 
 CLEAR = "\r\033[K"
 PYTHON = (3, 11)
-LOOK_SECONDS = 120.0  # for an interpreter on a cold file system to say what it is
-ASK = "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not None)"
+LOOK_SECONDS = 120.0  # limit for an interpreter on a cold file system
+ASK = (
+    "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not "
+    "None)"
+)
 REMEDY = {
-    "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network it takes: NCCL_IB_HCA, NCCL_SOCKET_IFNAME, EFA's plugin",
+    "bandwidth": (
+        "NCCL_DEBUG=INFO in the profile's environment shows the network in use; set NCCL_IB_HCA, "
+        "NCCL_SOCKET_IFNAME or EFA's plugin"
+    ),
     "clock": "let the administrators synchronise it (chrony, NTP)",
     "shared": "paths.shared: folders of a file system that every node mounts",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "--cluster",
         metavar="PROFILE.yaml",
@@ -66,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=int,
         metavar="N",
-        help="nodes of the trial job; 0: no job (default: 2, or as many as there are)",
+        help="nodes of the trial job; 0: no job (default: 2, or 1 if only one is in service)",
     )
     parser.add_argument(
         "--set",
@@ -90,12 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the checks as they are made: 0, 1 where one FAILED."""
+    """Print each check when it is made. Return 0, or 1 if one FAILED."""
     if arguments.nodes is not None and arguments.nodes < 0:
         raise UserError(f"--nodes {arguments.nodes}: must be 0 or more")
     failed = warned = 0
     if arguments.cluster and (arguments.build or arguments.fix):
-        raise UserError("--build and --fix are of this machine; leave --cluster out")
+        raise UserError("--build and --fix apply to this machine; omit --cluster")
     for check in examine(arguments) if arguments.cluster else this_machine(arguments):
         failed, warned = failed + (check.level == "FAILED"), warned + (check.level == "warning")
         show(check)
@@ -104,7 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(check: Check) -> None:
-    """A check as a line, over what `compiling` left there, and its remedy as another."""
+    """Print a check as a line, replacing the line of `compiling`, and its remedy as another."""
     print(f"{CLEAR if sys.stdout.isatty() else ''}{check.level:<8} {check.name:<14} {check.text}")
     if check.remedy:
         print(f"{'':<23} -> {check.remedy}")
@@ -112,7 +121,9 @@ def show(check: Check) -> None:
 
 
 def compiling(name: str, seconds: float) -> None:
-    """How long an op has been compiling: one line that changes on a terminal, a line twice a minute elsewhere."""
+    """Print how long an operation has been compiling: one changing line on a terminal, otherwise a
+    line twice a minute.
+    """
     live = sys.stdout.isatty()
     if live or round(seconds) % 30 == 0:
         line = f"{'...':<8} {name:<14} compiling or loading, {seconds:.0f} s"
@@ -120,7 +131,7 @@ def compiling(name: str, seconds: float) -> None:
 
 
 def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """What `launch.node.machine` finds, as it finds it."""
+    """Yield the checks of `launch.node.machine`, each when it is made."""
     given = [
         option
         for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix))
@@ -136,11 +147,13 @@ def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
             else:
                 yield Check(**said)
     if child.returncode:
-        yield Check("FAILED", "machine", f"the process that looked ended with {child.returncode}")
+        yield Check("FAILED", "machine", f"the checking process ended with {child.returncode}")
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """All checks, one after the other; later ones may take minutes. The trial is left out where an earlier one FAILED."""
+    """Yield all checks of a profile in order; later ones may take minutes. The trial is left out if
+    an earlier check FAILED.
+    """
     try:
         profile = load_profile(arguments.cluster, arguments.set)
     except UserError as error:
@@ -158,7 +171,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.nodes == 0:
         return
     if not well:
-        yield Check("warning", "trial", "not made: first mend what FAILED")
+        yield Check("warning", "trial", "not run: first repair what FAILED")
         return
     try:
         yield from by_trial(profile, arguments)
@@ -174,7 +187,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
 
 
 def described(profile: Profile) -> str:
-    """What a profile is, in a few words."""
+    """Return a short description of a profile."""
     nodes = profile.nodes
     what = (
         f"{counted(nodes.gpus, 'GPU')} a node"
@@ -190,7 +203,9 @@ def described(profile: Profile) -> str:
 
 
 def interpreters(profile: Profile) -> Iterator[Check]:
-    """The ranks' interpreter, which needs torch, and the supervisor's. One inside a container is left to the trial."""
+    """Check the ranks' interpreter, which needs torch, and the supervisor's. The trial checks one
+    inside a container.
+    """
     ranks, host = profile.interpreters(sys.executable)
     inside = profile.container.runtime != "none"
     if inside or host != ranks:
@@ -200,7 +215,9 @@ def interpreters(profile: Profile) -> Iterator[Check]:
 
 
 def interpreter(key: str, path: str, *, torch: bool) -> Check:
-    """An interpreter of the profile: whether it starts here, is new enough, and has torch."""
+    """Check that an interpreter of the profile starts on this host, is new enough, and has torch if
+    needed.
+    """
     try:
         done = subprocess.run(
             [path, "-c", ASK],
@@ -211,7 +228,9 @@ def interpreter(key: str, path: str, *, torch: bool) -> Check:
         )
     except OSError as error:
         remedy = f"{key}: the path of an interpreter, null for this one"
-        return Check("FAILED", key, f"{path} cannot be started here: {error.strerror}", remedy)
+        return Check(
+            "FAILED", key, f"{path} cannot be started on this host: {error.strerror}", remedy
+        )
     except subprocess.TimeoutExpired:
         return Check(
             "FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs"
@@ -235,7 +254,7 @@ def interpreter(key: str, path: str, *, torch: bool) -> Check:
 
 
 def shared_folders(profile: Profile) -> Iterator[Check]:
-    """The shared folders as they are here."""
+    """Check the shared folders on this host."""
     if not profile.paths.shared and profile.scheduler == "slurm":
         text = "paths.shared is empty: only the trial's own folder is checked"
         yield Check(
@@ -251,13 +270,13 @@ def shared_folders(profile: Profile) -> Iterator[Check]:
             yield Check(
                 "FAILED",
                 "shared folder",
-                f"{name}: cannot be written here: {error.strerror or error}",
+                f"{name}: cannot be written on this host: {error.strerror or error}",
                 REMEDY["shared"],
             )
 
 
 def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """What Slurm says, and the nodes that runs keep away from."""
+    """Yield the checks through Slurm, and a warning about cordoned nodes."""
     if profile.scheduler != "slurm":
         return
     yield from checks.of_slurm(profile, arguments.nodes)
@@ -268,12 +287,12 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
             "warning",
             "cordon",
             f"{len(away)} nodes: {told}",
-            f"delete their lines in {file} once they are well",
+            f"delete their lines in {file} once they are repaired",
         )
 
 
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """Make the trial, say what came of it, and remove its files where all was well."""
+    """Run the trial, yield its findings, and remove its files if all checks pass."""
     base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
     directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     launch_folder(directory).mkdir(parents=True)
@@ -301,13 +320,18 @@ def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]
 
 
 def progress(text: str) -> None:
-    """Say on a terminal what the trial is doing, in place of what it did before."""
+    """Print the trial's present step on a terminal, in place of the previous one."""
     if sys.stderr.isatty():
         print(f"{CLEAR}... {text}", end="", file=sys.stderr, flush=True)
 
 
 def trial_nodes(profile: Profile, wanted: int | None) -> int:
-    """Nodes of the trial: as many as wanted, else two where there are two in service. Raises SlurmError."""
+    """Return the number of nodes of the trial: the given number, else two if two are in service,
+    else one.
+
+    Raises:
+        SlurmError: a Slurm command fails.
+    """
     if profile.scheduler != "slurm":
         return 1
     if wanted is not None:
@@ -322,7 +346,7 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
 
 
 def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """What the trial says, a line for each node and each thing that the nodes do together."""
+    """Yield the trial's results: a line for each node, and one for each joint measurement."""
     folders = attempts(outcome.directory)
     reports: dict[str, Report] = {}
     if folders and outcome.nodes:
@@ -344,20 +368,26 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     )
     if not outcome.result["shared"]:
         yield Check(
-            "ok", "shared folders", "every node writes into them and sees what the others wrote"
+            "ok", "shared folders", "every node writes into them and sees the files of all nodes"
         )
     yield of_bandwidth(profile, outcome.result)
     yield from of_clocks(profile, outcome)
 
 
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
-    """The all-reduce against its floor, and the slowest neighbours where it is below."""
+    """Compare the all-reduce with its floor. Below it, name the slowest neighbours."""
     if not result.get("sizes"):
-        return Check("ok", "all-reduce", "not measured: there is one process")
+        return Check("ok", "all-reduce", "not measured: the trial has one process")
     floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
-    ranks = f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over {result['backend']}"
+    ranks = (
+        f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over "
+        f"{result['backend']}"
+    )
     text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
-    text += f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; {result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
+    text += (
+        f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; "
+        f"{result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
+    )
     if floor is None:
         return Check(
             "ok", "all-reduce", f"{text}; no floor is set (health.all_reduce_gb_per_second)"
@@ -374,7 +404,11 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
 
 
 def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """The nodes' clocks beside this host's: only what is certain in spite of the time that files take to be seen is held against them."""
+    """Compare the nodes' clocks with this host's.
+
+    A node is faulty only if its clock is certainly off, despite the delay with which files are
+    seen.
+    """
     assert outcome.result is not None
     told, limit = outcome.result["clocks"], profile.health.clock_skew_seconds
     least, most = told["written"] - outcome.received, told["ahead_at_most"]
@@ -386,7 +420,8 @@ def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
             off[node] = f"at least {-most - skew:.1f} s behind this host"
         elif abs(skew) > limit:
             off[node] = (
-                f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} {outcome.result['nodes'][0]}"
+                f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} "
+                f"{outcome.result['nodes'][0]}"
             )
     yield from (
         Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items()

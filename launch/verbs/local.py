@@ -1,10 +1,13 @@
-"""``local``: a training run, or any command of ours, on this machine, with the restarts, directory and snapshot that Slurm jobs have.
+"""``local``: run training, or another command, on this machine.
+
+Restarts, directory and snapshot are as for Slurm jobs.
 
     local CONFIG.yaml [section.key=value ...] --processes 2
     local --tasks 4 --at-once 2 -- data_prep run --out DIR
 
-Rank 0's lines are shown as they come. Ctrl-C (or SIGTERM) saves a checkpoint and ends with 0, a second one ends at once; the same command
-goes on from there. A crash or a hang restarts the run, until it fails without progress too often.
+Rank 0's output is printed. Ctrl-C (or SIGTERM) saves a checkpoint and exits with 0; a second one
+ends at once. The same command continues from the checkpoint. A crash or a hang restarts the run,
+until it fails too often without progress.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ POLL_SECONDS = 0.1
 
 
 def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]:
-    """The argv and the environment of an item's supervisor, which runs from the job's snapshot."""
+    """Return the argv and the environment of an item's supervisor, which runs from the job's
+    snapshot.
+    """
     profile = from_json(job.profile)
     item = ["--item", str(index)] if job.array else []
     command = [
@@ -53,10 +58,12 @@ def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]
 
 
 def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
-    """Run the items' supervisors, ``at_once`` at a time, to their ends: 0, or the exit code of the first that failed.
+    """Run the items' supervisors, ``at_once`` at a time. Return 0, or the exit code of the first
+    that failed.
 
-    An item that is under way or over when its turn comes, by another command, is left out.
-    SIGINT and SIGTERM are passed on to those that run, and no more are started; if this process is killed, they save and end.
+    An item that another command runs or has finished by its turn is left out. SIGINT and SIGTERM
+    are passed on to the running supervisors, and no more are started. If this process is killed,
+    they save and end.
     """
     waiting, worst, tied = list(items), 0, functools.partial(die_with, os.getpid(), signal.SIGTERM)
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -95,7 +102,9 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
 
 @contextmanager
 def _passed_on(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """The signals to end that came, each passed on to the supervisors, which have sessions of their own."""
+    """Yield the list of received signals to end. Each is passed on to the supervisors, which have
+    separate sessions.
+    """
     came: list[int] = []
 
     def take(number: int, _: FrameType | None) -> None:
@@ -112,7 +121,7 @@ SMI_SECONDS = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -122,38 +131,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rest=[])  # the words after --
     add_place_arguments(parser, cluster_required=False)
     parser.add_argument(
-        "--tasks", type=int, metavar="N", help="of a command: so many tasks, as of a job array"
+        "--tasks",
+        type=int,
+        metavar="N",
+        help="for a command: the number of tasks, as in a job array",
     )
     parser.add_argument(
         "--at-once",
         type=int,
         default=1,
         metavar="K",
-        help="of --tasks: so many at a time (default: %(default)s)",
+        help="the number of --tasks at a time (default: %(default)s)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prepare the job and run it here: its supervisor's exit code. Does not return for a job of one item: the supervisor takes the process.
+    """Prepare the job, run it on this machine, and return its supervisor's exit code.
+
+    A job of one item does not return: the supervisor replaces this process.
 
     Raises:
-        UserError: the profile is for Slurm, the job is at work already, or its settings differ from those it began with.
+        UserError: the profile is for Slurm, the job already runs, or its settings differ from those
+        it began with.
     """
     arguments.cluster = arguments.cluster or default_profile()
     request = request_of(arguments)
     if request.profile.scheduler != "local":
         raise UserError(
-            f"{arguments.cluster} is a profile of Slurm; to run there: python -m launch submit"
+            f"{arguments.cluster} is a profile for Slurm; to use it: python -m launch submit"
         )
     if request.nodes != 1:
         raise UserError(
-            f"--nodes {request.nodes}: this is one machine; --processes says how many ranks"
+            f"--nodes {request.nodes}: this is one machine; --processes sets the number of ranks"
         )
     job = prepare(request, data=True)
     known = standings(job)
     if not any(standing.kind == "idle" for standing in known):
         print(
-            f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to do it anew, or with other settings: --update"
+            f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to run it again, or "
+            "with other settings: --update"
         )
         return 0
     if job.array:
@@ -166,7 +182,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _become_supervisor(job: Job) -> int:
-    """Replace this process by the job's supervisor, which runs from the snapshot; signals and exit code are then its own."""
+    """Replace this process by the job's supervisor, which runs from the snapshot and receives the
+    signals.
+    """
     command, environment = supervisor_command(job, 0)
     print(f"{job.name}: {job.directory}", flush=True)
     sys.stderr.flush()
@@ -175,10 +193,14 @@ def _become_supervisor(job: Job) -> int:
 
 
 def default_profile() -> str:
-    """The shipped profile for this machine: with its GPUs, where nvidia-smi lists some. Raises UserError where profiles are not shipped."""
+    """Return the shipped profile for this machine: the one with GPUs if nvidia-smi lists any.
+
+    Raises:
+        UserError: no profiles are shipped.
+    """
     path = SHIPPED / ("local_gpu.yaml" if hardware.listed(SMI_SECONDS) else "local_cpu.yaml")
     if not path.is_file():
         raise UserError(
-            f"{path} is not there; give a profile: --cluster PROFILE.yaml with scheduler: local"
+            f"{path} does not exist; give a profile: --cluster PROFILE.yaml with scheduler: local"
         )
     return str(path)

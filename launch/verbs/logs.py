@@ -1,10 +1,11 @@
-"""``logs``: what a run's ranks and its supervisor said, merged by time, each line with who said it.
+"""``logs``: print the output of a run's ranks and supervisor, merged by time.
 
     logs DIR              the last attempt, all ranks
-    logs DIR -f           the last lines, and what comes, over restarts, until the run is over
-    logs DIR --errors     which rank failed first, on which node, its traceback, and who followed
+    logs DIR -f           the last lines, then new ones, over restarts, until the run has ended
+    logs DIR --errors     the rank that failed first, its node and traceback, and the ranks that
+                          failed after it
 
-DIR is a job's directory, or that of one task of an array.
+Each line has a label of its source. DIR is a job's directory, or that of one task of an array.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ from launch.node.logs import (
     supervisor_source,
 )
 
-FOLLOWERS = 8  # ranks that failed after the first are told of, one by one; the rest are counted
-LAST_LINES = 15  # of a rank that gave no traceback
+# ranks that failed after the first and are printed; the rest are counted
+FOLLOWERS = 8
+LAST_LINES = 15  # of a rank without a traceback
 
 
 def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
-    """A text for each attempt that failed: of the last one that did; of all (``all``); of one (``3``). Nothing where none failed."""
+    """Yield a text for each selected attempt that failed: the last one, all (``all``), or one
+    (``3``).
+    """
     directory = Path(item.directory)
     there = attempts(directory)
     if wanted not in (None, "all"):
@@ -59,7 +63,7 @@ def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
 
 
 def _attempt(item: Item, attempt: Path) -> str | None:
-    """What went wrong in an attempt, or None where nothing did."""
+    """Return a description of an attempt's failure, or None if it did not fail."""
     record = read_json(attempt / "attempt.json") or {}
     failed = failures(attempt, running=not record.get("ended"))
     told: dict[str, Any] = record.get("failure") or {}
@@ -69,7 +73,7 @@ def _attempt(item: Item, attempt: Path) -> str | None:
         return None
     after = f" after step {told['step']}" if told.get("step") is not None else ""
     lines = [
-        f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'goes on'}{after}):"
+        f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'running'}{after}):"
     ]
     by_rank = bool(failed) and told.get("kind") not in ("hang", "health")
     if told and not (by_rank and told.get("message") == failed[0].message):
@@ -87,7 +91,11 @@ def _attempt(item: Item, attempt: Path) -> str | None:
 
 
 def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
-    """The rank that is the likely cause, which failed first where no other's word is older, and the others."""
+    """Yield lines about the rank that is the likely cause, and about the ranks that failed after
+    it.
+
+    The first rank is described as "first" only if no other failure is older.
+    """
     first, *rest = failed
     word = "first" if all(failure.time >= first.time for failure in rest) else "most likely"
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
@@ -97,28 +105,33 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
     yield from (f"    {line}" for line in said)
     for failure in rest[:FOLLOWERS]:
         who, later = f"rank {failure.rank} on {failure.host}", failure.time - first.time
-        yield f"  {f'then:  {who}, {later:+.1f} s' if later >= 0 else f'also:  {who}'}: {failure.message}"
+        yield (
+            f"  {f'then:  {who}, {later:+.1f} s' if later >= 0 else f'also:  {who}'}: "
+            f"{failure.message}"
+        )
     if len(rest) > FOLLOWERS:
         yield f"  and {len(rest) - FOLLOWERS} more"
 
 
 FOLLOW_SECONDS = 0.5
-FOLLOW_LAST = 20  # lines that -f begins with
-SLURM_LINES = 15  # of Slurm's file, where nothing else says why
+FOLLOW_LAST = 20  # number of lines at the start of -f
+SLURM_LINES = 15  # last lines of Slurm's file, if no other source explains the failure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "directory", metavar="DIR", help="the directory of a run, a job, or a task of an array"
     )
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what comes, until the run is over"
+        "-f", "--follow", action="store_true", help="print new lines, until the run has ended"
     )
     parser.add_argument(
-        "--attempt", metavar="N|all", help="another attempt than the last; all: every one"
+        "--attempt",
+        metavar="N|all",
+        help="the attempt to print (default: the last); all: every attempt",
     )
-    parser.add_argument("--rank", metavar="R", help="these ranks alone: 3, or 0,8-15")
+    parser.add_argument("--rank", metavar="R", help="only these ranks: 3, or 0,8-15")
     parser.add_argument("--errors", action="store_true", help="the rank that failed first, and why")
     parser.add_argument(
         "--tail", metavar="N", type=int, help=f"only the last N lines (with -f: {FOLLOW_LAST})"
@@ -127,7 +140,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the lines. Raises UserError where there is no such job, item, attempt or rank."""
+    """Print the lines.
+
+    Raises:
+        UserError: the job, item, attempt or rank does not exist.
+    """
     job, found = find_job(arguments.directory)
     items = [job.items[index] for index in found]
     if arguments.tail is not None and arguments.tail < 1:
@@ -150,12 +167,12 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     lines = merged(find()) if arguments.tail is None else Follower(find, arguments.tail).read()
     if not _print(lines, arguments.time) and not removed:
-        print(f"launch: {arguments.directory}: nothing was said yet", file=sys.stderr)
+        print(f"launch: {arguments.directory}: no output yet", file=sys.stderr)
     return 0
 
 
 def _ranks(text: str | None, world_size: int) -> set[int] | None:
-    """``0,8-15`` as numbers; None: all."""
+    """Parse ``0,8-15`` into rank numbers. None means all."""
     if text is None:
         return None
     ranks = set[int]()
@@ -170,7 +187,7 @@ def _ranks(text: str | None, world_size: int) -> set[int] | None:
 
 
 def _check_attempt(item: Path, wanted: str | None) -> None:
-    """Raises UserError where there is no such attempt."""
+    """Raise UserError if the attempt does not exist."""
     if wanted not in (None, "all") and not any(
         str(int(path.name)) == wanted for path in attempts(item)
     ):
@@ -181,7 +198,7 @@ def _check_attempt(item: Path, wanted: str | None) -> None:
 def _sources(
     job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *, named: bool
 ) -> Iterator[Source]:
-    """The files to read now: of the wanted attempt, of the last one, or of all."""
+    """Yield the files to read now: of the selected attempt, of the last one, or of all."""
     directory = Path(item.directory)
     there = attempts(directory)
     chosen = _chosen(there, wanted)
@@ -198,18 +215,18 @@ def _sources(
 
 
 def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
-    """The wanted attempts, by default the last one."""
-    return (
-        there
-        if wanted == "all"
-        else [path for path in there if str(int(path.name)) == wanted]
-        if wanted
-        else there[-1:]
-    )
+    """Return the selected attempts, by default the last one."""
+    if wanted == "all":
+        return there
+    if wanted:
+        return [path for path in there if str(int(path.name)) == wanted]
+    return there[-1:]
 
 
 def _removed(item: Item, wanted: str | None) -> Iterator[str]:
-    """One line, if logs of the wanted attempts were removed (`launch.supervise.run_files.prune`)."""
+    """Yield one line if logs of the selected attempts were removed
+    (`launch.supervise.run_files.prune`).
+    """
     why = {
         int(path.name): (read_json(path / "attempt.json") or {}).get("removed")
         for path in _chosen(attempts(Path(item.directory)), wanted)
@@ -225,7 +242,7 @@ def _removed(item: Item, wanted: str | None) -> Iterator[str]:
 
 
 def _slurm_files(job: Job, item: Item) -> list[Path]:
-    """The files of Slurm's jobs that ran, or are to run, the item."""
+    """Return the output files of the Slurm jobs that ran, or will run, the item."""
     directory = Path(item.directory)
     records = [read_json(path / "attempt.json") or {} for path in attempts(directory)]
     task = f"_{job.items.index(item)}" if job.array else ""
@@ -238,10 +255,10 @@ def _slurm_files(job: Job, item: Item) -> list[Path]:
 
 
 def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) -> None:
-    """Print what comes until every item is over, or until interrupted."""
+    """Print new lines until every item has ended, or until interrupted."""
     try:
         while True:
-            over = all(_is_over(job, item) for item in items)  # before the last look
+            over = all(_is_over(job, item) for item in items)  # before the last read
             _print(follower.read(), with_time)
             if over:
                 return
@@ -251,13 +268,15 @@ def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) ->
 
 
 def _is_over(job: Job, item: Item) -> bool:
-    """Whether nothing more will come: its supervisor is done, and it was not submitted again since."""
+    """Return True if no more lines will follow: the supervisor has ended, and the item was not
+    submitted again.
+    """
     state = state_of(item.directory)
     return state.get("state") in OVER and not is_resubmitted(job, job.items.index(item), state)
 
 
 def _print(lines: Iterable[Line], with_time: bool) -> int:
-    """Print lines; how many there were."""
+    """Print lines and return their number."""
     printed = 0
     for line in lines:
         clock = (
@@ -272,7 +291,7 @@ def _print(lines: Iterable[Line], with_time: bool) -> int:
 
 
 def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
-    """Print why each item's attempt failed; where no attempt began, what Slurm says."""
+    """Print why each item's attempt failed. If no attempt began, print the end of Slurm's file."""
     said, removed = 0, list[str]()
     for item in items:
         _check_attempt(Path(item.directory), arguments.attempt)

@@ -1,7 +1,9 @@
-"""``requeue``: continue a run that was cancelled, gave up or was lost, with the code it began with; one that runs saves and starts again.
+"""``requeue``: continue a run that ended, or save and restart one that runs.
+
+A run that was cancelled, gave up or was lost continues with the code that it began with.
 
 requeue DIR...                               as it was submitted
-requeue DIR --cluster PROFILE --exclude n7   with what the profile says now, and not on node n7
+requeue DIR --cluster PROFILE --exclude n7   with the profile's present settings, without node n7
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from launch.verbs.submit import excluded, send
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "directories",
         nargs="+",
@@ -52,15 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODES",
-        help="nodes not to use, besides the profile's",
+        help="nodes not to use, in addition to the profile's",
     )
     parser.add_argument(
-        "--at-once", type=int, metavar="K", help="of an array: so many tasks at a time"
+        "--at-once", type=int, metavar="K", help="for an array: the number of tasks at a time"
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Requeue each directory's items that are not finished: 0, or a local run's exit code. Raises UserError."""
+    """Requeue each directory's unfinished items. Return 0, or a local run's exit code.
+
+    Raises:
+        UserError: an item cannot be requeued.
+    """
     if arguments.set and not arguments.cluster:
         raise UserError("--set changes a profile that is read again; give --cluster, too")
     worst = 0
@@ -76,19 +82,23 @@ def main(arguments: argparse.Namespace) -> int:
 def _requeue(
     job: Job, items: Sequence[int], arguments: argparse.Namespace
 ) -> tuple[Job, list[int]] | None:
-    """Restart what runs, and submit what does not: on this machine, what is to be started once the directory is let go."""
+    """Restart the items that run, and submit the others.
+
+    On this machine, return the job and the items to start after the directory's lock is released.
+    """
     chosen = [standing for standing in standings(job) if standing.index in items]
     begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
     restart(job, [standing for standing in chosen if standing.kind == "active"], arguments.exclude)
     if not begin:
         if not any(standing.kind == "active" for standing in chosen):
             print(
-                f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update"
+                f"{job.name}: nothing to do: {counted(chosen)}; to run it again: submit it with "
+                "--update"
             )
         return None
     if read_code(Path(job.directory)) is None:
         raise UserError(
-            f"{job.directory}: its code snapshot is gone; submit it again: that takes a new one"
+            f"{job.directory}: its code snapshot is missing; submit it again to take a new one"
         )
     profile = from_json(job.profile)
     if arguments.cluster:
@@ -102,27 +112,30 @@ def _requeue(
     exclude = excluded(job, arguments.exclude)
     job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
     print(
-        f"requeued {job.name} as job {job_id}: {f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}"
+        f"requeued {job.name} as job {job_id}: "
+        f"{f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}"
     )
     return None
 
 
 def _allow(job: Job, index: int) -> None:
-    """Nothing forbids an item's start any more."""
+    """Remove the mark that prevents an item's start."""
     (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
 
 
 def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> None:
-    """Tell what runs to save and start again, though it may be saving in order to end; release what is held.
+    """Signal running items to save and restart, even if they are saving in order to end, and
+    release held jobs.
 
-    What waits is excluded from the nodes that are cordoned now, the profile's and those ``named``, and from no other.
+    Waiting jobs exclude exactly the nodes that are cordoned now, the profile's, and those
+    ``named``.
 
     Raises:
-        UserError: one is on a machine that is out of reach.
+        UserError: an item runs on a machine that is out of reach.
     """
     for standing in active:
         if standing.pid is None and standing.job_id is None:
-            raise UserError(f"{job.directory}: {standing.message}; requeue it there")
+            raise UserError(f"{job.directory}: {standing.message}; requeue it on that host")
         _allow(job, standing.index)
         if standing.pid is not None:
             os.kill(standing.pid, signal.SIGUSR1)
@@ -133,13 +146,14 @@ def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> 
 
 
 def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:
+    """Restart one job or task on Slurm according to its state, and describe the action."""
     state = state_of(job.items[standing.index].directory)
     over = state.get("job_id") == job_id and state.get("state") in ("cancelled", "stopped")
     if standing.state == "COMPLETING" or (standing.state == "RUNNING" and over):
         return "is just ending; if it does not come back to the queue, give this command again"
     if standing.state == "RUNNING":
         slurm.signal_batch([job_id], "USR1")
-        return "saves and goes back to the queue"
+        return "saves and is requeued"
     if "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
         slurm.call("scontrol", "release", job_id)
         return "was held, and is released"
@@ -150,10 +164,16 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
     )
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""
-    text = f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"
-    with suppress(slurm.SlurmError):  # the update is made
+    text = (
+        f"already waits in the queue{reason}, now for any "
+        f"node{' except ' + ', '.join(away) if away else ''}"
+    )
+    with suppress(slurm.SlurmError):  # the update is already made
         nodes = slurm.all_nodes() if away else []
         if nodes and not slurm.enough_nodes(nodes, slurm.job_fields(job_id), slurm.hosts(away)):
             where = cordon_file(job.profile, job.working_directory)
-            text += f"; too few nodes are left, so it cannot start: see {where}, slurm.exclude, --exclude"
+            text += (
+                f"; too few nodes are left, so it cannot start: see {where}, slurm.exclude, "
+                "--exclude"
+            )
     return text

@@ -1,11 +1,12 @@
-"""``status``: how runs stand, one line a run: queue, attempt, step, loss, tokens/s, time left, the last step's age.
+"""``status``: show runs, one line each: state, attempt, step, loss, tokens/s, time left.
 
-    status                all under runs/ but those that ended more than a day ago
-    status DIR... --items each task of an array on a line of its own
-    status --watch 10     again every 10 seconds, until all are over
+    status                all under runs/ except those that ended more than a day ago
+    status DIR... --items each task of an array on a separate line
+    status --watch 10     again every 10 seconds, until all have ended
 
-DIR is a job's directory, or a folder with such directories below it. What Slurm says of a job counts more than what its supervisor
-wrote last. A fork stands below its parent.
+DIR is a job's directory, or a folder with job directories below it. A line also gives the age of
+the last step. Slurm's report takes precedence over the state that a supervisor wrote last. A fork
+is listed below its parent.
 """
 
 from __future__ import annotations
@@ -40,20 +41,22 @@ from launch.job.item_state import (
 )
 from launch.node.logs import started
 
-LAST_SUBMISSIONS = 5  # of a job are asked for
+LAST_SUBMISSIONS = 5  # of a job that are queried
 _STEPPING = ("running", "running?", "saving", "saving?")  # states in which steps may be made
 
 
 @dataclass(frozen=True)
 class Row:
-    """An item, or a whole array. What is not known is None."""
+    """State of an item, or of an entire array. Unknown values are None."""
 
     name: str
     directory: str
-    state: str  # queued, starting, checking, running, saving, waiting; finished, stopped, cancelled, lost; "new"; of an array: counts
-    active: bool  # it is in the queue or at work
+    # queued, starting, checking, running, saving, waiting; finished, stopped, cancelled, lost;
+    # "new"; of an array: counts
+    state: str
+    active: bool  # in the queue or running
     job_id: str | None = None
-    queue: str | None = None  # Slurm's own word: RUNNING
+    queue: str | None = None  # Slurm's state: RUNNING
     attempt: int | None = None
     failures: int = 0
     step: int | None = None
@@ -63,22 +66,23 @@ class Row:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     step_age: float | None = None  # seconds since the last step's line, of an active run
-    parent: str | None = None  # run directory that it is a fork of, and the step that it began at
+    # run directory of which it is a fork, and the step at which it began
+    parent: str | None = None
     parent_step: int | None = None
-    since: float | None = None  # unix time of the supervisor's last word
+    since: float | None = None  # unix time of the supervisor's last state
     message: str = ""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """What Slurm says: its answer, or why there is none."""
+    """Slurm's answer, or the reason if it does not answer."""
 
     states: Mapping[str, slurm.QueueState]
     silent: str | None = None
 
 
 def ask(jobs: Sequence[Job]) -> Queue:
-    """Slurm's word on all jobs that are not over, in one question."""
+    """Query Slurm's state of all unfinished jobs in one call."""
     ids = list[str]()
     for job in jobs:
         states = (
@@ -100,7 +104,7 @@ def ask(jobs: Sequence[Job]) -> Queue:
 
 
 def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
-    """A row for each item of a job, or for some of them."""
+    """Return a row for each item of a job, or for some of them."""
     return [
         _row(job, index, queue, now)
         for index in (range(len(job.items)) if items is None else items)
@@ -108,7 +112,7 @@ def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = No
 
 
 def summary(job: Job, rows: Sequence[Row]) -> Row:
-    """An array as one row: how many are in which state, and the first trouble."""
+    """Return an array as one row: the number of items in each state, and the first problem."""
     counts = Counter(row.state for row in rows)
     trouble = next((row for row in rows if row.state in ("lost", "stopped") or row.failures), None)
     message = f"{trouble.name}: {trouble.message}" if trouble and trouble.message else ""
@@ -134,6 +138,7 @@ def _submitted(job: Job) -> list[str]:
 
 
 def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
+    """Return the row of one item."""
     item = job.items[index]
     state = state_of(item.directory)
     job_id = _queued(job, index, queue)
@@ -163,7 +168,9 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
 
 
 def _queued(job: Job, index: int, queue: Queue) -> str | None:
-    """The item's job id that Slurm knows: an active one before the last one."""
+    """Return the item's job id among those that Slurm reports, preferably an active one, otherwise
+    the last.
+    """
     submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
     ids = [f"{one}_{index}" if job.array else one for one in submitted]
     known = [
@@ -181,7 +188,7 @@ def _word(
     job_id: str | None,
     queue: Queue,
 ) -> tuple[str, str]:
-    """The state in one word, and a message where there is a better one than the supervisor's."""
+    """Return the state in one word, and a message if a better one than the supervisor's exists."""
     said, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
     if said == "finished":
         return said, ""
@@ -193,7 +200,7 @@ def _word(
         if process_of(state) is not None:
             return str(said), ""
         if state.get("host") and state["host"] != socket.gethostname():
-            return f"{said}?", f"on {state['host']}, which cannot be seen from here"
+            return f"{said}?", f"on {state['host']}, which is not visible from this host"
     if stop is not None or said in OVER:
         why = "cancelled" if "cancelled" in (said, (stop or {}).get("why")) else "stopped"
         return why, str((stop or {}).get("message") or "")
@@ -206,9 +213,8 @@ def _word(
         return "lost", f"{gone}; `python -m launch requeue {shlex.quote(job.directory)}` continues"
     if found is not None:
         see = f"python -m launch logs {shlex.quote(job.directory)}"
-        why = (
-            f" ({found.reason})" if found.reason else ""
-        )  # DependencyNeverSatisfied, of what waited for a job that failed
+        # DependencyNeverSatisfied, for a job that waited for one that failed
+        why = f" ({found.reason})" if found.reason else ""
         return "lost", f"job {job_id}: {found.state}{why} before the supervisor began; see: {see}"
     return ("unknown?" if silent and _submitted(job) else "new"), ""
 
@@ -216,23 +222,31 @@ def _word(
 def _in_queue(
     job: Job, said: str | None, state: Mapping[str, Any], found: slurm.QueueState
 ) -> tuple[str, str]:
-    """The state of a job that Slurm has."""
+    """Return the state of a job that Slurm lists as active, and a message."""
     if found.state == "PENDING":
         told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
         if found.reason == "BadConstraints":
-            why = "cannot start: too few nodes have what it asks for and are not excluded (BadConstraints)"
+            why = (
+                "cannot start: too few nodes meet its requirements and are not excluded "
+                "(BadConstraints)"
+            )
             return (
                 "queued",
-                f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads the cordon file again",
+                (
+                    f"{told}{why}; `python -m launch requeue {shlex.quote(job.directory)}` reads "
+                    "the cordon file again"
+                ),
             )
-        return "queued", f"{told}waits: {found.reason or 'not yet looked at'}"
+        return "queued", f"{told}waits: {found.reason or 'not considered yet'}"
     if found.state == "RUNNING":
         return (str(said), "") if said in AT_WORK else ("starting", "")
     return found.state.lower(), ""
 
 
 def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[str, Any]:
-    """What a run's own files say; the time left only where its last attempt makes steps and has made one."""
+    """Return the values from a run's own files. The time left is given only if the last attempt has
+    made a step and continues.
+    """
     progress: dict[str, Any] = read_json(directory / "progress.json") or {}
     fork: dict[str, Any] = read_json(directory / "fork.json") or {}
     metrics = directory / "metrics.jsonl"
@@ -262,7 +276,7 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
 
 
 ROOT = "runs"
-DEPTH = 4  # folders below a root
+DEPTH = 4  # levels below a root
 RECENT_SECONDS = 86400.0
 HEADER = (
     "NAME",
@@ -281,7 +295,7 @@ _NOT_ENTERED = {"attempts", "tasks", "checkpoints", "launch", "__pycache__"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "directories",
         nargs="*",
@@ -298,13 +312,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=float,
         const=WATCH_SECONDS,
-        help="again every S seconds, until all are over",
+        help="again every S seconds, until all have ended",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, all items")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the board, once or again and again. Raises UserError where a DIR is no job and has none below."""
+    """Print the table, once or repeatedly.
+
+    Raises:
+        UserError: a DIR is no job and has none below it.
+    """
     if arguments.watch is not None and arguments.watch <= 0:
         raise UserError(f"--watch is {arguments.watch}; it must be more than 0 seconds")
     while True:
@@ -320,9 +338,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
-    """The text, and whether anything is active."""
+    """Return the text, and True if an item is active."""
     now, asked = time.time(), bool(arguments.directories)
-    once: dict[Path, tuple[Job, set[int]]] = {}  # each job with all of its items that are asked for
+    # each job with all of its selected items
+    once: dict[Path, tuple[Job, set[int]]] = {}
     for job, items in (
         found
         for directory in arguments.directories or [ROOT]
@@ -346,19 +365,23 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     text = (
         _table([HEADER, *lines])
         if lines
-        else ["no job here that did not end more than a day ago" if hidden else "no job here yet"]
+        else ["all jobs ended more than a day ago" if hidden else "no jobs yet"]
     )
     if hidden:
         text.append(f"{hidden} that ended more than a day ago: --all")
     if queue.silent:
         text.append(
-            f"Slurm does not answer, so states with a ? are the supervisors' last words: {queue.silent}"
+            "Slurm does not answer, so states with a ? are the last ones that the supervisors "
+            f"wrote: {queue.silent}"
         )
     return "\n".join(text), active
 
 
 def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
-    """The jobs in a folder or below it, by name of their folder, with their items; of a task's folder, the job and that item alone."""
+    """Return the jobs in or below a folder, ordered by folder, with their items.
+
+    For the folder of a task, return its job and that item.
+    """
     found = [job for path in _job_folders(directory, DEPTH) if (job := load_job(path)) is not None]
     if found or not asked:
         return [(job, list(range(len(job.items)))) for job in found]
@@ -366,6 +389,7 @@ def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
 
 
 def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
+    """Yield the job folders in or below a folder, at most ``depth`` levels deep."""
     if (directory / "launch" / "job.json").is_file():
         yield directory
         return
@@ -382,7 +406,11 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterator[tuple[str, ...]]:
-    """A line a job, its only row or a summary of all, and its items'; of jobs of one name the directory instead. Below it its forks'."""
+    """Yield a line per job (its only row, or a summary), the lines of its items, and below them its
+    forks.
+
+    Jobs with equal names are shown with their directories.
+    """
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
     names, here, done = Counter(head.name for head in heads), f"{Path.cwd()}/", set[int]()
     numbers = {
@@ -393,7 +421,8 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
     parents = [numbers.get(head.parent or "") for head in heads]
 
     def tree(number: int, depth: int) -> Iterator[tuple[str, ...]]:
-        if number in done:  # two that name each other, in folders used again
+        """Yield a job's lines and its forks' lines, indented by ``depth``."""
+        if number in done:  # two forks of each other, after folders were reused
             return
         done.add(number)
         head, rows = heads[number], found[number][1]
@@ -414,7 +443,7 @@ def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterat
 
 
 def _cells(row: Row, name: str) -> tuple[str, ...]:
-    """A row as the table shows it."""
+    """Return a row's cells for the table."""
     attempt = "-" if row.attempt is None else str(row.attempt)
     steps = f"{row.step if row.step is not None else '-'}{f'/{row.steps}' if row.steps else ''}"
     loss = "-" if row.loss is None else f"{row.loss:.4f}"
@@ -433,7 +462,9 @@ def _cells(row: Row, name: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as aligned lines, without columns that nobody fills, as wide as the terminal where there is one."""
+    """Return rows as aligned lines without empty columns, cut to the terminal's width if printed to
+    one.
+    """
     used = [
         index
         for index in range(len(rows[0]))

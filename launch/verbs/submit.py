@@ -1,11 +1,12 @@
-"""``submit``: a training run, or any command of ours, to Slurm.
+"""``submit``: submit a training run, or another command, to Slurm.
 
     submit CONFIG.yaml [section.key=value ...] --cluster PROFILE --nodes 8
     submit --cluster PROFILE --tasks 16 --at-once 8 -- data_prep run --out DIR
     submit --cluster PROFILE --dependency RUN -- tools.hf export RUN OUT
 
-The run goes on by itself through time limits, preemption, dead nodes and crashes; its code is copied as it is now. The same command given
-again continues a run that ended early, with the code it began with, and does nothing where all is done.
+The run continues automatically after time limits, preemption, node failures and crashes. Its code
+is copied at submission. The same command again continues a run that ended early, with the code that
+it began with, and has no effect if everything is finished.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ WRITTEN = re.compile(
 
 
 def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
-    """What sbatch's --dependency says for some words: ids, ``afterok:ID``, directories of jobs; None where nothing has to be waited for.
+    """Translate words to sbatch's --dependency: ids, ``afterok:ID``, directories of jobs. None if
+    no job must be waited for.
 
-    ``ask`` False: without asking the queue.
+    ask: False leaves out the query of Slurm's queue.
 
     Raises:
-        UserError: a word is none of these, the job of a directory is neither finished nor in the queue, or a job that is named by its
-            id ended so that what depends on it would never start.
+        UserError: a word is none of these, the job of a directory is neither finished nor in the
+        queue, or a job that is given by its
+            id ended in a way after which a dependent job would never start.
     """
     told: list[str] = []
     for word in words:
@@ -66,22 +69,26 @@ def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
     return ",".join(dict.fromkeys(told)) or None
 
 
-# Of a dependency's kind: the ends after which the other job would never start.
+# Kind of a dependency -> the end of the first job after which the dependent job would never start.
 _NEVER = {"afterok": "badly", "aftercorr": "badly", "afternotok": "well"}
 
 
 def _check(kind: str, job_id: str, word: str) -> None:
-    """Raises UserError where a job ended in a way after which a job that depends on it so would never start, or Slurm has forgotten it."""
+    """Raise UserError if a job ended in a way after which a dependent job would never start, or if
+    Slurm does not list it.
+    """
     found = slurm.queue([job_id])
     state = found.get(job_id)
     if state is None:
         raise UserError(
-            f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by its directory"
+            f"--dependency {word}: Slurm knows no such job, or has forgotten it; name the job by "
+            "its directory"
         )
     if kind == "aftercorr" and any(
         task.active or task.state == "COMPLETED" for task in found.values()
     ):
-        return  # the tasks that correspond to those start
+        # The dependent tasks that correspond to these start.
+        return
     if not state.active and ("well" if state.state == "COMPLETED" else "badly") == _NEVER[kind]:
         raise UserError(
             f"--dependency {word}: that job is {state.state}; a job after it would never start"
@@ -89,7 +96,9 @@ def _check(kind: str, job_id: str, word: str) -> None:
 
 
 def _of_directory(directory: str, ask: bool) -> list[str]:
-    """One dependency for every job that works at a directory's items; none where all are finished."""
+    """Return one dependency for every job that runs a directory's items, or none if all are
+    finished.
+    """
     job, items = find_job(directory)
     chosen = [
         item for item in standings(job, ask=ask) if item.index in items and item.kind != "finished"
@@ -98,13 +107,14 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
         if item.kind != "active" or item.job_id is None:
             kind = "not under way" if item.kind == "idle" else item.kind
             told = (
-                f"runs as {item.where}, which Slurm knows nothing of"
+                f"runs as {item.where}, which Slurm does not manage"
                 if item.kind == "active"
                 else f"is {kind} ({item.message})"
             )
             where = job.items[item.index].directory
             raise UserError(
-                f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it would wait for ever: submit it first"
+                f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it "
+                "would never start: submit it first"
             )
     ids = [
         str(item.job_id) if len(items) < len(job.items) else str(item.job_id).partition("_")[0]
@@ -114,7 +124,7 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -125,12 +135,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
     add_submit_arguments(parser)
     parser.add_argument(
-        "--tasks", type=int, metavar="N", help="of a command: a job array of N tasks"
+        "--tasks", type=int, metavar="N", help="for a command: a job array of N tasks"
     )
 
 
 def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bool = True) -> None:
-    """What a run is to run on, and where it keeps its files: the same for every verb that starts one."""
+    """Add the arguments about resources and directory, shared by all verbs that start a run."""
     parser.add_argument(
         "--cluster",
         required=cluster_required,
@@ -142,13 +152,13 @@ def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bo
         "--processes",
         type=int,
         metavar="N",
-        help="processes a node (default: the profile's; of a command: 1)",
+        help="processes per node (default: the profile's; for a command: 1)",
     )
     parser.add_argument("--name", help="name in the queue (default: the run's, or the command's)")
     parser.add_argument(
         "--directory",
         metavar="DIR",
-        help="where it keeps its files (default: the run's run_dir, or runs/jobs/NAME)",
+        help="folder for its files (default: the run's run_dir, or runs/jobs/NAME)",
     )
     parser.add_argument(
         "--set",
@@ -160,19 +170,21 @@ def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bo
     parser.add_argument(
         "--update",
         action="store_true",
-        help="take new settings, and the code as it is now, for a run that has a job",
+        help="replace the settings and the code of an existing job",
     )
 
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only Slurm knows."""
+    """Add the arguments that only apply to Slurm."""
     parser.add_argument(
         "--time",
         metavar="LIMIT",
-        help="time limit of one submission; a run outlives it (default: the profile's)",
+        help=(
+            "time limit of one submission; a run continues in the next one (default: the profile's)"
+        ),
     )
     parser.add_argument(
-        "--at-once", type=int, metavar="K", help="of an array: so many tasks at a time"
+        "--at-once", type=int, metavar="K", help="for an array: the number of tasks at a time"
     )
     after = "start after a job ended well: its directory, its id, or afterok:ID"
     parser.add_argument("--dependency", action="append", default=[], metavar="JOB", help=after)
@@ -181,23 +193,27 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODES",
-        help="nodes not to use, besides the profile's",
+        help="nodes not to use, in addition to the profile's",
     )
     parser.add_argument(
         "--no-rehearse",
         action="store_true",
-        help="of runs on GPUs: submit without a rehearsal of layouts not seen before",
+        help="submit runs on GPUs without a rehearsal of new layouts",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and the batch script; write and submit nothing",
+        help="print the plan and the batch script without writing or submitting them",
     )
-    parser.add_argument("--parsable", action="store_true", help="print the job's id alone")
+    parser.add_argument("--parsable", action="store_true", help="print only the job's id")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """What the command line asks for; the profile is read, with --set and --time. Raises UserError."""
+    """Return the request of a command line, with the profile loaded, including --set and --time.
+
+    Raises:
+        UserError: both a run and a command are given, or the profile is invalid.
+    """
     limit = [f'slurm.time="{arguments.time}"'] if getattr(arguments, "time", None) else []
     rest = getattr(arguments, "rest", [])  # a sweep has none
     if rest and arguments.words:
@@ -219,7 +235,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def prepare(request: Request, *, data: bool = False) -> Job:
-    """Write a job's directory (snapshot, configuration, job.json) without starting it; with ``data``, only if the runs' data is there.
+    """Write a job's directory (snapshot, configuration, job.json) without starting it. With
+    ``data``, the runs' data must exist.
 
     Raises:
         UserError: it runs or was stopped, or data is missing.
@@ -236,27 +253,38 @@ def prepare(request: Request, *, data: bool = False) -> Job:
 
 
 def refuse_without_data(draft: Draft, else_do: str = "") -> None:
-    """Raises UserError where the data of a run that would start is not there, or does not fit: it would wait in a queue to say so."""
+    """Raise UserError if a run that would start lacks its data, or the data does not fit. Otherwise
+    it would fail only after the queue.
+    """
     fault = data_fault(draft.starting, draft.job.world_size)
     if fault is not None:
         raise UserError(fault + else_do)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Submit what is not done: 0. Raises UserError."""
+    """Submit the unfinished items. Return 0.
+
+    Raises:
+        UserError: the job cannot be submitted.
+    """
     request = request_of(arguments)
     return submit(wanted(request), arguments, request.profile)
 
 
 def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
-    """Submit the items of a job that are not finished or at work; with --dry-run say what would be done. Raises UserError."""
+    """Submit a job's items that are neither finished nor active. With --dry-run, print the plan.
+
+    Raises:
+        UserError: the job cannot be submitted.
+    """
     if profile.scheduler != "slurm":
         raise UserError(
-            f"{arguments.cluster} is no profile of Slurm; on this machine: python -m launch local"
+            f"{arguments.cluster} is no profile for Slurm; on this machine: python -m launch local"
         )
     if arguments.at_once is not None and not (asked.job.array and arguments.at_once > 0):
         raise UserError(
-            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and at least 1"
+            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and must be at "
+            "least 1"
         )
     if arguments.dry_run:
         return _dry_run(asked, arguments, profile)
@@ -267,9 +295,9 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
         if not draft.ready:
             return _nothing_to_do(draft, parsable=arguments.parsable)
         if after is None:
-            refuse_without_data(draft, "; where another job makes it: --dependency JOB")
+            refuse_without_data(draft, "; if another job creates it: --dependency JOB")
         exclude = excluded(draft.job, arguments.exclude)
-        # What cannot be rendered is refused before anything is written.
+        # Refuse a job that cannot be rendered before any file is written.
         render(
             draft.job,
             profile,
@@ -301,7 +329,12 @@ def send(
     after: str | None,
     exclude: Sequence[str],
 ) -> str:
-    """Write DIR/launch/job.sh, submit it and note the submission: the job's id. The directory is locked. Raises UserError."""
+    """Write DIR/launch/job.sh, submit it, record the submission, and return the job's id. The
+    caller holds the directory's lock.
+
+    Raises:
+        UserError: the script cannot be rendered, or sbatch refuses it.
+    """
     script = job.script
     array = array_words(items, at_once) if job.array else None
     write_whole(
@@ -313,7 +346,10 @@ def send(
         job_id = slurm.submit(script)
     except slurm.SlurmError as error:
         kept = (
-            f" (keeping away from {', '.join(exclude)}: {cordon_file(job.profile, job.working_directory)}, --exclude)"
+            (
+                f" (excluded: {', '.join(exclude)}, by "
+                f"{cordon_file(job.profile, job.working_directory)}, --exclude)"
+            )
             if exclude
             else ""
         )
@@ -331,7 +367,7 @@ def send(
 
 
 def array_words(items: Sequence[int], at_once: int | None) -> str:
-    """Item numbers as Slurm writes them: ``0-3,7%2``."""
+    """Format item indices for Slurm: ``0-3,7%2``."""
     runs: list[list[int]] = []
     for number in sorted(items):
         if runs and number == runs[-1][-1] + 1:
@@ -342,9 +378,11 @@ def array_words(items: Sequence[int], at_once: int | None) -> str:
 
 
 def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
-    """The nodes to exclude besides the profile's: those named, and the cordoned ones that this cluster has.
+    """Return the nodes to exclude in addition to the profile's: the named ones, and the cordoned
+    ones of this cluster.
 
-    All cordoned ones where Slurm lists no nodes (PrivateData), or is not to be asked (``ask`` False).
+    All cordoned ones are returned if Slurm lists no nodes (PrivateData) or is not queried (``ask``
+    False).
     """
     away = cordoned(cordon_file(job.profile, job.working_directory))
     known = {node.name for node in slurm.all_nodes()} if away and ask else set[str]()
@@ -352,7 +390,9 @@ def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
 
 
 def _dry_run(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
-    """Print the plan and the script; writes nothing, and does without Slurm where it does not answer."""
+    """Print the plan and the script without writing files. If Slurm does not answer, leave out its
+    part.
+    """
     try:
         words = _plan(asked, arguments, profile, ask=True)
     except slurm.SlurmError as error:
@@ -375,7 +415,11 @@ def _plan(asked: Wanted, arguments: argparse.Namespace, profile: Profile, *, ask
 
 
 def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
-    """Say why no item starts: 0 where all is done or under way. Raises UserError where one job is at work, or something was stopped."""
+    """Report why no item starts. Return 0 if all are finished or active.
+
+    Raises:
+        UserError: the only item is active, or an item was stopped.
+    """
     chosen = [draft.standings[index] for index in draft.asked]
     if any(item.kind == "stopped" for item in chosen) or (
         not draft.job.array and chosen[0].kind == "active"
@@ -387,22 +431,26 @@ def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
 
 
 def _why_not(draft: Draft) -> str:
-    """Why no item may start, as one line."""
+    """Return the reason in one line for which no item may start."""
     chosen = [draft.standings[index] for index in draft.asked]
     stopped = next((item for item in chosen if item.kind == "stopped"), None)
     if stopped is not None:
         where = draft.job.items[stopped.index].directory
         return (
-            f"{where}: {stopped.message}; to go on: python -m launch requeue {shlex.quote(where)}"
+            f"{where}: {stopped.message}; to continue: python -m launch requeue "
+            f"{shlex.quote(where)}"
         )
     active = next(item for item in chosen if item.kind == "active")
     where = draft.job.items[active.index].directory
     quoted = shlex.quote(where)
-    return f"{where} has {active.where}; see: python -m launch status {quoted}, or end it: python -m launch cancel {quoted}"
+    return (
+        f"{where} has {active.where}; see: python -m launch status {quoted}, or end it: python -m "
+        f"launch cancel {quoted}"
+    )
 
 
 def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Namespace) -> None:
-    """What was submitted, and what to do next."""
+    """Print a report of the submission and the next command."""
     if arguments.parsable:
         print(job_id)
         return
@@ -420,8 +468,10 @@ def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Name
     for item in stopped:
         where = shlex.quote(job.items[item.index].directory)
         print(
-            f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch requeue {where}"
+            f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch "
+            f"requeue {where}"
         )
     print(
-        f"  directory {job.directory}\n  follow it: python -m launch logs -f {shlex.quote(job.directory)}"
+        f"  directory {job.directory}\n  follow it: python -m launch logs -f "
+        f"{shlex.quote(job.directory)}"
     )

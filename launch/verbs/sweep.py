@@ -1,10 +1,13 @@
-"""``sweep``: many runs of one configuration, as a job array, or K at a time on this machine.
+r"""``sweep``: start many runs of one configuration, as a job array or on this machine.
 
-    sweep CONFIG.yaml train.steps=2000 --cluster PROFILE --grid optimizer.lr=1e-4,3e-4 train.seed=1,2,3 --at-once 4
-    sweep CONFIG.yaml --cluster PROFILE --list runs.txt        a line is a run: the words of its overrides, quoted as in a shell; # comments
+    sweep CONFIG.yaml train.steps=2000 --cluster PROFILE --at-once 4 \
+          --grid optimizer.lr=1e-4,3e-4 train.seed=1,2,3
+    sweep CONFIG.yaml --cluster PROFILE --list runs.txt
 
-A run has a directory of its name: what stands before a colon at the start of its line (`small: model.num_layers=2`), else its overrides.
-The same command given again starts what is not finished and not under way; a longer list adds runs.
+Each line of the list is a run: its overrides, quoted as in a shell; # begins a comment. A run's
+directory has its name: the text before a colon at the start of its line (`small:
+model.num_layers=2`), else its overrides. The same command again starts the runs that are not
+finished and not running; a longer list adds runs.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from launch.verbs.submit import add_place_arguments, add_submit_arguments, reque
 
 SWEEPS = Path("runs") / "sweeps"
 LONGEST = 120  # characters of a run's name
-AT_ONCE = 4  # configurations that are resolved at the same time
+AT_ONCE = 4  # configurations resolved in parallel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
+    """Add the verb's arguments."""
     parser.add_argument(
         "words",
         nargs="+",
@@ -42,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the run, and settings that all runs have",
     )
     ways = parser.add_mutually_exclusive_group(required=True)
-    ways.add_argument("--list", type=Path, metavar="FILE", help="a line a run: its settings")
+    ways.add_argument(
+        "--list", type=Path, metavar="FILE", help="file with one run per line: its settings"
+    )
     ways.add_argument(
         "--grid", nargs="+", metavar="KEY=V1,V2", help="every combination of these values"
     )
@@ -51,7 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Submit the runs that are not done, or run them here: 0, or a local run's exit code. Raises UserError."""
+    """Submit the unfinished runs, or run them on this machine. Return 0, or a local run's exit
+    code.
+
+    Raises:
+        UserError: the list, the grid or a configuration is invalid.
+    """
     runs = read_list(arguments.list) if arguments.list else named(grid(arguments.grid))
     request = request_of(arguments)
     asked = wanted_sweep(request, runs)
@@ -61,7 +71,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def read_list(path: Path) -> dict[str, tuple[str, ...]]:
-    """Name -> overrides of each line of a list. Raises UserError."""
+    """Return name -> overrides of each line of a list.
+
+    Raises:
+        UserError: a line is invalid or repeated, or the list is empty.
+    """
     runs: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(read_lines(path), 1):
         try:
@@ -73,7 +87,8 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
             re.fullmatch(r"[A-Za-z0-9][\w.,=+-]*", given, re.ASCII) and len(given) <= LONGEST
         ):
             raise UserError(
-                f"{path}:{number}: {given!r} cannot name a folder: letters, digits and ._,=+- alone, {LONGEST} at most"
+                f"{path}:{number}: {given!r} is not a valid name of a folder: only letters, digits "
+                f"and ._,=+-, {LONGEST} at most"
             )
         odd = next((word for word in words if not re.match(r"[A-Za-z_][\w.]*=", word)), None)
         if odd is not None:
@@ -83,28 +98,32 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
         same = next((name for name, others in runs.items() if others == tuple(words)), None)
         if same is not None:
             raise UserError(
-                f"{path}:{number}: the same run as on a line before: {shlex.join(words)}"
+                f"{path}:{number}: the same run as on an earlier line: {shlex.join(words)}"
             )
         name = run_name(words) if given is None else given
         if name in runs:
-            raise UserError(f"{path}:{number}: a line before has the name {name}, too")
+            raise UserError(f"{path}:{number}: an earlier line has the name {name}, too")
         runs[name] = tuple(words)
     if not runs:
         raise UserError(
-            f"{path}: no run in it; a line is the settings of a run, as: optimizer.lr=1e-4 train.seed=2"
+            f"{path}: it contains no run; a line is the settings of a run, as: optimizer.lr=1e-4 "
+            "train.seed=2"
         )
     return runs
 
 
 def named(runs: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The runs by the names that their overrides give them."""
+    """Return the runs by the names made from their overrides."""
     return {run_name(words): words for words in runs}
 
 
 def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every combination of ``key=v1,v2`` words, the last key's values changing fastest. Raises UserError.
+    """Return every combination of ``key=v1,v2`` words; the last key's values change fastest.
 
     Commas inside brackets, braces and quotes separate no values: ``model.pattern=[a,b],[c]``.
+
+    Raises:
+        UserError: a word is invalid or repeated.
     """
     axes: dict[str, list[str]] = {}
     for word in words:
@@ -120,7 +139,7 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
         if repeated is not None or "" in axes[key]:
             raise UserError(
                 f"--grid {word!r}: "
-                + (f"{repeated} is there twice" if repeated else "a value is empty")
+                + (f"{repeated} occurs twice" if repeated else "a value is empty")
             )
     return [
         tuple(f"{key}={value}" for key, value in zip(axes, chosen, strict=True))
@@ -129,7 +148,7 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Values between the commas that stand outside of brackets, braces and quotes."""
+    """Split a text at the commas outside of brackets, braces and quotes."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if character == "," and depth == 0 and not quote:
@@ -146,16 +165,25 @@ def split_values(text: str) -> list[str]:
 
 
 def run_name(words: Sequence[str]) -> str:
-    """A run's name, which is also its directory's, from its overrides alone: readable where it can be, always another for others."""
+    """Return a run's name, which is also its directory's, from its overrides. It is readable if
+    possible, and unique.
+    """
     told = ",".join(words)
     plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", told)
     if plain == told and len(told) <= LONGEST:
         return told
-    return f"{plain[:LONGEST]}-{hashlib.sha256(shlex.join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
+    return (
+        f"{plain[:LONGEST]}"
+        f"-{hashlib.sha256(shlex.join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
+    )
 
 
 def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wanted:
-    """The job of a sweep: an item a run, by name, each with its own configuration. Raises UserError with the run that is refused."""
+    """Return the job of a sweep: one named item per run, each with its own configuration.
+
+    Raises:
+        UserError: a configuration is refused; the text names the run.
+    """
     name = request.name or Path(request.words[0]).stem
     directory = absolute(request.directory or SWEEPS / name)
     world_size = request.nodes * (request.processes or request.profile.processes_per_node)
@@ -164,6 +192,8 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
     job = new_job(request, name, directory, items, array=True)
 
     def resolved(code: Path) -> Mapping[str, str]:
+        """Return directory -> configuration of all runs, as the code in a folder resolves them."""
+
         def one(index: int) -> str:
             words = [
                 *request.words,
@@ -190,25 +220,28 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
 
 
 def _check_mirrors(configs: Mapping[str, str]) -> None:
-    """Raises UserError where two runs, directory -> resolved configuration, have one mirror."""
+    """Raise UserError if two runs (directory -> resolved configuration) have the same mirror."""
     owners = dict[str, str]()
     for directory, text in configs.items():
         mirror = read_config(text).get("checkpoint", {}).get("mirror")
         if mirror and owners.setdefault(mirror, directory) != directory:
             raise UserError(
-                f"checkpoint.mirror = {mirror} is one place for several runs; write {{name}} in it, which is another for each"
+                f"checkpoint.mirror = {mirror} is the same for several runs; write {{name}} in it, "
+                "which differs for each"
             )
 
 
 def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
-    """Run on this machine what is not finished."""
+    """Run the unfinished runs on this machine."""
     if arguments.dependency or arguments.exclude or arguments.parsable:
         raise UserError(
-            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile of this machine"
+            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a "
+            "profile for this machine"
         )
     if asked.job.nodes != 1:
         raise UserError(
-            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile of this machine, which is one node"
+            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile for this machine, which "
+            "is one node"
         )
     if arguments.dry_run:
         draft = settle(asked, update=arguments.update)
@@ -222,7 +255,8 @@ def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
         draft = settle(asked, update=arguments.update)
         if not draft.ready:
             print(
-                f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} ({draft.job.directory})"
+                f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} "
+                f"({draft.job.directory})"
             )
             return 0
         draft = write(draft)

@@ -167,7 +167,8 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
     assert [pair["nodes"] for pair in result["pairs"]] == [["n0", "n1"], ["n1", "n2"], ["n2", "n0"]]
     assert all(pair["bus"] > 0 for pair in result["pairs"])
     unseen = [
-        f"n{one} does not see what {', '.join(f'n{other}' for other in range(3) if other != one)} wrote"
+        f"n{one} does not see the files of "
+        + ", ".join(f"n{other}" for other in range(3) if other != one)
         for one in range(3)
     ]
     assert sorted(fault.split(": ")[1] for fault in result["shared"]) == unseen

@@ -238,7 +238,7 @@ def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(
     said = {fault.split(" ")[1]: fault.partition("): ")[2] for fault in report.faults}
     assert said == {
         "0": "3 entries of a product are wrong",
-        "2": "212 TFLOP/s in bfloat16, its neighbours 650",
+        "2": "212 TFLOP/s in bfloat16, the node's median is 650",
         "3": "CUDA error: uncorrectable ECC error encountered",
         "5": "a product ended with 139: Segmentation fault (core dumped)",
         "6": "a product did not end in time: it hangs",
@@ -306,7 +306,7 @@ def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_le
     profile = {"paths": {"shared": [str(good), str(odd), str(missing)]}}
     report = run(tmp_path, dict(os.environ), profile)
     assert report.faults == [
-        f"{missing}: cannot be written here: No such file or directory (is it mounted?)"
+        f"{missing}: cannot be written on this node: No such file or directory (is it mounted?)"
     ]
     assert list(good.iterdir()) == list(odd.iterdir()) == []
     report = run(tmp_path, dict(os.environ), {"health": {"free_disk_gb": 1e9}}, folders=[str(good)])

@@ -434,7 +434,7 @@ def test_slurms_log_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
         "told": (
             {"told": TOLD, **KILLED},
             "signal",
-            "killed by SIGKILL: the kernel's out-of-memory killer, or someone",
+            "killed by SIGKILL: the kernel's out-of-memory killer, or a user",
         ),
         "its own": ({"error": "ValueError: boo"}, "exit", "ValueError: boo"),
         "the GPU's": (
@@ -575,8 +575,8 @@ PASSING = [
     "GPU 3 (0000:3B:00.0): a product did not end in time: it hangs",
     "GPU 3 (0000:3B:00.0): 71000 MiB in use by pid 12 (python, 71000 MiB)",
     "did not answer the health check: it hangs, or cannot see this folder",
-    "/shared: cannot be written here: Permission denied (is it mounted?)",
-    "/tmp: 0.20 GB free; 1 are wanted",
+    "/shared: cannot be written on this node: Permission denied (is it mounted?)",
+    "/tmp: 0.20 GB free; 1 are required",
 ]
 
 

@@ -365,8 +365,8 @@ LIMITS: list[tuple[str, str | None, dict[str, str], str]] = [
     ("slurm", None, {GPU: "2048"}, "4 GiB a node: raise nodes.memory"),
     ("slurm", "1800G", {}, "1800 GiB a node: raise nodes.memory"),
     ("slurm", "16000", {}, "16000 MiB a node: raise nodes.memory"),
-    ("slurm", "0", {NODE: "2000000"}, "may use a node's whole memory"),
-    ("slurm", None, {NODE: "0"}, "the partition's default, or a node's whole memory"),
+    ("slurm", "0", {NODE: "2000000"}, "may use all memory of a node"),
+    ("slurm", None, {NODE: "0"}, "the partition's default, or all memory of a node"),
     ("local", "4G", {}, "of its container"),
 ]
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_rehearsed_is_compared_by_its_plan(answers: Answers) -> N
     with pytest.raises(UserError, match=f"^r: {TOO_MUCH}; --no-rehearse"):
         rehearsed(config(**engine, train_micro_batch_size=9))
     assert rehearsed(config(**engine), data=False)[0].endswith(
-        "rehearsed; nor is its memory compared"
+        "; its memory is not compared either"
     )
     asked = len(answers.asked)
     assert (

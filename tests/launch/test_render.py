@@ -322,7 +322,7 @@ def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") 
 
 EARLY = {  # a profile, the folder of the job that is not there, and what is said
     "folder": ("{}", "working_directory", b"gone: No such file or directory"),
-    "snapshot": ("{}", "code", b"the code snapshot cannot be seen from here"),
+    "snapshot": ("{}", "code", b"the code snapshot is not visible on this node"),
     "module": ("setup: {modules: [present, absent]}", None, b"launch: module load absent failed"),
     "line": ("setup: {lines: ['[ $SLURMD_NODENAME = node2 ] || exit 7']}", None, b""),
     "interpreter": ("host_python: /gone/python", None, b"/gone/python"),

@@ -143,7 +143,7 @@ def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(
     ):
         with pytest.raises(
             UserError,
-            match=r"^a word of the command is what \$HF_TOKEN holds, and would be written to files; jobs have",
+            match=r"^a word of the command is the value of \$HF_TOKEN, and would be written to files; jobs",
         ):
             wanted(request)
     program(tmp_path / "sbatch", "#!/bin/sh\necho 12\n")
@@ -252,7 +252,7 @@ def test_finished_and_stopped() -> None:
         {"why": "gave up", "message": "3 failures: out of luck"},
     )
     with pytest.raises(
-        UserError, match=r"gave up: 3 failures: out of luck; to go on: python -m launch requeue"
+        UserError, match=r"gave up: 3 failures: out of luck; to continue: python -m launch requeue"
     ):
         prepare(request)
     prepare(again)
@@ -337,7 +337,7 @@ def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: P
         wanted_sweep(run(DEMO, directory="s"), named([("train.seed=x",)]))
     with pytest.raises(
         UserError,
-        match=r"^checkpoint\.mirror = m is one place for several runs; write \{name\} in it",
+        match=r"^checkpoint\.mirror = m is the same for several runs; write \{name\} in it",
     ):
         wanted_sweep(run(DEMO, "checkpoint.mirror=m", directory="s"), named(words))
 

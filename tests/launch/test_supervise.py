@@ -302,7 +302,7 @@ def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_g
         if number == 1:
             code, said = case.run()
             assert code == Exit.IN_USE and said.startswith(
-                f"launch: error: {tmp_path} is kept going by another process already"
+                f"launch: error: {tmp_path} is already supervised by another process"
             )
         end(supervisor, signal.SIGKILL)
         wait_for(lambda: not alive(pid))  # noqa: B023
@@ -403,7 +403,7 @@ def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path
     (tmp_path / "launch" / "job.json").unlink()
     assert case.run() == (
         2,
-        f"launch: error: {tmp_path}: no job there with an item 0; it is made by: python -m launch submit\n",
+        f"launch: error: {tmp_path}: no job with an item 0; create it with: python -m launch submit\n",
     )
 
 

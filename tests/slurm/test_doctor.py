@@ -82,7 +82,7 @@ def test_what_slurm_would_refuse_is_said_without_a_job(
     examine: Examine, cluster: MiniSlurm
 ) -> None:
     for options, name, told in (
-        (["--nodes=0", "--set=slurm.partition=mian"], "partition", "no partition mian"),
+        (["--nodes=0", "--set=slurm.partition=mian"], "partition", "partition mian does not exist"),
         (
             ["--nodes=0", "--set=nodes.gpus=16", "--set=nodes.cpus=1"],
             "nodes",
@@ -141,7 +141,7 @@ def test_a_folder_that_the_nodes_do_not_see_is_named(
         code, said = examine(cluster)
     assert code == 1 and failed(said) == ["trial"]
     assert (
-        f"ended without a word in {tmp_path / 'trials'}" in said["trial"][0][1]
+        f"ended without any output in {tmp_path / 'trials'}" in said["trial"][0][1]
         and "do not see that folder" in said["trial"][0][1]
     )
 

@@ -191,7 +191,7 @@ def test_one_job_a_directory(login: Login) -> None:
     assert f"requeue {login.job}" in login.launch("cancel", "job")
     wait_for(lambda: login.cluster.state(job) == "CANCELLED")
     assert login.file("state.json")["state"] == "cancelled"
-    assert "to go on: python -m launch requeue" in login.launch(
+    assert "to continue: python -m launch requeue" in login.launch(
         *HELP, options=("--directory", "job"), code=2
     )
     requeued = login.launch("requeue", "job", "--cluster", "mini.yaml")
@@ -235,7 +235,7 @@ def test_many_submit_the_same_at_once(login: Login) -> None:
 def test_requeue_and_cancel_of_one_that_runs(login: Login) -> None:
     job = login.submit(*login.waiting_command())
     login.reached(1)
-    assert f"job {job} (RUNNING) saves and goes back to the queue" in login.launch("requeue", "job")
+    assert f"job {job} (RUNNING) saves and is requeued" in login.launch("requeue", "job")
     login.reached(2)
     assert login.cluster.job(job)["Restarts"] == "1"
     assert login.submissions() == [job]
@@ -385,16 +385,18 @@ def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Log
     job = login.submit(*HELP, options=("--dependency", str(before)))
     assert login.cluster.job(job)["ExcNodeList"] == "node1"
     cordon.unlink()
-    assert "waits in the queue already (Dependency), from now on for any node\n" in login.launch(
+    assert "already waits in the queue (Dependency), now for any node\n" in login.launch(
         "requeue", "job"
     )
     assert login.cluster.job(job)["ExcNodeList"] in ("", "(null)")
-    assert "for any node but node2" in login.launch("requeue", "job", "--exclude", "node2")
+    assert "for any node except node2" in login.launch("requeue", "job", "--exclude", "node2")
     assert login.cluster.job(job)["ExcNodeList"] == "node2"
     assert "too few nodes are left, so it cannot start" in login.launch(
         "requeue", "job", "--exclude", "node[1-2]"
     )
-    assert login.launch("requeue", "job", "--exclude", "node2").endswith("for any node but node2\n")
+    assert login.launch("requeue", "job", "--exclude", "node2").endswith(
+        "for any node except node2\n"
+    )
     login.cluster.run("scontrol", "release", str(before))
     login.cluster.run("scontrol", "hold", job)
     assert "was held, and is released" in login.launch("requeue", "job", "--exclude", "node2")
