@@ -1,6 +1,8 @@
-"""The kernels room: one folder an operation, each with one public function and a plain PyTorch `reference` beside any faster form.
+"""Kernels: one folder for each operation, with one public function, a plain PyTorch `reference` and
+faster implementations.
 
-Operations know tensors, not models: nothing of the other rooms but `fem_common` is imported here, no configuration is read, and no process
-group is touched. `arguments.operation` is around every public function: torch.autocast changes nothing inside, and float16 is computed in
+Operations work on tensors, not on models: this package imports `fem_common` and no other package of
+the project, reads no configuration and uses no process group. The decorator `arguments.operation`
+is on every public function: torch.autocast has no effect inside, and float16 is computed in
 float32.
 """

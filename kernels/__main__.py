@@ -1,4 +1,6 @@
-"""`python -m kernels`: the operations, their implementations, which one this machine would run, and why not the faster ones."""
+"""`python -m kernels`: list the operations, their implementations, the one that this machine would
+run, and the reasons against faster ones.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def lines(ops: dict[str, Op], device: torch.device) -> list[str]:
-    """The list as it is printed: an operation a paragraph, its implementations from the fastest, an arrow before the one that runs."""
+    """Return the lines of the list: a paragraph for each operation, implementations from the
+    fastest on, and an arrow before the one that runs.
+    """
     from kernels.implementations import overrides
 
     width = max(len(each.name) for op in ops.values() for each in op.implementations)
@@ -39,7 +43,7 @@ def lines(ops: dict[str, Op], device: torch.device) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the list. Exit code 2 where FEM_KERNELS cannot be followed."""
+    """Print the list. Return exit code 2 if FEM_KERNELS is invalid."""
     Parser(prog="python -m kernels", description=__doc__).parse_args(argv)
     return run("kernels", _list)
 

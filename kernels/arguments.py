@@ -1,4 +1,6 @@
-"""What operations demand of their arguments. Each fault is a ValueError of one line that begins with the operation's name."""
+"""Checks of the arguments of operations. Each fault is a ValueError of one line that begins with
+the operation's name.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def autocast_on(x: Tensor) -> bool:
-    """Whether torch.autocast changes the types of operations on x's device."""
+    """Return True if torch.autocast changes the types of operations on x's device."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(function: F) -> F:
-    """Makes a backward, called with tensors among its arguments, compute in the types that it is written in, as `operation` does."""
+    """Decorate a backward, which is called with tensors among its arguments, to compute in its own
+    types, as `operation` does.
+    """
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -35,11 +39,13 @@ def without_autocast(function: F) -> F:
 
 
 def operation(like: str, *, state: bool = False, wide: str | None = None) -> Callable[[F], F]:
-    """Makes a function of tensors an operation: torch.autocast changes no type inside, and float16 is computed in float32.
+    """Decorate a function of tensors as an operation: torch.autocast changes no type inside, and
+    float16 is computed in float32.
 
-    All float16 arguments, those within tuples and lists too, become float32. like: the name of the argument whose type the results have:
-    where it is float16 they become float16 again; state: of a pair of results the first alone; wide: the name of a keyword with which no
-    result does.
+    All float16 arguments, including those in tuples and lists, become float32. like: the name of
+    the argument whose type the results have; if it is float16, the results become float16 again.
+    state: True if only the first of a pair of results does. wide: the name of a keyword argument
+    that, if set, keeps the results in float32.
     """
 
     def decorate(function: F) -> F:
@@ -72,7 +78,9 @@ def operation(like: str, *, state: bool = False, wide: str | None = None) -> Cal
 
 
 def _cast(x: Any, before: torch.dtype, after: torch.dtype) -> Any:
-    """x, or what it holds, with the tensors of the type ``before`` in the type ``after``."""
+    """Return x, a tensor or a container of tensors, with tensors of the type ``before`` converted
+    to ``after``.
+    """
     if isinstance(x, Tensor):
         return x.to(after) if x.dtype == before else x
     if isinstance(x, dict):
@@ -84,7 +92,9 @@ def _cast(x: Any, before: torch.dtype, after: torch.dtype) -> Any:
 
 
 def is_dynamic(*given: Any) -> bool:
-    """Whether torch.export runs and a size, or one of a tensor's sizes, is dynamic: asking for its value would fix it."""
+    """Return True if torch.export runs and a size, or one of a tensor's sizes, is dynamic: reading
+    its value would fix it.
+    """
     if not torch.compiler.is_exporting():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -100,9 +110,10 @@ def is_dynamic(*given: Any) -> bool:
 def check_first(
     op: str, name: str, x: Tensor, layout: str = "[batch, heads, tokens, width]"
 ) -> None:
-    """Raises ValueError unless x, beside which the others are checked, is not empty and of a type that operations take.
+    """Raise ValueError unless x, the tensor that the others are compared with, is not empty and has
+    a supported type.
 
-    layout: its dimensions; "[t, ...]" and the like: any number of them.
+    layout: its dimensions; "[t, ...]" and similar: any number of dimensions.
     """
     if (
         (x.dim() != 4 and "..." not in layout)
@@ -115,10 +126,10 @@ def check_first(
 
 
 def check_others(op: str, first: str, x: Tensor, others: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError for an argument that does not fit ``x``, the argument called ``first``.
+    """Raise ValueError for an argument that does not fit ``x``, the argument called ``first``.
 
-    others: name -> (tensor or None, its shape or a list of shapes, its types). Without types any type on any device will do, else the
-    device is x's.
+    others: name -> (tensor or None, its shape or a list of shapes, its types). Without types, any
+    type on any device is allowed; with types, the device must be x's.
     """
     for name, (tensor, allowed, *types) in others.items():
         if tensor is None:
@@ -143,7 +154,7 @@ def check_read(
     state: Tensor | None = None,
     causal: bool = True,
 ) -> None:
-    """Raises ValueError for lam without beta, and for a state where all tokens read all."""
+    """Raise ValueError for lam without beta, and for a state without causal=True."""
     if lam is not None and beta is None:
         raise ValueError(
             f"{op}: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu"

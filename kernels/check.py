@@ -1,7 +1,8 @@
-"""Correctness of an operation's implementations, on any device: errors against float64, finiteness, determinism, every element written.
+"""Correctness of an operation's implementations on any device: errors against float64, finiteness,
+determinism, every element written.
 
-A `Suite` names an operation's cases and its definition; `check` runs one of them. The tests run suites small in Triton's interpreter, the
-GPU suite runs them at real sizes on the device.
+A `Suite` contains an operation's cases and its definition; `check` runs one case. The tests run
+small suites in Triton's interpreter; the GPU suite runs them at real sizes on the device.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import kernels
 Inputs = dict[str, Any]
 Outputs = tuple[Tensor, ...]
 
-FLOAT32_BOUND = 1e-5  # norm-wise, of every output and gradient
-FLOAT16_ROUNDING = 2.0**-11  # of the one rounding of a result: float16 is computed in float32
-BFLOAT16_FACTOR = 1.5  # of the definition's own error when every step of it is bfloat16
-BFLOAT16_ROUNDING = 2.0**-9  # of one rounding of the result: half a unit in its last place
-BFLOAT16_MOST = 0.25  # whatever the definition's own error: where that is noise (small beta, wide ranges) it would bound nothing
+FLOAT32_BOUND = 1e-5  # relative error of norms, for every output and gradient
+FLOAT16_ROUNDING = 2.0**-11  # one rounding of a result: computed in float32
+BFLOAT16_FACTOR = 1.5  # times the error of the definition with every step in bfloat16
+BFLOAT16_ROUNDING = 2.0**-9  # one rounding of the result: half a unit in the last place
+# Upper limit of the bound: for small beta and wide ranges the definition's own error is noise.
+BFLOAT16_MOST = 0.25
 WITHOUT_GRADIENTS = ("decode",)  # implementations that are not for training
-# What others wrote need not give the same bits twice on a GPU: some of their backward passes add up in any order.
+# Third-party code need not be deterministic on a GPU: some of its backward passes add in any order.
 OTHERS = (
     "cudnn",
     "flash",
@@ -43,12 +45,14 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Suite:
-    """An operation's cases.
+    """Cases of an operation.
 
-    cases: name -> a function of a size (as ``small``) that gives float64 inputs on the CPU, by argument name; tensors of floats are
-    differentiated. definition(inputs): the outputs by the equations alone, all at once, in the inputs' type. call(inputs, implementation):
-    the public function. small: a size for the interpreter (odd, several blocks); real: one for a GPU.
-    loose: (case, result) -> a bound of its own, the reason beside it in the suite; in bfloat16 the larger of the two holds.
+    cases: name -> a function of a size (like ``small``) that returns float64 inputs on the CPU, by
+    argument name; floating-point tensors are differentiated. definition(inputs): the outputs by the
+    equations alone, all at once, in the inputs' type. call(inputs, implementation): the public
+    function. small: a size for the interpreter (odd, several blocks); real: a size for a GPU.
+    loose: (case, result) -> a separate bound, with the reason in the suite; in bfloat16 the larger
+    of the two bounds applies.
     """
 
     op: str
@@ -61,22 +65,22 @@ class Suite:
 
 
 class Draw:
-    """Random float64 numbers, one call's after another's."""
+    """Random float64 numbers; each call continues the sequence."""
 
     def __init__(self, seed: int) -> None:
         self.rng = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        """Of mean 0 and deviation 1."""
+        """Draw numbers of mean 0 and standard deviation 1."""
         return torch.randn(*shape, generator=self.rng, dtype=torch.float64)
 
     def uniform(self, *shape: int) -> Tensor:
-        """In [0, 1)."""
+        """Draw numbers in [0, 1)."""
         return torch.rand(*shape, generator=self.rng, dtype=torch.float64)
 
 
 def suites() -> dict[str, Suite]:
-    """Operation -> its cases, of every ``kernels/<op>/cases.py``."""
+    """Return operation -> suite for every ``kernels/<op>/cases.py``."""
     found = {}
     for each in pkgutil.iter_modules(kernels.__path__):
         if each.ispkg and importlib.util.find_spec(f"kernels.{each.name}.cases"):
@@ -87,7 +91,7 @@ def suites() -> dict[str, Suite]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check: an output or a gradient, its error against float64 and what it may be."""
+    """One result of a check: an output or a gradient, its error against float64 and the bound."""
 
     case: str
     result: str
@@ -96,16 +100,17 @@ class Finding:
 
     @property
     def good(self) -> bool:
-        """Whether the error is in bounds; NaN is not."""
+        """Return True if the error is within the bound; NaN is not."""
         return self.error <= self.bound
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A case's inputs rounded to a type, and what its definition makes of them. Every implementation is checked against the same one.
+    """A case's inputs rounded to a type, and the results of its definition. All implementations are
+    compared with the same object.
 
-    inputs: float64 on the CPU. truth: outputs and gradients in float64. rough: the same with every step in bfloat16, for that type's
-    bounds; in float32 it is the truth.
+    inputs: float64 on the CPU. truth: outputs and gradients in float64. rough: the same with every
+    step in bfloat16, for that type's bounds; in float32 it equals the truth.
     """
 
     case: str
@@ -125,7 +130,7 @@ def expect(
     real: bool = False,
     gradients: bool = True,
 ) -> Expected:
-    """Compute what an implementation must return for ``case`` in ``dtype``; real: at the GPU's size."""
+    """Compute the expected results of ``case`` in ``dtype``. real: at the GPU's size."""
     made = suite.cases[case](suite.real if real else suite.small)
     rounded = {name: _floats(x, lambda t: t.to(dtype).double()) for name, x in made.items()}
     truth = results(
@@ -148,7 +153,7 @@ def check(
     *,
     real: bool = False,
 ) -> list[Finding]:
-    """`judge` of one implementation of a case."""
+    """Run one implementation of a case and return its findings (`judge`)."""
     gradients = implementation not in WITHOUT_GRADIENTS
     return judge(
         suite, expect(suite, case, dtype, device, real=real, gradients=gradients), implementation
@@ -156,10 +161,12 @@ def check(
 
 
 def judge(suite: Suite, expected: Expected, implementation: str) -> list[Finding]:
-    """Errors of a case's outputs and gradients. Infinity where one is not finite or, on a GPU, differs between two runs by a bit.
+    """Return the errors of a case's outputs and gradients. Infinity if one is not finite or, on a
+    GPU, if two runs differ in any bit.
 
-    The latter is not asked of others' code on a GPU (``OTHERS``), gradients not of what has none (``WITHOUT_GRADIENTS``). Uninitialised
-    memory is filled with NaN meanwhile, so an element that is not written shows.
+    Third-party code on a GPU (``OTHERS``) is not checked for determinism; implementations in
+    ``WITHOUT_GRADIENTS`` have no gradients. Uninitialised memory is filled with NaN during the
+    check, so that an element that is not written shows.
     """
     case, dtype, device = expected.case, expected.dtype, expected.device
     gradients = implementation not in WITHOUT_GRADIENTS
@@ -213,10 +220,11 @@ def results(
     weighted_in: torch.dtype | None = None,
     gradients: bool = True,
 ) -> dict[str, Tensor]:
-    """Outputs, by number, and the gradients of a random weighting of them, by input; both detached.
+    """Return outputs, by number, and the gradients of a random weighting of them, by input; both
+    detached.
 
-    weighted_in: the type that the weights are rounded to, None: dtype; so that runs in several types are given the same ones. gradients
-    False: the outputs alone.
+    weighted_in: the type that the weights are rounded to, so that runs in several types use the
+    same weights (None: dtype). gradients False: only the outputs.
     """
     given = {
         name: _floats(x, lambda t: t.detach().to(device, dtype).requires_grad_(gradients))
@@ -240,7 +248,7 @@ def results(
 
 
 def relative(got: Tensor, truth: Tensor) -> float:
-    """Norm-wise relative error; absolute where the truth is zero."""
+    """Return the relative error of norms; the absolute error if the truth is zero."""
     got, truth = got.double(), truth.double()
     size = float(truth.norm())
     return float((got - truth).norm()) / (size if size > 0 else 1.0)
@@ -248,7 +256,9 @@ def relative(got: Tensor, truth: Tensor) -> float:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN, and torch's own operations take their deterministic forms."""
+    """Fill the memory of torch.empty with NaN, and use the deterministic forms of torch's
+    operations.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,9 +1,12 @@
-"""Which implementation of an operation runs: one `Op` each, asked at every call, said once. No tensors are computed here.
+"""Selection of an operation's implementation: one `Op` for each operation, evaluated at every call,
+logged once. No tensors are computed.
 
-An operation lists its implementations, the fastest first; the last is its definition and runs anywhere. ``choose`` takes what was asked
-for, or, for "auto", the first that this machine and this call allow. The environment variable FEM_KERNELS overrides "auto":
-``FEM_KERNELS=fem_attention=triton,cem_attention=reference``. A choice is logged once at level INFO, with the reasons against what would
-have been faster; on a machine with a GPU, a call that falls back to the definition is logged once as a warning.
+An operation lists its implementations, the fastest first; the last is its definition, which runs
+anywhere. ``choose`` returns the requested one or, for "auto", the first that this machine and this
+call support. The environment variable FEM_KERNELS overrides "auto":
+``FEM_KERNELS=fem_attention=triton,cem_attention=reference``. A choice is logged once at level INFO,
+with the reasons against faster ones; on a machine with a GPU, a call that falls back to the
+definition is logged once as a warning.
 """
 
 from __future__ import annotations
@@ -30,14 +33,16 @@ OLDEST_TRITON = (3, 6)
 
 
 class OncePerMessage(logging.Filter):
-    """Lets each message through once in a process; a message's identity is its template, so its figures may differ."""
+    """Filter that passes each message once in a process. Messages are equal if their templates are
+    equal, whatever their arguments.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record's template comes for the first time."""
+        """Return True the first time that the record's template occurs."""
         first = str(record.msg) not in self._said
         self._said.add(str(record.msg))
         return first
@@ -47,17 +52,19 @@ Unfit = Callable[[str], str | None]
 
 
 def nothing(name: str) -> None:
-    """Why a call rules an implementation out, where it rules out none."""
+    """Return None: the default reason of a call that excludes no implementation."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operation. lacks(device) says why this machine cannot run it there, or None where it can."""
+    """One way to compute an operation. lacks(device) returns the reason why this machine cannot run
+    it on the device, or None.
+    """
 
     name: str
     what: str
     lacks: Callable[[torch.device], str | None] = lambda device: None
-    automatic: bool = True  # False: runs only where it is asked for
+    automatic: bool = True  # False: runs only on request
 
 
 @dataclass(frozen=True)
@@ -70,16 +77,20 @@ class Op:
 
     @property
     def log(self) -> logging.Logger:
-        """The operation's logger, ``kernels.<name>``: each of its messages comes once in a process."""
+        """Return the operation's logger, ``kernels.<name>``. Each of its messages is logged once in
+        a process.
+        """
         logger = logging.getLogger(f"kernels.{self.name}")
         if not any(isinstance(f, OncePerMessage) for f in logger.filters):
             logger.addFilter(OncePerMessage())
         return logger
 
     def choose(self, asked: str, device: torch.device, unfit: Unfit = nothing) -> str:
-        """The name of the implementation for a call on ``device``; unfit(name): why this call's shapes or types rule it out, or None.
+        """Return the name of the implementation for a call on ``device``.
 
-        Raises ValueError for a name that is not one, and where one was asked for by the argument and cannot run.
+        unfit(name): the reason why this call's shapes or types exclude it, or None. Raises
+        ValueError for an unknown name, and if the implementation that the argument requests cannot
+        run.
         """
         names = ("auto", *(implementation.name for implementation in self.implementations))
         if asked not in names:
@@ -106,7 +117,9 @@ class Op:
         return asked
 
     def automatic(self, device: torch.device, unfit: Unfit = nothing) -> tuple[str, dict[str, str]]:
-        """What "auto" takes, and why not each of those before it. Raises ValueError where FEM_KERNELS names what does not exist."""
+        """Return the choice of "auto" and the reason against each faster one. Raises ValueError if
+        FEM_KERNELS names an unknown implementation.
+        """
         forced = overrides().get(self.name, "auto")
         if forced != "auto" and forced not in [
             implementation.name for implementation in self.implementations
@@ -118,14 +131,15 @@ class Op:
         for implementation in self.implementations:
             if forced != implementation.name and (forced != "auto" or not implementation.automatic):
                 continue
-            # Triton's interpreter is for tests, which ask for it.
+            # Triton's interpreter is for tests, which request it.
             reason = (
                 "no GPU"
                 if device.type == "cpu" and implementation.lacks is lacks_triton
                 else implementation.lacks(device)
             )
             if torch.compiler.is_compiling() and implementation.lacks is lacks_triton:
-                reason = "torch.compile sees through the definition"  # what is registered chooses when it runs
+                # a registered operation chooses when it runs
+                reason = "torch.compile sees through the definition"
             reason = reason or unfit(implementation.name)
             if reason is None:
                 return implementation.name, against
@@ -135,18 +149,23 @@ class Op:
     def _say(
         self, what: str, against: Mapping[str, str] | None = None, level: int = logging.INFO
     ) -> None:
-        """Once; not while torch.compile traces, which knows no logger, and whose choices a call before it has said as a rule."""
+        """Log once; not while torch.compile traces, which does not support loggers. An earlier call
+        has usually logged the choice.
+        """
         if torch.compiler.is_compiling():
             return
         reasons = "; ".join(
             f"{other} does not: {reason}" for other, reason in (against or {}).items()
         )
-        # The template is what comes once: whatever the reasons of later calls, one line for each implementation that runs.
+        # The template is logged once: one line for each implementation that runs, whatever the
+        # reasons of later calls.
         self.log.log(level, f"{self.name}: {what}%s", f" ({reasons})" if reasons else "")
 
 
 def overrides() -> dict[str, str]:
-    """Operation -> implementation, from FEM_KERNELS. Raises ValueError for what is not of the form ``op=implementation,...``."""
+    """Return operation -> implementation from FEM_KERNELS. Raises ValueError unless its form is
+    ``op=implementation,...``.
+    """
     return _parsed(os.environ.get(VARIABLE, ""))
 
 
@@ -164,7 +183,9 @@ def _parsed(text: str) -> dict[str, str]:
 
 
 def operations() -> dict[str, Op]:
-    """Every operation of this room that has a choice to make, by name."""
+    """Return name -> operation for every operation of this package that has several
+    implementations.
+    """
     found = {}
     for package in sorted(
         each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if each.ispkg
@@ -176,7 +197,7 @@ def operations() -> dict[str, Op]:
 
 
 def check_overrides() -> None:
-    """Raises ValueError where FEM_KERNELS names an operation or an implementation that does not exist."""
+    """Raise ValueError if FEM_KERNELS names an operation or an implementation that does not exist."""
     known = operations() if overrides() else {}
     for name, implementation in overrides().items():
         if name not in known:
@@ -194,7 +215,7 @@ def check_overrides() -> None:
 
 @functools.cache
 def triton_version() -> tuple[int, int] | None:
-    """(major, minor) of the installed Triton, or None; without importing it."""
+    """Return (major, minor) of the installed Triton, or None, without importing it."""
     for distribution in ("triton", "pytorch-triton"):
         try:
             numbers = re.match(r"(\d+)\.(\d+)", version(distribution))
@@ -205,7 +226,9 @@ def triton_version() -> tuple[int, int] | None:
 
 
 def lacks_triton(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on ``device``, or None. On a CPU they run in Triton's interpreter only (tests)."""
+    """Return the reason why Triton kernels cannot run on ``device``, or None. On a CPU they run
+    only in Triton's interpreter (tests).
+    """
     found = triton_version()
     if found is None:
         return "the package triton is not installed"
@@ -219,26 +242,29 @@ def lacks_triton(device: torch.device) -> str | None:
 
 
 def lacks_fla(device: torch.device) -> str | None:
-    """Why flash-linear-attention's kernels cannot run on ``device``, or None."""
+    """Return the reason why flash-linear-attention's kernels cannot run on ``device``, or None."""
     if device != machine.PAPER and find_spec("fla") is None:
         return "the package flash-linear-attention is not installed"
     return None if device.type == "cuda" else "no GPU"
 
 
 def first_reason(reasons: Mapping[str, bool]) -> str | None:
-    """The first reason that holds, or None."""
+    """Return the first reason whose condition is True, or None."""
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def uneven(what: str, width: int, device: torch.device, step: int = 16) -> str | None:
-    """Why a GPU's kernels leave a width to others, or None: over 64, rows at other addresses than ``step`` has spill sm_90's registers."""
+    """Return the reason why kernels on a GPU do not support a width, or None.
+
+    Rows wider than 64 whose addresses are not multiples of ``step`` spill registers on sm_90.
+    """
     if device.type == "cpu" or width <= 64 or width % step == 0:
         return None
     return f"{what} {width} spills registers on a GPU, {width // step * step} and {width // step * step + step} do not"
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU."""
+    """Return True if Triton kernels run in its interpreter, on the CPU."""
     if triton_version() is None:
         return False
     from triton import knobs

@@ -1,4 +1,6 @@
-"""What the kernels room may know of the machine: the device it would compute on, its name, its numbers. Nothing is chosen here."""
+"""Properties of the machine for the kernels package: the device to compute on, its name and its
+architecture. It makes no choices.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,28 @@ PAPER = torch.device("cuda", 127)
 
 
 def device() -> torch.device:
-    """The first GPU where torch sees one, else the CPU."""
+    """Return the first GPU if torch finds one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def is_current(where: torch.device) -> bool:
-    """Whether kernels that are launched now run on ``where``; always, for the CPU."""
+    """Return True if kernels that are launched now run on ``where``; always True for the CPU."""
     return (
         where.type != "cuda" or where == PAPER or where.index in (None, torch.cuda.current_device())
     )
 
 
 def name(where: torch.device) -> str:
-    """The device's name as its maker writes it, as "NVIDIA H100 80GB HBM3"; "cpu" for the CPU."""
+    """Return the device's name in the vendor's spelling, such as "NVIDIA H100 80GB HBM3"; "cpu" for
+    the CPU.
+    """
     if where == PAPER:
         return "NVIDIA H100 80GB HBM3"
     return torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
 
 
 def architecture(where: torch.device) -> int:
-    """90 for sm_90 and so on; 0 for the CPU."""
+    """Return 90 for sm_90 and so on; 0 for the CPU."""
     if where.type != "cuda":
         return 0
     if where == PAPER:
@@ -42,20 +46,23 @@ def architecture(where: torch.device) -> int:
 
 
 def capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of running."""
+    """Return True if launches are now recorded in a CUDA graph instead of run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def cudnn_attention() -> bool:
-    """Whether attention may run on cuDNN; while torch.compile traces, which cannot ask, True."""
+    """Return True if attention may run on cuDNN, and always while torch.compile traces, which
+    cannot read the setting.
+    """
     return torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Attention inside does not run on cuDNN, which compiles a plan for every new shape, about half a second each way.
+    """Disable cuDNN for attention in this context: it compiles a plan for every new shape, about
+    half a second for each direction.
 
-    Process-wide, as torch's own switch is.
+    The setting is process-wide, like torch's own.
     """
     before = cudnn_attention()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -66,27 +73,27 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 class LateNumbers:
-    """``count`` numbers of a device that the host gets without waiting for them."""
+    """``count`` numbers of a device that the host receives without waiting for them."""
 
     def __init__(self, where: torch.device, count: int = 1) -> None:
         on_gpu = where.type == "cuda"
         with torch.inference_mode(False):
             self._told = torch.zeros(count, device="cpu", pin_memory=on_gpu)
-        self._memory = self._told.numpy()  # to read it is no operation on a tensor
+        self._memory = self._told.numpy()  # reading it is not an operation on a tensor
         self._arrived = torch.cuda.Event() if on_gpu and where != PAPER else None
 
     def send(self, numbers: Tensor) -> None:
-        """Begins to copy them."""
+        """Start to copy the numbers."""
         self._told.copy_(numbers, non_blocking=True)
         if self._arrived is not None and not capturing():
             self._arrived.record()
 
     def so_far(self) -> list[float]:
-        """The numbers that have arrived, which may be older ones; 0 at first."""
+        """Return the numbers that have arrived, which may be older ones; 0 at first."""
         return [float(number) for number in self._memory]
 
     def last(self) -> list[float]:
-        """The numbers that were sent last; waits until they have arrived."""
+        """Return the numbers that were sent last; wait until they have arrived."""
         if self._arrived is not None and not capturing():
             self._arrived.synchronize()
         return self.so_far()

@@ -1,4 +1,6 @@
-"""Which keys a token sees: masks and bounds for the operations that read keys. No scores here."""
+"""Masks and bounds of the keys that a token reads, for the operations that read keys. Scores are
+not computed.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,10 @@ from torch import Tensor
 
 
 def allowed_pairs(own: Tensor, tk: int, causal: bool, valid: Tensor | None) -> Tensor | None:
-    """Which of tk keys the tokens at positions ``own`` [n] see: bool, [n, tk] or [b, 1, n, tk]; None: all.
+    """Return the mask of the keys, out of tk, that the queries at positions ``own`` [n] read: bool,
+    [n, tk] or [b, 1, n, tk]; None: all.
 
-    valid [b, tk] is False at padding, which sees itself alone and which nobody else sees.
+    valid [b, tk] is False at padding, which reads itself alone and which no other token reads.
     """
     if valid is None and not causal:
         return None
@@ -24,10 +27,11 @@ def allowed_pairs(own: Tensor, tk: int, causal: bool, valid: Tensor | None) -> T
 
 
 def document_bounds(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """(first, last), int32 [tokens] each: the token at position i belongs to the document of the positions first[i] <= j < last[i].
+    """Return (first, last), int32 [tokens] each: position i belongs to the document with the
+    positions first[i] <= j < last[i].
 
-    cu_seqlens [n + 1], int32 or int64: where each of n documents begins, from 0, and in the end the number of tokens. Nothing waits for the
-    device, so its numbers are not checked.
+    cu_seqlens [n + 1], int32 or int64: the start of each of n documents, from 0, and finally the
+    number of tokens. No step waits for the device, so its numbers are not checked.
     """
     ends = cu_seqlens[1:].contiguous()
     position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -44,9 +48,11 @@ def readable_keys(
     keys_valid: Tensor | None,
     bounds: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Which of tk keys the last tq positions read: bool [tq, tk], or [b, 1, tq, tk] with keys_valid [b, tk].
+    """Return the mask of the keys, out of tk, that the last tq positions read: bool [tq, tk], or
+    [b, 1, tq, tk] with keys_valid [b, tk].
 
-    A key that is not valid is read by its own position alone; bounds: of documents, as `document_bounds` makes them.
+    A key that is not valid is read by its own position alone. bounds: of documents, from
+    `document_bounds`.
     """
     mask = torch.ones(tq, tk, dtype=torch.bool, device=device)
     if causal:
@@ -62,7 +68,9 @@ def readable_keys(
 
 
 def blocks_of_rows(q: Tensor, k: Tensor, cpu: int, device: int) -> Iterator[slice]:
-    """Rows of q [b, heads, tq, ...], as many at once as a bound on their pairs with k's allows; one at least."""
+    """Yield blocks of rows of q [b, heads, tq, ...], each as large as a bound on their pairs with
+    k's keys allows; at least one row.
+    """
     at_once = max(
         1, (cpu if q.device.type == "cpu" else device) // (q.shape[0] * q.shape[1] * k.shape[2])
     )

@@ -1,8 +1,10 @@
-"""Operations as torch.library knows them, for torch.compile and for tensors without numbers: a name, arguments, the shapes of results.
+"""Registration of operations with torch.library, for torch.compile and for fake tensors: a name,
+arguments, the shapes of results.
 
-Outside these nothing changes: the public function is called as it is. Inside, ``fem::<operation>`` is one node of the graph, which chooses
-its implementation when it runs, may look at numbers, and launches any kernel. Its backward, ``fem::<operation>_backward``, makes the
-forward anew, since a node keeps its arguments alone.
+Outside torch.compile and fake tensors, the public function is called directly. Inside,
+``fem::<operation>`` is one node of the graph, which chooses its implementation when it runs, may
+read values, and launches any kernel. Its backward, ``fem::<operation>_backward``, recomputes the
+forward, because a node stores its arguments alone.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _namespace() -> str:
-    """Ours, or one of its own where this file is a copy, as in an exported model: an operation registered again frees the first."""
+    """Return "fem", or an unused name if this file is a copy, as in an exported model: registering
+    an operation again frees the first.
+    """
     if __name__ == "kernels.registered":
         return "fem"
     taken = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
@@ -43,12 +47,15 @@ def registered(
     any_size: bool = False,
     kernels: bool = True,
 ) -> Callable[[F], F]:
-    """Makes a function of tensors and settings, annotated, an operation of torch.library, which has its name or ``name``.
+    """Decorate an annotated function of tensors and settings as an operation of torch.library with
+    its name, or with ``name``.
 
-    shapes: called as the function, gives empty tensors like its results. traceable: called as the function, whether torch.compile can
-    see through what a CPU does for this call, and fuse it with what is around it; on a GPU kernels run, which it cannot.
-    any_size: the steps on a CPU are the same for all sizes, so that torch.export can trace them where sizes are dynamic; else the function
-    is one node there. kernels False: the function calls operations of its own, and is one node there only.
+    shapes: called like the function, returns empty tensors with the shapes of its results.
+    traceable: called like the function, returns True if torch.compile can trace the CPU's steps for
+    this call and fuse them with their surroundings; kernels that run on a GPU cannot be traced.
+    any_size: the steps on a CPU are the same for all sizes, so that torch.export can trace them
+    with dynamic sizes; otherwise the function is one node on a CPU. kernels False: the function
+    calls other operations, and is one node on a CPU only.
     """
 
     def decorate(function: F) -> F:
@@ -75,7 +82,9 @@ def registered(
 
 
 def opaque(first: Tensor, traceable: Callable[[], bool] = lambda: True) -> bool:
-    """Whether a call with this tensor is to be one node of a graph: without numbers, or where torch.compile cannot see through it."""
+    """Return True if a call with this tensor must be one node of a graph: a fake tensor, or a call
+    that torch.compile cannot trace.
+    """
     if not torch.compiler.is_compiling():
         return isinstance(first, FakeTensor)
     return first.is_cuda or not traceable()
@@ -84,7 +93,7 @@ def opaque(first: Tensor, traceable: Callable[[], bool] = lambda: True) -> bool:
 def _operation(
     function: Callable[..., Any], name: str, defaults: dict[str, Any], shapes: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``fem::<name>``, whose arguments are all positional, and its backward."""
+    """Register ``fem::<name>``, whose arguments are all positional, and its backward."""
     name, schema = (
         f"{NAMESPACE}::{name}",
         torch.library.infer_schema(function, mutates_args=()).replace("*, ", ""),
@@ -95,7 +104,7 @@ def _operation(
         return {
             **defaults,
             **dict(zip(defaults, args, strict=False)),
-        }  # torch leaves out what is a default, at the end
+        }  # torch omits trailing arguments that have their defaults
 
     def forward(*args: Any) -> Any:
         made = function(**by_name(args))
@@ -107,7 +116,7 @@ def _operation(
 
     @without_autocast
     def gradients(grads: list[Tensor], *args: Any) -> list[Tensor]:
-        """Of every tensor of floats."""
+        """Return the gradient of every floating-point tensor."""
         given = by_name(args)
         leaves = {
             name: t.detach().requires_grad_() for name, t in given.items() if _differentiable(t)
@@ -122,7 +131,7 @@ def _operation(
             )
         return [
             torch.empty_like(t).copy_(g) for t, g in zip(leaves.values(), found, strict=True)
-        ]  # none is another's memory
+        ]  # no two share memory
 
     op = torch.library.custom_op(name, forward, mutates_args=(), schema=schema)
     backward = torch.library.custom_op(
@@ -152,7 +161,9 @@ def _operation(
 
 
 def _own(t: Tensor, others: Sequence[Any]) -> Tensor:
-    """t as its shape function has it, contiguous, from its memory's start, and nobody else's, as torch.library wants results."""
+    """Return t with the layout of its shape function, contiguous, starting at its own memory's
+    start, as torch.library requires of results.
+    """
     shared = {each.untyped_storage().data_ptr() for each in others if isinstance(each, Tensor)}
     fits = (
         t.is_contiguous()
@@ -164,7 +175,7 @@ def _own(t: Tensor, others: Sequence[Any]) -> Tensor:
 
 @contextmanager
 def _recorded() -> Iterator[None]:
-    """Operations are recorded for gradients, as they are not inside an operation of torch.library."""
+    """Record operations for gradients, which is off inside an operation of torch.library."""
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
         for key in (
             DispatchKey.AutogradFunctionality,

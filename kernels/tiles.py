@@ -1,7 +1,9 @@
-"""What the Triton kernels of several operations share: tiles of memory, and which pairs of a tile count.
+"""Code that the Triton kernels of several operations share: tiles of memory, and the mask of a
+tile's pairs.
 
-A module whose kernels multiply on a GPU's tensor cores ends with ``MATRIX``, those kernels. `python -m tools.kernel_gate` compiles what
-layers and operations launch, without a GPU. Pairs count as `kernels.pairs.allowed_pairs` has it.
+A module whose kernels multiply on a GPU's tensor cores ends with ``MATRIX``, a tuple of those
+kernels. `python -m tools.kernel_gate` compiles the kernels that layers and operations launch,
+without a GPU. The pairs are those of `kernels.pairs.allowed_pairs`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ LOG2_E = tl.constexpr(LOG2E)  # the same within kernels
 
 @dataclass(frozen=True)
 class Blocks:
-    """A program's own rows, the others it takes at once, warps, and stages of its pipeline."""
+    """Rows of a program, other rows that it processes at once, warps, and pipeline stages."""
 
     rows: int
     keys: int
@@ -30,7 +32,7 @@ class Blocks:
     stages: int
 
     def given(self) -> dict[str, int]:
-        """The arguments of a launch."""
+        """Return the arguments of a launch."""
         return {
             "ROWS": self.rows,
             "KEYS": self.keys,
@@ -40,33 +42,39 @@ class Blocks:
 
 
 def fitting(dtype: torch.dtype, small: Blocks, float32: Blocks, bfloat16: Blocks) -> Blocks:
-    """Block sizes by type; ``small`` in Triton's interpreter, so that a test has several. float32 multiplies without tensor cores."""
+    """Return block sizes by type; ``small`` in Triton's interpreter, so that a test has several.
+    float32 multiplies without tensor cores.
+    """
     return small if interpreted() else float32 if dtype == torch.float32 else bfloat16
 
 
 def padded(width: int) -> int:
-    """The power of two, at least 16, that a tile has for a width."""
+    """Return the tile width for ``width``: the next power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def rows_of(t: Tensor) -> Tensor:
-    """t with its last dimension contiguous, as the kernels read it."""
+    """Return t with its last dimension contiguous, as the kernels require."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def alignment(width: int, *tensors: Tensor) -> int:
-    """What ``ALIGN`` is for these: the power of two, up to 16, that divides a width and all strides; 1 where Triton sees it by itself."""
+    """Return ``ALIGN`` for these: the power of two, up to 16, that divides the width and all
+    strides; 1 if Triton detects it itself.
+    """
     found = math.gcd(16, width, *(n for t in tensors for n in t.stride()[:3]))
     return 1 if found == 16 else found
 
 
 def strides_of(*tensors: Tensor | None) -> list[int]:
-    """The first three strides of each, batch, head and token; zeros where there is none."""
+    """Return the first three strides of each tensor, batch, head and token; zeros for None."""
     return [n for t in tensors for n in ((0, 0, 0) if t is None else t.stride()[:3])]
 
 
 def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None = None) -> Tensor:
-    """Uninitialised, of t's shape but for its last dimension where ``width`` is given, in memory in the order of t's dimensions."""
+    """Return an uninitialised tensor of t's shape, except for its last dimension if ``width`` is
+    given, with t's order of dimensions in memory.
+    """
     order = sorted(range(3), key=lambda n: (t.stride(n), -n), reverse=True)
     shape = [t.shape[n] for n in order] + [t.shape[3] if width is None else width]
     return t.new_empty(shape, dtype=dtype).permute(*(order.index(n) for n in range(3)), 3)
@@ -74,16 +82,19 @@ def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None =
 
 @triton.jit
 def load_tile(
-    base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr = True, ALIGN: tl.constexpr = 1
+    base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    RAGGED: tl.constexpr = True, ALIGN: tl.constexpr = 1
 ):  # fmt: skip
-    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on (where RAGGED) and from column WIDTH on.
+    """Load [ROWS, PADDED] from ``base``: rows with ``stride``, zero from row ``count`` on (if
+    RAGGED) and from column WIDTH on.
 
-    ALIGN: divides the stride; 1 says nothing. Head widths as 84 are no multiple of 16: Triton cannot tell how wide a load may be.
+    ALIGN: divides the stride; 1 is no information. Head widths such as 84 are not multiples of 16,
+    so Triton cannot infer the width of a load.
     """
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     offset = tl.arange(0, ROWS) * stride
-    if ALIGN > 1:  # said here: of its argument, a function could say nothing
+    if ALIGN > 1:  # the hint has no effect on a function's argument
         offset = tl.multiple_of(offset, ALIGN)
     at = base + offset[:, None] + column
     if WIDTH < PADDED:
@@ -107,7 +118,9 @@ def store_tile(
     PADDED: tl.constexpr,
     ALIGN: tl.constexpr = 1,
 ):
-    """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns before WIDTH."""
+    """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns
+    before WIDTH.
+    """
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     offset = tl.arange(0, ROWS) * stride
@@ -119,9 +132,10 @@ def store_tile(
 
 @triton.jit
 def place(heads, rows, ROWS: tl.constexpr):
-    """(sequence, head, head of all, first row) of a program; grid: blocks of rows, the last first, times heads of all.
+    """Return (sequence, head, index over sequences and heads, first row) of a program; grid: blocks
+    of rows, the last first, times sequences and heads.
 
-    Under a causal mask the last queries have the most to do.
+    Under a causal mask the last queries have the most work.
     """
     blocks = tl.cdiv(rows, ROWS)
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
@@ -135,7 +149,10 @@ def place(heads, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def at_row(x, row, stride, ALIGN: tl.constexpr = 1):
-    """x plus ``row`` rows ``stride`` apart; ALIGN: as `load_tile` has it. Said of a product, since of a sum with 0 nothing is kept."""
+    """Return x plus ``row`` rows with ``stride``. ALIGN: see `load_tile`.
+
+    The hint is on the product, because a sum with 0 loses it.
+    """
     offset = row * stride
     if ALIGN > 1:
         offset = tl.multiple_of(offset, ALIGN)
@@ -144,7 +161,9 @@ def at_row(x, row, stride, ALIGN: tl.constexpr = 1):
 
 @triton.jit
 def of_head(x, b, h, x_b, x_h, start=None, x_t=0, ALIGN: tl.constexpr = 1):
-    """Where a head of x [b, h, ...], or its row ``start``, begins; None where there is no x. ALIGN: of all strides."""
+    """Return the address of a head of x [b, h, ...], or of its row ``start``; None if x is None.
+    ALIGN: of all strides.
+    """
     at = None  # Triton 3.6 returns no argument that is None
     if x is not None:
         at = at_row(at_row(x, b, x_b, ALIGN), h, x_h, ALIGN)
@@ -155,7 +174,7 @@ def of_head(x, b, h, x_b, x_h, start=None, x_t=0, ALIGN: tl.constexpr = 1):
 
 @triton.jit
 def good_at(valid, position, count):
-    """Whether the tokens at these positions are not padding; None where there is none."""
+    """Return the mask of the tokens at these positions that are not padding; None without a mask."""
     good = None
     if valid is not None:
         good = tl.load(valid + position, mask=position < count, other=0).to(tl.int1)
@@ -164,9 +183,10 @@ def good_at(valid, position, count):
 
 @triton.jit
 def seen(query, key, count, query_good, key_good, CAUSAL: tl.constexpr):
-    """Whether the token at position ``query`` sees ``key``, of ``count``; broadcast against each other, and so are the ..._good.
+    """Return the mask of queries that read keys, of ``count`` positions. The arguments broadcast
+    against each other.
 
-    Padding sees itself alone, and nobody sees it. Queries past the last are not looked at.
+    Padding reads itself alone, and no other token reads it. Queries after the last one are ignored.
     """
     allowed = key <= query if CAUSAL else (key < count) & (query >= 0)
     if query_good is not None:
@@ -176,8 +196,8 @@ def seen(query, key, count, query_good, key_good, CAUSAL: tl.constexpr):
 
 @triton.jit
 def probabilities(scores, level):
-    """exp2 of scores less their log-sum-exp.
+    """Return exp2 of scores minus their log-sum-exp, never above 1.
 
-    Never above 1: scores in the millions are rounded by more than 128, and differently in a tile of other rows.
+    Scores in the millions have rounding errors of more than 128, which differ between tiles.
     """
     return tl.exp2(tl.minimum(scores - level, 0.0))

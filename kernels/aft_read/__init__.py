@@ -1,13 +1,18 @@
-"""The free-energy read under AFT's prior, p_t(i) ~ exp(k_i) for each channel: one public function, `aft_read`. Layers stay out.
+"""Free-energy read under AFT's prior, p_t(i) ~ exp(k_i) for each channel. One public function:
+`aft_read`. Layers are not included.
 
-The definition: first-order scans in plain PyTorch, any device, exact for any finite logits and values. A sum of exponentials over the past
-is kept relative to its running maximum m_t: S_t = sum_{i <= t} exp(z_i - m_t), in [1, t], moves by
-S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(z_t - m_t), a scan whose decays are at most 1. The maxima are constants to the gradient: they cancel.
-Tokens that nobody reads have z = -inf; as long as there was none else, S is 0 and stands for nothing.
+The definition consists of first-order scans in plain PyTorch on any device, and is exact for any
+finite logits and values. A sum of exponentials over the past is stored relative to its running
+maximum m_t: S_t = sum_{i <= t} exp(z_i - m_t), in [1, t], is updated by S_t = exp(m_{t-1} - m_t)
+S_{t-1} + exp(z_t - m_t), a scan whose decays are at most 1. The maxima are constants to the
+gradient, because they cancel. Masked tokens have z = -inf; before the first unmasked token, S is 0
+and m has no meaning.
 
-F - mu as the difference of two logarithms over beta is rounding alone where beta is small. As long as every beta |v_i - c| of the past was
-under REACH, with c the first value that is read, it comes from the sum of exp(x) - 1 - x, x = beta (v_i - c), under mu's own weights, as
-`kernels.free_energy` has it for kappa = 1; from the first value beyond on, from the logarithms. Which, no later token can say.
+For small beta, F - mu as the difference of two logarithms over beta would consist of rounding
+errors. Therefore F - mu is computed from the sum of exp(x) - 1 - x, x = beta (v_i - c), under mu's
+own weights, as in `kernels.free_energy` for kappa = 1, where c is the first unmasked value. This
+holds as long as every beta |v_i - c| of the past is under REACH. From the first larger value on,
+the logarithms are used. The choice depends on the past alone.
 """
 
 from __future__ import annotations
@@ -25,9 +30,7 @@ from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "aft_read"]
 
-REACH = (
-    SHIFT_BELOW / 2
-)  # of beta |v - c|, where F - mu comes from what the exponentials have beyond the mean
+REACH = SHIFT_BELOW / 2  # bound of beta |v - c| for computing F - mu from the excess exp(x) - 1 - x
 
 OP = Op(
     "aft_read",
@@ -57,24 +60,27 @@ def aft_read(
     causal: bool = True,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Read o = gate * ((1 - lam) mu + lam F) under p_t(i) = exp(k_i) / sum_{i' <= t} exp(k_i'), a distribution for each channel.
+    """Return o = gate * ((1 - lam) mu + lam F) under p_t(i) = exp(k_i) / sum_{i' <= t} exp(k_i'), a
+    distribution for each channel.
 
         mu_t = sum_i p_t(i) v_i          F_t = (1/beta) log sum_i p_t(i) exp(beta v_i)
 
-    Shapes: v, lam, gate [b, h, t, d]; k [b, h, t, d], or [b, h, t, 2 d] where F has logits of its own, the second half (the released
-    code; mu <= F then no longer holds); beta [h, d], positive. query, like k and positive: multiplies both sums before the log
-    (mu -> query mu, F -> F + log(query) / beta; its second half for F). valid [b, t] bool: False at tokens that nobody reads, whose own
-    o is finite and means nothing. beta None: o = mu. lam None: o = F. gate None: no gate. causal False: i runs over all tokens.
-    state: what a previous call returned, None at the start; no gradient goes through it. Returns (o [b, h, t, d] in v's type, state
-    [b, h, rows, d] in float32 or float64: running maxima and sums relative to them; 3 rows, 7 with beta, 10 where F has logits of its
-    own; None where causal is False).
-    Types: k, v both float64, float32, bfloat16 or float16, the others the same or float32; sums are float32 or float64.
-    Any finite k and v: every sum has its own running maximum over the past. F - mu keeps its digits however small beta is as long as
-    beta |v - v_0| stays under 2.5; beyond, F rounds at eps max |k + beta v| / beta. Cost O(t d), memory linear in t. An output does not
-    move by a bit when later tokens change.
-    implementation: "triton", "reference" or "auto", the fastest that this call allows.
-    Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
-    Equations: Free Energy Mixer, the LRNN-softmax prior and the two-level gated read.
+    Shapes: v, lam, gate [b, h, t, d]; k [b, h, t, d], or [b, h, t, 2 d] if F has separate logits,
+    the second half (the released code; mu <= F then no longer holds); beta [h, d], positive. query:
+    like k and positive; multiplies both sums before the log (mu -> query mu, F -> F + log(query) /
+    beta; its second half is for F). valid [b, t] bool: False at masked tokens, which no token reads
+    and whose own o is finite and has no meaning. beta None: o = mu. lam None: o = F. gate None: no
+    gate. causal False: i runs over all tokens. state: the state that a previous call returned, None
+    at the start; it gets no gradient. Returns (o [b, h, t, d] in v's type, state [b, h, rows, d] in
+    float32 or float64: running maxima and sums relative to them; 3 rows, 7 with beta, 10 if F has
+    separate logits; None if causal is False). Types: k, v both float64, float32, bfloat16 or
+    float16, the others the same or float32; sums are float32 or float64. k and v may be any finite
+    values: every sum has its own running maximum over the past. F - mu is accurate for any small
+    beta as long as beta |v - v_0| stays under 2.5; beyond that, the rounding error of F is eps max
+    |k + beta v| / beta. Cost O(t d), memory linear in t. An output is bitwise independent of later
+    tokens. implementation: "triton", "reference" or "auto", the fastest that supports this call.
+    Raises ValueError for shapes and types that do not fit, and for an implementation that cannot
+    run. Equations: Free Energy Mixer, the LRNN-softmax prior and the two-level gated read.
     """
     check_first("aft_read", "v", v, "[batch, heads, tokens, channels]")
     (b, h, t, d), rows = v.shape, _rows(k, v, beta)
@@ -96,7 +102,7 @@ def aft_read(
 
 
 def _rows(k: Tensor, v: Tensor, beta: Tensor | None) -> int:
-    """Of a state."""
+    """Return the number of rows of a state."""
     return 3 if beta is None else 7 if k.shape == v.shape else 10
 
 
@@ -123,7 +129,9 @@ def _checked_read(
     causal: bool,
     implementation: str,
 ) -> list[Tensor]:
-    """o, and the state where causal; arguments as in `aft_read`, which has checked them."""
+    """Return o, and the state if causal. The arguments are those of `aft_read`, which has checked
+    them.
+    """
     compute = torch.promote_types(v.dtype, torch.float32)
     reasons = {
         "float64": v.dtype == torch.float64,
@@ -165,11 +173,13 @@ def _checked_read(
 def read_past(
     k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(mu, F - mu, state) over i <= t. k [b, h, t, d or 2 d], v [b, h, t, d], beta [h, 1, d], valid [b, 1, t, 1], state as `aft_read` says.
+    """Return (mu, F - mu, state) over i <= t. Shapes: k [b, h, t, d or 2 d], v [b, h, t, d], beta
+    [h, 1, d], valid [b, 1, t, 1].
 
-    The state's rows: maximum, sum and value sum of exp(k); with beta, maximum and sum of exp(k + beta v), sum of exp(k) (exp(x) - 1 - x),
-    -1 once it is left for good, and c; where F has logits of its own, maximum, sum and value sum of their exponentials: the excess is
-    theirs then.
+    The rows of the state: maximum, sum and value sum of exp(k); with beta: maximum and sum of exp(k
+    + beta v), sum of exp(k) (exp(x) - 1 - x), which is -1 from the first value beyond REACH on, and
+    c; if F has separate logits: maximum, sum and value sum of their exponentials, and the excess is
+    then computed under them.
     """
     before: list[Tensor | None] = [None] * 5
     if state is not None:
@@ -224,7 +234,9 @@ def read_past(
 def read_all(
     k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(mu, F - mu) over all i, the same at every token; arguments as in `read_past`."""
+    """Return (mu, F - mu) over all i, the same at every token. The arguments are those of
+    `read_past`.
+    """
     centre = first_value(v, valid)
     v, logits = (
         _readable(v, valid, centre),
@@ -244,7 +256,9 @@ def read_all(
 
 
 def first_value(v: Tensor, valid: Tensor | None) -> Tensor:
-    """The first value that is read [b, h, 1, d] of v [b, h, t, d], 0 where none is; valid [b, 1, t, 1]. Detached."""
+    """Return the first unmasked value [b, h, 1, d] of v [b, h, t, d], or 0 if every token is
+    masked. valid [b, 1, t, 1]. Detached.
+    """
     if valid is None:
         return v[:, :, :1].detach()
     at = valid.to(torch.uint8).argmax(2, keepdim=True)
@@ -256,13 +270,17 @@ def first_value(v: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def excess_stream(v: Tensor, beta: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(x) - 1 - x of x = beta (v - centre), 0 where |x| is over REACH, and where it is; v [b, h, t, d], centre [b, h, 1, d]."""
+    """Return (exp(x) - 1 - x, far) for x = beta (v - centre). far is True where |x| exceeds REACH;
+    the first is 0 at those places.
+
+    Shapes: v [b, h, t, d], centre [b, h, 1, d].
+    """
     far = ((v - centre) * beta).detach().abs() > REACH
     return ValueStream.apply(torch.where(far, centre, v), *_constants(beta, centre)), far
 
 
 def excess_gap(mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor) -> Tensor:
-    """F - mu from the means of v and of `excess_stream`."""
+    """Return F - mu from the means of v and of `excess_stream`."""
     gap = FreeEnergyGap.apply(mu, z, *_constants(beta, centre))
     assert isinstance(gap, Tensor)
     return gap
@@ -273,9 +291,10 @@ def _constants(beta: Tensor, centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _running_sums(z: Tensor, factors: tuple[Tensor, ...], past: Tensor | None) -> Tensor:
-    """[1 + factors, b, h, t, d]: m_t, the running maximum of z (0 where there was none), and sum_{i <= t} exp(z_i - m_t) factor_i.
+    """Return [1 + factors, b, h, t, d]: m_t, the running maximum of z (0 before the first finite
+    z), and sum_{i <= t} exp(z_i - m_t) factor_i.
 
-    past [b, h, 1 + factors, d]: the same at the token before, of which the first factor is 1.
+    past [b, h, 1 + factors, d]: the same values at the previous token; the first factor is 1.
     """
     start = (
         torch.full_like(z[:, :, :1], -torch.inf)
@@ -294,7 +313,7 @@ def _running_sums(z: Tensor, factors: tuple[Tensor, ...], past: Tensor | None) -
 
 
 def _relative(z: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(z - m) and m, the maximum of z [b, h, t, d] over all tokens (0 where all are -inf)."""
+    """Return exp(z - m) and m, the maximum of z [b, h, t, d] over all tokens (0 if all are -inf)."""
     top = _finite(z.detach().amax(2, keepdim=True))
     return (z - top).exp(), top
 
@@ -308,5 +327,7 @@ def _finite(top: Tensor) -> Tensor:
 
 
 def counted(total: Tensor) -> Tensor:
-    """The sum, or 1 where nothing was summed, so that quotients and logarithms stay finite, with their gradients."""
+    """Return the sum, with 1 in place of an empty sum (0), so that quotients, logarithms and their
+    gradients stay finite.
+    """
     return total.masked_fill(total == 0, 1.0)

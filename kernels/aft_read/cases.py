@@ -1,4 +1,6 @@
-"""AFT's read's cases: values and logits of any range, every part of the read left out, padding, a query inside."""
+"""Cases of AFT's read: values and logits of any range, every optional argument left out, padding,
+and a query inside.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def _random(
     spread: float = 2.0,
     value_range: float | None = None,
 ) -> Inputs:
-    """value_range: v uniform, so that beta * v spans this much."""
+    """Draw random inputs. value_range: v is uniform, so that beta * v has this range."""
     draw = Draw(size["tokens"])
     shape = (size["batch"], size["heads"], size["tokens"], size["channels"])
     k, v, lam, gate = (draw.normal(*shape) for _ in range(4))
@@ -35,7 +37,9 @@ def _random(
 
 
 def ramped(made: Inputs) -> Inputs:
-    """Values over a range of 140 / beta, rising over the tokens in even heads and falling in odd ones."""
+    """Set values that cover a range of 140 / beta, rising over the tokens in even heads and falling
+    in odd heads.
+    """
     heads, tokens = made["v"].shape[1:3]
     ramp = torch.linspace(-70, 70, tokens, dtype=torch.float64)[:, None] / 1.95
     return {
@@ -47,24 +51,30 @@ def ramped(made: Inputs) -> Inputs:
 
 
 def moved(made: Inputs, by: float) -> Inputs:
-    """Values that all lie about ``by``."""
+    """Shift all values by ``by``."""
     return {**made, "v": made["v"] + by}
 
 
 def leaping(made: Inputs, by: float) -> Inputs:
-    """Values that are ``by`` higher in the last third of the tokens and odd channels: the logarithms take over there."""
+    """Raise the values by ``by`` in the last third of the tokens and in odd channels, so that the
+    logarithms are used from that token on.
+    """
     made["v"][:, :, 2 * made["v"].shape[2] // 3 :, 1::2] += by
     return made
 
 
 def half_equal(made: Inputs) -> Inputs:
-    """Equal values in the first channel, whose gradients of lam and beta are then 0; the others keep the norms from being 0."""
+    """Set equal values in the first channel, whose gradients of lam and beta are then 0. The other
+    channels keep the norms above 0.
+    """
     made["v"][..., 0] = 0.75
     return made
 
 
 def _underflow(size: Mapping[str, int]) -> Inputs:
-    """After a third of the tokens the prior keeps that one, and all later ones underflow; in odd channels the last ones take over."""
+    """Draw inputs whose prior concentrates on the token at one third, so that all later weights
+    underflow; in odd channels the last tokens dominate.
+    """
     made = _random(size)
     made["k"][:, :, size["tokens"] // 3] += 300
     made["k"][:, :, -3:, 1::2] += 600
@@ -77,14 +87,16 @@ def _query(size: Mapping[str, int]) -> Inputs:
 
 
 def padded(random: Callable[..., Inputs], size: Mapping[str, int]) -> Inputs:
-    """Two sequences, half of the first and a third of all else padding."""
+    """Draw two sequences: half of the first and a third of the remaining tokens are padding."""
     valid = torch.rand(2, size["tokens"], generator=torch.Generator().manual_seed(6)) > 0.3
     valid[0, : size["tokens"] // 2] = False
     return {**random({**size, "batch": 2, "heads": 1}), "valid": valid}
 
 
 def seen(x: Inputs) -> Tensor:
-    """[t, i, 1] or [b, 1, t, i, 1] bool: who reads whom; what nobody reads, reads itself."""
+    """Return the mask of the pairs that are read, bool [t, i, 1] or [b, 1, t, i, 1]; a masked token
+    reads itself.
+    """
     tokens, device = x["v"].shape[2], x["v"].device
     return readable_keys(
         tokens, tokens, device, causal=x.get("causal", True), keys_valid=x.get("valid"), bounds=None
@@ -92,7 +104,9 @@ def seen(x: Inputs) -> Tensor:
 
 
 def two_level_read(x: Inputs, logs: Tensor, logs_of_free: Tensor) -> Outputs:
-    """o from the logs of mu's and of F's weights [b, h, t, i, d]; tokens that nobody reads give 0."""
+    """Return o from the logarithms of the weights of mu and of F, [b, h, t, i, d]. Masked tokens
+    give 0.
+    """
     v, query = x["v"], x.get("query")
     o = (logs.exp() * v[:, :, None]).sum(3)
     o = o if query is None else o * query[..., : v.shape[3]]
@@ -107,12 +121,12 @@ def two_level_read(x: Inputs, logs: Tensor, logs_of_free: Tensor) -> Outputs:
 
 
 def masked(o: Tensor, x: Inputs) -> Tensor:
-    """o, 0 at tokens that nobody reads."""
+    """Return o with 0 at masked tokens."""
     return o.masked_fill(~x["valid"][:, None, :, None], 0.0) if "valid" in x else o
 
 
 def _definition(x: Inputs) -> Outputs:
-    """All weights at once; logits of F's own are the second half of k's channels."""
+    """Compute all weights at once. F's separate logits are the second half of k's channels."""
     tokens, width = x["v"].shape[2:]
     logs = (
         x["k"][:, :, None]
@@ -156,6 +170,6 @@ SUITE = Suite(
     small={"batch": 1, "heads": 2, "tokens": 19, "channels": 3},
     real={"batch": 2, "heads": 4, "tokens": 1024, "channels": 64},
     loose={
-        ("one token", "d beta"): 1e12,  # the truth is 0 but for float64's rounding
+        ("one token", "d beta"): 1e12,  # the truth is 0 up to float64's rounding
     },
 )

@@ -1,4 +1,6 @@
-"""What FEM's conditioner reads off its state: one public function, `conditioner_features`. Scans and projections stay out."""
+"""Features of FEM's conditioner from its state. One public function: `conditioner_features`. Scans
+and projections are not included.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kernels.registered import registered
 
 __all__ = ["OP", "conditioner_features"]
 
-WIDEST = 4096  # channels: of twice as many a token would not fit the registers
+WIDEST = 4096  # channels: a token with twice as many exceeds the registers
 
 OP = Op(
     "conditioner_features",
@@ -29,15 +31,17 @@ OP = Op(
 def conditioner_features(
     logits: Tensor, state: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto"
 ) -> Tensor:
-    """r * LayerNorm(state) over the last dimension, with r = softplus(logits) sqrt(n) / max(||softplus(logits)||, eps).
+    """Return r * LayerNorm(state) over the last dimension, with r = softplus(logits) sqrt(n) /
+    max(||softplus(logits)||, eps).
 
-    Shapes: logits and state [..., n], with any strides, weight [n] (LayerNorm's; it has no bias). Returns [..., n] in logits' type.
-    Types: logits float64, float32, bfloat16 or float16; state the same, but float32 where logits are narrower; weight any of them.
-    Computed in state's type. The product with W_out that follows is a GEMM of its own: the vendor's runs at the speed of the matrix units,
-    and what fusing could save is one pass over n of the model's 16 n channels.
-    implementation: "triton", "reference" or "auto", the fastest that this call allows.
-    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
-    Equation: Free Energy Mixer, the time-decay conditioner, phi before W_out.
+    Shapes: logits and state [..., n], with any strides, weight [n] (LayerNorm's; it has no bias).
+    Returns [..., n] in logits' type. Types: logits float64, float32, bfloat16 or float16; state the
+    same, but float32 if logits are narrower; weight any of them. Computed in state's type. The
+    product with W_out that follows is a separate GEMM: the vendor's GEMM runs at the speed of the
+    matrix units, and fusion could save only one pass over n of the model's 16 n channels.
+    implementation: "triton", "reference" or "auto", the fastest that supports this call. Raises
+    ValueError for shapes, types or devices that do not fit, and for an implementation that cannot
+    run. Equation: Free Energy Mixer, the time-decay conditioner, phi before W_out.
     """
     check_first("conditioner_features", "logits", logits, "[..., n]")
     size, compute = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
@@ -57,7 +61,9 @@ def conditioner_features(
 
 
 def features(logits: Tensor, state: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The definition, with PyTorch's gradients; arguments as in `conditioner_features`, which has checked them."""
+    """Compute the definition, with PyTorch's gradients. The arguments are those of
+    `conditioner_features`, which has checked them.
+    """
     size = state.shape[-1]
     r = softplus(logits.to(state.dtype))
     r = r * (size**0.5 / r.norm(dim=-1, keepdim=True).clamp_min(eps))

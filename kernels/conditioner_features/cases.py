@@ -1,4 +1,6 @@
-"""The conditioner's features' cases: logits of every size in a packed projection, states far from zero, a token whose r vanishes."""
+"""Cases of the conditioner's features: logits of every size in a packed projection, states far from
+zero, a token whose r vanishes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _packed(size: Mapping[str, int]) -> Inputs:
 
 
 def _vanishing(size: Mapping[str, int]) -> Inputs:
-    """Tokens whose r is under eps, and ones whose state is one number; the state's own spread is eps then."""
+    """Draw inputs with tokens whose r is under eps, and tokens with a constant state, whose
+    variance is 0, so that eps dominates.
+    """
     made = _random(size)
     made["logits"][::3] = -30.0
     made["state"][1::3] = 2.0

@@ -1,9 +1,14 @@
-"""The conditioner's features in Triton: a few tokens a block, all channels of them in registers, forward and backward. No autotuning.
+"""Conditioner's features in Triton: a few tokens in each block, all their channels in registers,
+forward and backward. No autotuning.
 
-The backward makes r and the norms again from logits and state, which are kept anyway. With z = (s - mean) / deviation, r' = c r,
-c = sqrt(n) / max(|r|, eps) and g the output's gradient:
-dr' = g z w, dr = c (dr' - r (r . dr') / |r|^2), dz = g r' w, ds = (dz - mean(dz) - z mean(dz z)) / deviation, dw = sum_t g r' z.
-The weight's gradient is a partial sum a program, added up afterwards: the same bits in every run.
+The backward recomputes r and the norms from logits and state, which are stored for other reasons.
+With z = (s - mean) / deviation, r' = c r, c = sqrt(n) / max(|r|, eps) and g the output's gradient:
+
+    dr' = g z w      dr = c (dr' - r (r . dr') / |r|^2)
+    dz = g r' w      ds = (dz - mean(dz) - z mean(dz z)) / deviation      dw = sum_t g r' z
+
+Each program writes a partial sum of the weight's gradient; the partial sums are added afterwards,
+so every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E
 from kernels.time_decay_scan.triton import softplus
 
-NUMBERS = 2048  # of a block, at most, as long as it has several tokens
+NUMBERS = 2048  # most of a block that has several tokens
 PROGRAMS = 528  # four for each of an H100's multiprocessors
 
 
 def fused_features(logits, state, weight, eps):
-    """Features [..., n] in logits' type; logits float32 or bfloat16 with any strides, state float32, weight [n]."""
+    """Return features [..., n] in logits' type; logits float32 or bfloat16 with any strides, state
+    float32, weight [n].
+    """
     size = state.shape[-1]
     return _Features.apply(logits.reshape(-1, size), state.reshape(-1, size), weight, eps).view(
         state.shape
@@ -30,7 +37,7 @@ def fused_features(logits, state, weight, eps):
 
 
 class _Features(torch.autograd.Function):
-    """The same in two dimensions, [tokens, n]."""
+    """Autograd function of the features in two dimensions, [tokens, n]."""
 
     @staticmethod
     def forward(ctx, logits, state, weight, eps):
@@ -88,7 +95,7 @@ def _constants(size):
 
 @triton.jit
 def _row(logits, state, slt, sln, sst, ssn, t, n, mask, size, eps):
-    """Of each token: logits, r, c and |r| (mathematics above), z and 1 / deviation."""
+    """Return, for each token: logits, r, c and |r| (mathematics above), z and 1 / deviation."""
     t = t.to(tl.int64)
     raw = tl.load(logits + t[:, None] * slt + n[None, :] * sln, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(state + t[:, None] * sst + n[None, :] * ssn, mask=mask, other=0.0)
@@ -117,7 +124,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    logits, state, weight, d_out, d_logits, d_state, d_weights, slt, sln, sst, ssn, tokens, size, eps, each,
+    logits, state, weight, d_out, d_logits, d_state, d_weights, slt, sln, sst, ssn, tokens, size,
+    eps, each,
     BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BN)
@@ -134,7 +142,7 @@ def _backward_kernel(
         d_weight += tl.sum(g * (r * scale[:, None]) * z, 0)
         g = g * w[None, :]
         dr = g * z
-        # Under eps the norm is a constant.
+        # The norm is a constant under eps.
         along = tl.where(
             norm > eps, tl.sum(dr * r, 1) / tl.where(norm > eps, norm * norm, 1.0), 0.0
         )

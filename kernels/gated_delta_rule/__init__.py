@@ -1,12 +1,15 @@
-"""The gated delta rule: one public function, `gated_delta_rule`. Projections, convolutions, norms and gates stay with the layer.
+"""Gated delta rule. One public function: `gated_delta_rule`. Projections, convolutions, norms and
+gates belong to the layer.
 
-The definition, in plain PyTorch on any device: chunks of tokens are solved at once (WY form), their states follow one another. Within a
-chunk, with Gamma_ij = exp(g_(j+1) + ... + g_i) for j <= i (else 0) and gamma_i = exp(g_1 + ... + g_i):
+The definition runs in plain PyTorch on any device: the tokens of a chunk are solved at once (WY
+form), and states pass from chunk to chunk. Within a chunk, with Gamma_ij = exp(g_(j+1) + ... + g_i)
+for j <= i (else 0) and gamma_i = exp(g_1 + ... + g_i):
 
     (I + strict_lower(diag(beta) K K^T * Gamma)) [U | W] = diag(beta) [V | gamma K]
     N = U - W S;   O = gamma Q S + (Q K^T * Gamma) N;   S <- gamma_C S + (Gamma_C: K)^T N
 
-Only sums of g over windows, <= 0, are exponentiated, so a decay of any strength is exact; no output reads a later token.
+Only sums of g over windows, <= 0, are exponentiated, so a decay of any strength is exact. No output
+depends on a later token.
 """
 
 from __future__ import annotations
@@ -55,17 +58,20 @@ def gated_delta_rule(
     chunk: int = 64,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T,  o_t = scale S_t^T q_t; returns (o, the last S).
+    """Compute S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, o_t = scale S_t^T
+    q_t; return (o, the last S).
 
-    Shapes: q and k [b, h, t, dk], v [b, h, t, dv], beta and log_decay g [b, h, t], initial [b, h, dk, dv] (None: zero); o [b, h, t, dv],
-    S [b, h, dk, dv]. log_decay None: no decay, the plain delta rule. scale None: 1 / sqrt(dk).
-    g <= 0 (-inf, a full reset, is allowed) and, for a stable memory, |k| <= 1 and beta in [0, 2] are the caller's promise.
-    Types: q, k, v all float64, float32, bfloat16 or float16; the others the same or float32 (the state is float32, float64 for float64).
-    o has q's type; what is computed in between is float32 or wider in the reference.
-    implementation: "reference" is plain PyTorch in chunks of ``chunk`` tokens. "fla" is flash-linear-attention's chunked kernel, for
-    bfloat16 on a GPU; its products are bfloat16's. "auto" takes it where it is installed and fits a call of more than one token, and the
-    reference else. Which one runs is logged once.
-    Raises ValueError for shapes, types or names that do not fit. Equations: arXiv 2412.06464, section 3; 2406.06484 without decay.
+    Shapes: q and k [b, h, t, dk], v [b, h, t, dv], beta and log_decay g [b, h, t], initial [b, h,
+    dk, dv] (None: zero); o [b, h, t, dv], S [b, h, dk, dv]. log_decay None: no decay, the plain
+    delta rule. scale None: 1 / sqrt(dk). The caller must ensure g <= 0 (-inf, a full reset, is
+    allowed) and, for a stable memory, |k| <= 1 and beta in [0, 2]. These are not checked. Types: q,
+    k, v all float64, float32, bfloat16 or float16; the others the same or float32 (the state is
+    float32, float64 for float64). o has q's type; intermediate values are float32 or wider in the
+    reference. implementation: "reference" is plain PyTorch in chunks of ``chunk`` tokens. "fla" is
+    flash-linear-attention's chunked kernel, for bfloat16 on a GPU; its products are in bfloat16.
+    "auto" uses fla if it is installed and supports the call and the call has more than one token,
+    and the reference otherwise. The choice is logged once. Raises ValueError for shapes, types or
+    names that do not fit. Equations: arXiv 2412.06464, section 3; 2406.06484 without decay.
     """
     _check(q, k, v, beta, log_decay, initial, chunk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -100,7 +106,9 @@ def _by_fla(
     initial: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same by flash-linear-attention, which lays tensors out as [b, t, h, d] and has one kernel with decay and one without."""
+    """Compute the same with flash-linear-attention, whose layout is [b, t, h, d] and which has
+    separate kernels with and without decay.
+    """
     given = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     known = {
         "beta": beta.transpose(1, 2).contiguous(),
@@ -151,7 +159,11 @@ def _check(
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [b, h, t, dv] and the last state [b, h, dk, dv]; all of one type, q already scaled, g the log-decay, ``state`` the first."""
+    """Return outputs [b, h, t, dv] and the last state [b, h, dk, dv].
+
+    All arguments have one type; q is already scaled, g is the log-decay, and ``state`` is the
+    initial state.
+    """
     length, chunk = q.shape[2], min(chunk, q.shape[2])
     missing = -length % chunk
     q, k, v = (pad(x, (0, 0, 0, missing)).unflatten(2, (-1, chunk)) for x in (q, k, v))
@@ -176,9 +188,11 @@ def chunked_delta_rule(
 
 
 def window_decays(g: Tensor) -> Tensor:
-    """exp(g_(j+1) + ... + g_i) for j <= i, one above the diagonal: g [..., c] -> [..., c, c].
+    """Return exp(g_(j+1) + ... + g_i) for j <= i, and 1 above the diagonal: g [..., c] -> [..., c,
+    c].
 
-    Every window is summed by itself: a difference of two long sums would lose a small decay's digits behind a large one.
+    Every window is summed separately: a difference of two long sums would lose a small decay's
+    digits after a large one.
     """
     size = g.shape[-1]
     outside = torch.ones(size, size, dtype=torch.bool, device=g.device).triu()

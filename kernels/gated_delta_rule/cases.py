@@ -1,4 +1,4 @@
-"""What every implementation of `gated_delta_rule` must get right: with decays and without, from a state, one token, odd lengths."""
+"""Cases of `gated_delta_rule`: with and without decays, from a state, one token, odd lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Size = Mapping[str, int]
 def inputs(
     size: Size, *, tokens: int | None = None, decay: float | None = 0.1, state: bool = False
 ) -> Inputs:
-    """Unit q and k, random v, beta in (0, 1); log-decays about -decay."""
+    """Draw unit q and k, random v, beta in (0, 1), and log-decays around -decay."""
     draw = Draw(0)
     normal = draw.normal
     b, h, t, dk, dv = size["batch"], size["heads"], tokens or size["tokens"], size["dk"], size["dv"]
@@ -27,7 +27,7 @@ def inputs(
 
 
 def definition(x: Inputs) -> Outputs:
-    """The recurrence, a token at a time."""
+    """Compute the recurrence, one token at a time."""
     q, k, v, beta, log_decay, state = (
         x[name] for name in ("q", "k", "v", "beta", "log_decay", "initial")
     )
@@ -44,7 +44,7 @@ def definition(x: Inputs) -> Outputs:
 
 
 def call(x: Inputs, implementation: str) -> Outputs:
-    """The public function; a state is float32 beside bfloat16."""
+    """Call the public function; with bfloat16 inputs the state is float32."""
     initial = (
         None
         if x["initial"] is None

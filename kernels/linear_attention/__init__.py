@@ -1,9 +1,12 @@
-"""Linear attention with decay: `linear_attention`, and `log_weights` for exact forms. Feature maps, gates and norms stay with the layer.
+"""Linear attention with decay: `linear_attention`, and `log_weights` for exact forms. Feature maps,
+gates and norms belong to the layer.
 
-The definition, in plain PyTorch on any device: chunk by chunk, time and memory linear in t. Only exponents <= 0 may come in. Pairs within a
-chunk are weighed by exp of their window sum of log-decays, built up term by term (never as a difference of cumulated sums), so decays of
-any strength, -inf too, are exact; between chunks a state is carried. No loop over tokens. Segments of several chunks are remade in the
-backward. How chunks are cut depends on shapes alone and an unread key is an exact zero: no bit depends on later tokens.
+The definition runs in plain PyTorch on any device, chunk by chunk, with time and memory linear in
+t. Every exponent is <= 0. Pairs within a chunk are weighted by exp of the sum of log-decays over
+their window, which is built term by term (never as a difference of cumulative sums), so decays of
+any strength, including -inf, are exact; a state passes from chunk to chunk. No loop over tokens.
+Segments of several chunks are recomputed in the backward. The chunk boundaries depend on shapes
+alone, and a masked key is an exact zero: no bit depends on later tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ __all__ = ["OP", "end_state", "linear_attention", "log_weights"]
 CHUNK, CHUNK_PER_CHANNEL = (
     64,
     16,
-)  # tokens whose pairs are made at once; with a decay for each channel a pair has dk exponents
+)  # tokens whose pairs are computed at once; with channels' decays a pair has dk exponents
 CHUNKS = 16  # chunks of a segment
 
 OP = Op(
@@ -57,7 +60,7 @@ def _shapes(
 @operation("q", state=True)
 @registered(
     _shapes, traceable=lambda *_, **__: not torch.is_grad_enabled()
-)  # its backward asks for gradients
+)  # its backward uses autograd
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -69,20 +72,23 @@ def linear_attention(
     normalise: bool = False,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """y_t = sum_{i <= t} ((q_t * exp(c_t - c_i)) . k_i) v_i with c = cumsum(log_decay), and the state after the last token.
+    """Return y_t = sum_{i <= t} ((q_t * exp(c_t - c_i)) . k_i) v_i with c = cumsum(log_decay), and
+    the state after the last token.
 
-    Shapes: q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t] (a decay for each head), [b, h, t, dk] (for each channel) or None,
-    initial [b, h, dk, dv], the state before the first token. Returns y [b, h, t, dv] and the state [b, h, dk, dv].
-    normalise: y is divided by the sum of its weights, which q and k >= 0 must keep from being negative; a row whose weights are all 0
-    gives its own v. Then states have one column more, the sums over ones: [b, h, dk, dv + 1].
-    causal False: all tokens, weighed by exp(-|c_t - c_i|); no initial.
-    log_decay <= 0 is the caller's promise (-inf, a full reset, is allowed) and is not checked, since that would wait for the device.
-    Types: q, k, v all float64, float32, bfloat16 or float16, log_decay the same or float32; sums and states are float32 (float64 for
-    float64). y has q's type. Time and memory are linear in t, forward and backward.
-    implementation: "triton" multiplies float32 exactly and bfloat16 on the tensor cores; "reference" computes in float32 or float64; "fla"
-    (only where asked for) takes bfloat16 and finite decays, and a weak decay behind a strong one loses digits there.
-    Raises ValueError for shapes, types, devices or implementations that do not fit.
-    Equations: Free Energy Mixer, appendix H.2 and H.3; exact where the released code clips the cumulated decay.
+    Shapes: q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t] (one decay for each head), [b,
+    h, t, dk] (for each channel) or None, initial [b, h, dk, dv], the state before the first token.
+    Returns y [b, h, t, dv] and the state [b, h, dk, dv]. normalise: y is divided by the sum of its
+    weights, which must not be negative (q and k >= 0); a row whose weights are all 0 returns its
+    own v. States then have one more column, the sums over ones: [b, h, dk, dv + 1]. causal False:
+    all tokens, weighted by exp(-|c_t - c_i|); no initial. The caller must ensure log_decay <= 0
+    (-inf, a full reset, is allowed); it is not checked, because that would wait for the device.
+    Types: q, k, v all float64, float32, bfloat16 or float16, log_decay the same or float32; sums
+    and states are float32 (float64 for float64). y has q's type. Time and memory are linear in t,
+    forward and backward. implementation: "triton" multiplies float32 exactly and bfloat16 on the
+    tensor cores; "reference" computes in float32 or float64; "fla" (only on request) supports
+    bfloat16 and finite decays, and loses digits of a weak decay after a strong one. Raises
+    ValueError for shapes, types, devices or implementations that do not fit. Equations: Free Energy
+    Mixer, appendix H.2 and H.3; exact, where the released code clips the cumulative decay.
     """
     _check(q, k, v, log_decay, initial, causal, normalise)
     unfit = {
@@ -125,7 +131,9 @@ def _by_fla(
     initial: Tensor | None,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The same by flash-linear-attention, which lays tensors out as [b, t, h, d]; the normaliser is a column of ones beside the values."""
+    """Compute the same with flash-linear-attention, whose layout is [b, t, h, d]. The normaliser is
+    a column of ones appended to the values.
+    """
     values = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v
     turned = [x.transpose(1, 2).contiguous() for x in (q, k, values)]
     decay = None if log_decay is None else log_decay.float().transpose(1, 2).contiguous()
@@ -167,7 +175,11 @@ def _check(
 
 
 class LinearAttention(torch.autograd.Function):
-    """(y, state) of q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t, 1 or dk] or None, initial; all float32 or all float64."""
+    """Autograd function (y, state) of q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t, 1 or
+    dk] or None, initial.
+
+    All arguments are float32 or all are float64.
+    """
 
     @staticmethod
     def forward(
@@ -179,7 +191,9 @@ class LinearAttention(torch.autograd.Function):
         initial: Tensor | None,
         normalise: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Causal; see `linear_attention`. normalise: the state has one column more, the sums over ones."""
+        """Compute the causal form of `linear_attention`. normalise: the state has one more column,
+        the sums over ones.
+        """
         state = (
             q.new_zeros(*k.shape[:2], k.shape[3], v.shape[3] + normalise)
             if initial is None
@@ -200,7 +214,7 @@ class LinearAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """From the last segment to the first, each remade with gradients."""
+        """Process segments from the last to the first; each is recomputed with gradients."""
         q, k, v, log_decay, starts = ctx.saved_tensors
         dy, d_state = grads
         given = [q, k, v] if log_decay is None else [q, k, v, log_decay]
@@ -220,18 +234,21 @@ class LinearAttention(torch.autograd.Function):
 
 
 class Damp(torch.autograd.Function):
-    """x * exp(a) for a <= 0 that broadcasts to x. The decay comes first in the backward: inf * 0 cannot arise where exp(a) is 0."""
+    """Autograd function x * exp(a) for a <= 0 that broadcasts to x.
+
+    The backward multiplies by the decay first, so that inf * 0 cannot occur where exp(a) is 0.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, factor: Tensor | None = None) -> Tensor:
-        """x * exp(a); factor: exp(a), where it is known already."""
+        """Return x * exp(a). factor: exp(a), if it is already computed."""
         factor = a.exp() if factor is None else factor
         ctx.save_for_backward(x, factor)
         return x * factor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and a."""
+        """Return the gradients of x and a."""
         x, factor = ctx.saved_tensors
         damped = grads[0] * factor
         return (
@@ -244,7 +261,9 @@ class Damp(torch.autograd.Function):
 def both_ways(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same over all tokens, a pair weighed by exp(-|c_t - c_i|); the state is the causal one after the last token."""
+    """Compute the same over all tokens, with pairs weighted by exp(-|c_t - c_i|); the state is the
+    causal one after the last token.
+    """
     if log_decay is None:
         state = k.mT @ (torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v)
         if not normalise:
@@ -262,7 +281,8 @@ def both_ways(
 
 def _earlier_and_later(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     earlier, state = LinearAttention.apply(q, k, v, log_decay, None, False)
-    # Reversed, each key one step late: a token is read once, and its own decay lies between it and the tokens before it.
+    # Reversed, with each key one step later: a token is read once, and its own decay is between it
+    # and the tokens before it.
     late_k, late_v, late_decay = (
         pad(x.flip(2)[:, :, :-1], (0, 0, 1, 0)) for x in (Damp.apply(k, log_decay), v, log_decay)
     )
@@ -282,7 +302,7 @@ def _chunk(log_decay: Tensor | None) -> int:
 def _segment(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, state: Tensor, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """y [b, h, t, dv] and the state after it; arguments as in `LinearAttention`."""
+    """Return y [b, h, t, dv] and the state after it. The arguments are those of `LinearAttention`."""
     t, dv = v.shape[2:]
     size = min(t, _chunk(a))
     q, k, v = (_chunked(x, size) for x in (q, k, v))
@@ -312,12 +332,14 @@ def _segment(
 
 
 def _chunked(x: Tensor, size: int) -> Tensor:
-    """[b, h, t, n] -> [b, h, chunks, size, n], the last chunk filled up with zeros."""
+    """Reshape [b, h, t, n] to [b, h, chunks, size, n]; the last chunk is padded with zeros."""
     return pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
 
 
 def _window_sums(a: Tensor) -> Tensor:
-    """a [..., c, w] -> sums of a over (i, t], [..., t, i, w] (no last dimension where w is 1); -inf where t < i."""
+    """Return the sums of a [..., c, w] over (i, t]: [..., t, i, w] (no last dimension if w is 1),
+    -inf where t < i.
+    """
     steps = a[..., None, :].expand(*a.shape[:-1], a.shape[-2], a.shape[-1])
     unread = torch.ones(a.shape[-2], a.shape[-2], dtype=torch.bool, device=a.device)
     sums = (
@@ -329,7 +351,7 @@ def _window_sums(a: Tensor) -> Tensor:
 
 
 def _pairs(raw: Tensor, window: Tensor | None, factor: Tensor | None) -> Tensor:
-    """The weights of a chunk's pairs [..., t, i], from their products."""
+    """Return the weights of a chunk's pairs [..., t, i] from their products."""
     if window is None:
         return raw
     damped: Tensor = Damp.apply(raw, window, factor)
@@ -337,7 +359,9 @@ def _pairs(raw: Tensor, window: Tensor | None, factor: Tensor | None) -> Tensor:
 
 
 def _from_start(q: Tensor, starts: Tensor, since: Tensor | None) -> Tensor:
-    """What the queries read from the state at their chunk's start; since: the log-decays from there."""
+    """Return the queries' read from the state at their chunk's start; since: the log-decays from
+    the start.
+    """
     if since is None:
         return q @ starts
     common, rest = _parted(since)
@@ -345,7 +369,7 @@ def _from_start(q: Tensor, starts: Tensor, since: Tensor | None) -> Tensor:
 
 
 def _carry(k: Tensor, values: Tensor, a: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The states at the starts of the chunks [b, h, chunks, dk, n], and the last one."""
+    """Return the states at the starts of the chunks [b, h, chunks, dk, n], and the last state."""
     added, starts = _added(k, values, a), []
     for total, new in zip(a.sum(-2)[..., None].unbind(2), added.unbind(2), strict=True):
         starts.append(state)
@@ -354,7 +378,9 @@ def _carry(k: Tensor, values: Tensor, a: Tensor, state: Tensor) -> tuple[Tensor,
 
 
 def _added(k: Tensor, values: Tensor, a: Tensor) -> Tensor:
-    """What the tokens of each chunk add to the state at its end: k, values and a [..., tokens, n] -> [..., dk, n]."""
+    """Return the contribution of each chunk's tokens to the state at its end: k, values and a [...,
+    tokens, n] -> [..., dk, n].
+    """
     common, rest = _parted(pad(a.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)))
     return Damp.apply(k, rest).mT @ Damp.apply(values, common)
 
@@ -362,9 +388,11 @@ def _added(k: Tensor, values: Tensor, a: Tensor) -> Tensor:
 def end_state(
     k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The state that `linear_attention` returns for these without an initial one, by one product, and the log-decay that one would have.
+    """Return the final state of `linear_attention` without an initial state, by one product, and
+    the log-decay of an initial state.
 
-    Shapes and types as there. The log-decay is [b, h, 1 or dk, 1], of the state's type; None where there is none.
+    Shapes and types are those of `linear_attention`. The log-decay is [b, h, 1 or dk, 1], in the
+    state's type; None without log_decay.
     """
     wide = torch.promote_types(k.dtype, torch.float32)
     values = (torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v).to(wide)
@@ -375,9 +403,11 @@ def end_state(
 
 
 def _parted(a: Tensor) -> tuple[Tensor, Tensor]:
-    """a [..., w] as the decay that all channels share [..., 1], a constant to autograd, and what each has beyond it; both at most 0.
+    """Split a [..., w] into the decay shared by all channels [..., 1], constant to autograd, and
+    each channel's remainder; both at most 0.
 
-    What is shared is applied to the values' side of a product, so that a forgotten value cannot overflow in the backward.
+    The shared part is applied to the values of a product, so that a forgotten value cannot overflow
+    in the backward.
     """
     common = a.detach().amax(-1, keepdim=True)
     return common, torch.where(common == -torch.inf, 0, a - common)
@@ -386,9 +416,11 @@ def _parted(a: Tensor) -> tuple[Tensor, Tensor]:
 def log_weights(
     q: Tensor, k: Tensor, log_decay: Tensor | None, start: int, stop: int, *, causal: bool = True
 ) -> Tensor:
-    """log (q_t * exp(-|c_t - c_i|)) . k_i [b, h, stop - start, t] of the rows start to stop, -inf where the weight is zero or unread.
+    """Return log (q_t * exp(-|c_t - c_i|)) . k_i, [b, h, stop - start, t], of the rows start to
+    stop; -inf if the weight is 0 or masked.
 
-    Shapes as in `linear_attention`, q and k not negative. A row that reads nothing reads its own token. Float32 or float64.
+    Shapes as in `linear_attention`; q and k are not negative. A row that reads no token reads its
+    own. Float32 or float64.
     """
     t = k.shape[2]
     rows = q[:, :, start:stop]
@@ -415,14 +447,17 @@ def log_weights(
             ~read, -torch.inf
         )
     terms = _log(rows)[:, :, :, None] + _log(k)[:, :, None] + decay
-    # A row of padding has no finite term: it is filled before the logarithm, whose gradient there would be NaN.
+    # A row of padding has no finite term. It is filled before the logarithm, whose gradient would
+    # be NaN otherwise.
     finite = read & (terms.detach() > -torch.inf).any(-1)
     summed = terms.masked_fill(~finite[..., None], 0).logsumexp(-1)
     return torch.where(finite, summed, torch.where(read & (column == row), 0.0, -torch.inf))
 
 
 def _decay_between(a: Tensor, row: Tensor, column: Tensor, causal: bool) -> Tensor:
-    """a [b, h, t, w] -> its sum over (i, t] (over (t, i] where the key is later) [b, h, rows, i, w]."""
+    """Return the sum of a [b, h, t, w] over (i, t], or over (t, i] if the key is later: [b, h,
+    rows, i, w].
+    """
     steps = a[:, :, None]
     earlier = steps.masked_fill(~(column <= row)[..., None], 0)
     between = (

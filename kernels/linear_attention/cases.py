@@ -1,4 +1,6 @@
-"""Linear attention's cases: decays of every strength beside each other, resets, faint tokens, rows that read nothing, signed features."""
+"""Cases of linear attention: decays of different strength together, resets, tiny features, rows
+that read no token, signed features.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def _random(
     normalise: bool = True,
     initial: bool = False,
 ) -> Inputs:
-    """Features in [0, 1], or signed where not normalised; log-decays uniform down to -strength."""
+    """Draw features in [0, 1], or signed ones if not normalised; log-decays are uniform down to
+    -strength.
+    """
     uniform = Draw(size["tokens"]).uniform
     shape = size["batch"], size["heads"], size["tokens"]
 
@@ -34,7 +38,7 @@ def _random(
 
 
 def _mixed(size: Mapping[str, int], decay: str) -> Inputs:
-    """Steps of -1e6, -40 and full resets among steps of about -1e-3."""
+    """Draw inputs with steps of -1e6, -40 and full resets among steps of about -1e-3."""
     made = _random(size, decay, strength=2e-3, initial=True)
     tokens = size["tokens"]
     for place, log_decay in ((0, -40.0), (1, -1e6), (5, -torch.inf), (6, -40.0), (7, -40.0)):
@@ -43,7 +47,7 @@ def _mixed(size: Mapping[str, int], decay: str) -> Inputs:
 
 
 def _some_channels(size: Mapping[str, int]) -> Inputs:
-    """Each channel's resets at places of its own."""
+    """Draw inputs whose channels have resets at different places."""
     made = _random(size, "channel", strength=0.02)
     drawn = Draw(1).uniform(*made["log_decay"].shape)
     made["log_decay"][drawn < 0.1] = -torch.inf
@@ -52,7 +56,9 @@ def _some_channels(size: Mapping[str, int]) -> Inputs:
 
 
 def _faint(size: Mapping[str, int], decay: str) -> Inputs:
-    """Features of 1e-6 alone, as where a ReLU is closed: the first rows' weights are all about 1e-12, and later ones' once a reset came."""
+    """Draw inputs whose features are all 1e-6, like those of a closed ReLU: weights are about 1e-12
+    in the first rows and after a reset.
+    """
     made = _random(size, decay)
     tokens = size["tokens"]
     made["k"][:, :, : tokens // 4] = 1e-6
@@ -64,7 +70,7 @@ def _faint(size: Mapping[str, int], decay: str) -> Inputs:
 
 
 def _nothing(size: Mapping[str, int], decay: str) -> Inputs:
-    """Rows that read nothing: before the first key, after a reset, and with a query of zeros."""
+    """Draw rows that read no token: before the first key, after a reset, and with a query of zeros."""
     made = _random(size, decay)
     tokens = size["tokens"]
     made["k"][:, :, :3] = 0
@@ -76,16 +82,19 @@ def _nothing(size: Mapping[str, int], decay: str) -> Inputs:
 
 
 def _equal(size: Mapping[str, int]) -> Inputs:
-    """Beside a state of other values: without it the weights' gradients would be rounding alone."""
+    """Draw equal values and a state with other values; without the state, the weights' gradients
+    would be rounding errors alone.
+    """
     made = _random(size, "head", initial=True)
     made["v"][:] = 0.75
     return made
 
 
 def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """All weights [b, h, t, i], what is kept between i and t [b, h, t, i, 1 or dk], and the log-decays [b, h, t, 1 or dk].
+    """Return all weights [b, h, t, i], the decay factors between i and t [b, h, t, i, 1 or dk], and
+    the log-decays [b, h, t, 1 or dk].
 
-    Sums of log-decays over (i, t] are made term by term.
+    Sums of log-decays over (i, t] are computed term by term.
     """
     q, k = x["q"], x["k"]
     tokens = q.shape[2]
@@ -107,7 +116,7 @@ def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _definition(x: Inputs) -> Outputs:
-    """All weights at once."""
+    """Compute all weights at once."""
     q, k, v, normalise, initial = x["q"], x["k"], x["v"], x["normalise"], x.get("initial")
     weights, kept, decay = weights_and_decays(x)
     values = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v

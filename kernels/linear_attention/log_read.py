@@ -1,10 +1,12 @@
-"""What linear attention reads of exp(x), as a logarithm, for x of any size: `log_read`.
+"""Logarithm of linear attention's read of exp(x), for x of any size. One public function:
+`log_read`.
 
-It is `linear_attention`'s definition with logarithms for numbers: a sum is a log-sum-exp with its own maximum, a product a sum. Time and
-memory are linear in t.
+It is the definition of `linear_attention` with logarithms as numbers: a sum is a log-sum-exp with
+its own maximum, a product is a sum. Time and memory are linear in t.
 
-Per token and column of x it takes chunk + 2 dk exponentials, and chunk * dk per token. How chunks are cut depends on shapes alone, and an
-unread key adds an exact zero: no bit depends on later tokens.
+It takes chunk + 2 dk exponentials for each token and column of x, and chunk * dk for each token.
+The chunk boundaries depend on shapes alone, and a masked key adds an exact zero: no bit depends on
+later tokens.
 """
 
 from __future__ import annotations
@@ -18,25 +20,25 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.linear_attention import _chunk, _window_sums
 
-NOTHING = (
-    -1e30
-)  # log 0: finite, so that no difference of two is NaN, and so far down that no value reaches it
+NOTHING = -1e30  # log 0: finite, so that no difference of two is NaN, and below every value
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = (
     1 << 20,
     1 << 24,
-)  # exponentials of a segment: a CPU's cache or so, or enough to fill a device
+)  # exponentials of a segment: about a CPU's cache, or enough to fill a device
 
 
 def log_read(
     q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, *, causal: bool = True
 ) -> Tensor:
-    """log sum_i p_t(i) exp(x_i) [n, t, m] under p_t(i) ~ (q_t * exp(-|c_t - c_i|)) . k_i, sum_i p_t(i) = 1.
+    """Return log sum_i p_t(i) exp(x_i), [n, t, m], under p_t(i) ~ (q_t * exp(-|c_t - c_i|)) . k_i,
+    sum_i p_t(i) = 1.
 
-    Shapes: q, k [n, t, dk], not negative; x [n, t, m]; log_decay [n, t], [n, t, dk] or None, at most 0. All float32 or all float64. A row
-    that reads nothing gives its own x. A feature that is 0 has no gradient. Equations: as `linear_attention`.
+    Shapes: q, k [n, t, dk], not negative; x [n, t, m]; log_decay [n, t], [n, t, dk] or None, at
+    most 0. All float32 or all float64. A row that reads no token returns its own x. A feature that
+    is 0 has no gradient. Equations: those of `linear_attention`.
     """
     keys, queries = _log(k[:, None]), _log(q[:, None])
-    streams = pad(x, (0, 1))[:, None]  # under the zeros stands the normaliser
+    streams = pad(x, (0, 1))[:, None]  # the column of zeros is the normaliser
     decay = (
         None
         if log_decay is None
@@ -44,7 +46,8 @@ def log_read(
     )
     sums = _scan(queries, keys, streams, decay)
     if not causal:
-        # Reversed, each key one step late: a token is read once, and its own decay lies between it and the tokens before it.
+        # Reversed, with each key one step later: a token is read once, and its own decay is
+        # between it and the tokens before it.
         faded = keys if decay is None else keys + decay
         late_keys = pad(faded.flip(2)[:, :, :-1], (0, 0, 1, 0), value=NOTHING)
         late_streams, late_decay = (
@@ -63,9 +66,10 @@ def _log(t: Tensor) -> Tensor:
 
 
 def _scan(q: Tensor, k: Tensor, x: Tensor, a: Tensor | None) -> Tensor:
-    """log sum_i w_t(i) exp(x_i) [n, 1, t, m], from the logarithms of q and k [n, 1, t, dk] and a [n, 1, t, 1 or dk] or None.
+    """Return log sum_i w_t(i) exp(x_i), [n, 1, t, m], from the logarithms of q and k [n, 1, t, dk]
+    and a [n, 1, t, 1 or dk] or None.
 
-    Segments of some chunks are made again in the backward.
+    Segments of several chunks are recomputed in the backward.
     """
     (n, _, t, dk), m = q.shape, x.shape[3]
     size = min(t, _chunk(a))
@@ -116,12 +120,14 @@ def _segment(
 
 
 def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """[n, 1, t, w] -> [n, 1, chunks, size, w]."""
+    """Reshape [n, 1, t, w] to [n, 1, chunks, size, w]."""
     return pad(x, (0, 0, 0, -x.shape[2] % size), value=fill).unflatten(2, (-1, size))
 
 
 class LogProduct(torch.autograd.Function):
-    """log(exp(a) @ exp(b)) of a [..., m, r] and b [..., r, n], of which neither may be -inf. Its gradients' weights are at most 1."""
+    """Autograd function log(exp(a) @ exp(b)) of a [..., m, r] and b [..., r, n], without -inf. Its
+    gradients' weights are at most 1.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The norms with which a layer reads the residual stream: one public function, `residual_norm`. What the layer does is not here."""
+"""Norms with which a layer reads the residual stream. One public function: `residual_norm`. The
+layer's other operations are not included.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,7 @@ from kernels.registered import opaque, registered
 
 __all__ = ["OP", "residual_norm"]
 
-WIDEST = (
-    4096  # channels that the kernels keep in registers, with all that their gradients are made of
-)
+WIDEST = 4096  # channels that fit in registers together with the terms of their gradients
 
 OP = Op(
     "residual_norm",
@@ -35,13 +35,16 @@ def residual_norm(
     *,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(x, h, u): x itself, h = x / rms(x) * weight, and u = LayerNorm(h) * second, or None without ``second``; over the last dimension.
+    """Return (x, h, u): x itself, h = x / rms(x) * weight, and u = LayerNorm(h) * second, or None
+    without ``second``; over the last dimension.
 
-    What goes on from the x returned, the residual, has its gradient added to the norms' in one pass. Shapes: x [..., n], weight and second
-    [n]; the results as x. Types: float64, float32, bfloat16 or float16, the results x's. h is rounded to x's type before its LayerNorm.
-    implementation: "triton", "reference" or "auto", the fastest that this call allows. Triton's keeps its arguments alone for the backward.
-    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
-    Equations: RMSNorm and LayerNorm without biases.
+    The gradient of the returned x, the residual, is added to the norms' gradients in one pass.
+    Shapes: x [..., n], weight and second [n]; the results have x's shape. Types: float64, float32,
+    bfloat16 or float16, the results x's. h is rounded to x's type before its LayerNorm.
+    implementation: "triton", "reference" or "auto", the fastest that supports this call. Triton's
+    stores its arguments alone for the backward. Raises ValueError for shapes, types or devices that
+    do not fit, and for an implementation that cannot run. Equations: RMSNorm and LayerNorm without
+    biases.
     """
     check_first("residual_norm", "x", x, "[..., n]")
     size = x.shape[-1]
@@ -51,7 +54,7 @@ def residual_norm(
         x,
         {"weight": (weight, (size,), *FLOATS), "second": (second, (size,), *FLOATS)},
     )
-    if opaque(x):  # what is handed on as it came is no result of an operation
+    if opaque(x):  # an unchanged input is not a result of the operation
         h, *rest = _norms(x, weight, eps, second, implementation)
         return x, h, rest[0] if rest else None
     unfit = first_reason(
@@ -72,7 +75,7 @@ def residual_norm(
 def _norms(
     x: Tensor, weight: Tensor, eps: float, second: Tensor | None, implementation: str
 ) -> list[Tensor]:
-    """h, and u where there is a ``second``."""
+    """Return h, and u if ``second`` is given."""
     return [
         t
         for t in residual_norm(x, weight, eps, second, implementation=implementation)[1:]

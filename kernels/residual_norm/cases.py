@@ -1,4 +1,6 @@
-"""The residual stream's norms' cases: one norm and two, a stream far from zero, channels of very different sizes, tokens of zeros."""
+"""Cases of the residual stream's norms: one norm and two, a stream far from zero, channels of very
+different sizes, tokens of zeros.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ def _made(
 
 
 def _uneven(size: Mapping[str, int]) -> Inputs:
-    """A channel a thousand times the others, as trained streams have them."""
+    """Draw inputs with one channel a thousand times larger than the others, like trained streams."""
     made = _made(size)
     made["x"][..., 0] *= 1e3
     return made
 
 
 def _vanishing(size: Mapping[str, int]) -> Inputs:
-    """Tokens of zeros, and of one number: eps is all that they are divided by."""
+    """Draw inputs with tokens of zeros and tokens of one constant, which are divided by eps alone."""
     made = _made(size)
     made["x"][::3] = 0.0
     made["x"][1::3], made["weight"][:] = 2.0, 1.0
@@ -72,7 +74,8 @@ SUITE = Suite(
     call=_call,
     small={"tokens": 13, "batch": 2, "channels": 37},
     real={"tokens": 4096, "batch": 2, "channels": 2048},
-    # A token of one number is one number after RMSNorm, too: LayerNorm divides the rounding of its mean, 2^-24, by the root of eps.
+    # A constant token stays constant under RMSNorm: LayerNorm divides the rounding error of its
+    # mean, 2^-24, by the root of eps.
     loose={
         ("vanishing", "output 2"): 2 * 2**-24 / EPS**0.5,
         ("vanishing", "d second"): 2 * 2**-24 / EPS**0.5,

@@ -1,9 +1,15 @@
-"""The residual stream's norms in Triton: some tokens a program, all their channels in registers, forward and backward. No autotuning.
+"""Residual stream's norms in Triton: some tokens in each program, all their channels in registers,
+forward and backward. No autotuning.
 
-The backward makes h again from x, which the residual keeps anyway. With n = x r, r = 1 / rms(x), h = n w, z = (h - mean) / deviation,
-u = z s, and g the gradient of n: of h come dh and, through u, (ds' - mean(ds') - z mean(ds' z)) / deviation, ds' = du s; then g is that
-times w, dx = r (g - n mean(g n)) + the residual's own gradient; dw = sum_t dh n, ds = sum_t du z. The weights' gradients are a partial
-sum a program, added up afterwards: the same bits in every run.
+The backward recomputes h from x, which the residual stores anyway. With n = x r, r = 1 / rms(x), h
+= n w, z = (h - mean) / deviation, u = z s, ds' = du s and g the gradient of n:
+
+    g = w (dh + (ds' - mean(ds') - z mean(ds' z)) / deviation)
+    dx = r (g - n mean(g n)) + the residual's own gradient
+    dw = sum_t (g / w) n      ds = sum_t du z
+
+Each program writes a partial sum of the weights' gradients; the partial sums are added afterwards,
+so every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,17 +21,17 @@ from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
 
-NUMBERS = 2048  # of a block, at most, as long as it has several tokens
-PROGRAMS = 264  # two for each of an H100's multiprocessors, which is what its registers hold
+NUMBERS = 2048  # most of a block that has several tokens
+PROGRAMS = 264  # two for each of an H100's multiprocessors, limited by its registers
 
 
 def fused_norms(x, weight, second, eps):
-    """As `kernels.residual_norm.residual_norm`, which has checked."""
+    """Compute `kernels.residual_norm.residual_norm`, which has checked the arguments."""
     return _Norms.apply(x, weight, second, eps)
 
 
 class _Norms(torch.autograd.Function):
-    """(x, h, u or None)."""
+    """Autograd function (x, h, u or None)."""
 
     @staticmethod
     def forward(ctx, x, weight, second, eps):
@@ -78,7 +84,7 @@ def _constants(size):
 
 @triton.jit
 def _place(tokens, size, block, BT: tl.constexpr, BN: tl.constexpr):
-    """Channels, where a block's numbers lie, and which of them exist."""
+    """Return channels, offsets of a block's numbers, and the mask of those that exist."""
     t, n = block * BT + tl.arange(0, BT), tl.arange(0, BN)
     return (
         n,
@@ -99,7 +105,7 @@ def _mean(x, size):
 
 @triton.jit
 def _centred(h, mask, size, eps):
-    """z of h, and 1 / its deviation."""
+    """Return z of h, and 1 / its standard deviation."""
     h = tl.where(mask, h - _mean(h, size), 0.0)
     inverse = 1.0 / tl.sqrt(_mean(h * h, size) + eps)
     return h * inverse, inverse

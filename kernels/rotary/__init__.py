@@ -1,4 +1,6 @@
-"""RoPE's rotation of queries and keys: one public function, `rotary`. Positions and frequencies stay out."""
+"""RoPE's rotation of queries and keys. One public function: `rotary`. Positions and frequencies are
+not included.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,15 @@ OP = Op(
 def rotary(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, implementation: str = "auto"
 ) -> list[Tensor]:
-    """[q, k], or [q] without k, with each pair (x_i, x_(i + d/2)) of the last dimension rotated by its angle.
+    """Return [q, k], or [q] without k, with each pair (x_i, x_(i + d/2)) of the last dimension
+    rotated by its angle.
 
-    Shapes: q [s, b, h, d] and k [s, b, hk, d], with any strides; cos and sin [s, 1 or b, 1, d / 2]. Results have the shapes of q and k.
-    Types: q float64, float32, bfloat16 or float16, k the same; cos and sin the same, or float32 beside narrower ones. They get no gradient.
-    implementation: "triton" computes in float32, "reference" in the type of cos and sin; "auto" is the fastest that this call allows.
-    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
-    Equation: RoFormer, equation 34.
+    Shapes: q [s, b, h, d] and k [s, b, hk, d], with any strides; cos and sin [s, 1 or b, 1, d / 2].
+    Results have the shapes of q and k. Types: q float64, float32, bfloat16 or float16, k the same;
+    cos and sin the same, or float32 with narrower q. They get no gradient. implementation: "triton"
+    computes in float32, "reference" in the type of cos and sin; "auto" is the fastest that supports
+    this call. Raises ValueError for shapes, types or devices that do not fit, and for an
+    implementation that cannot run. Equation: RoFormer, equation 34.
     """
     check_first("rotary", "q", q, "[s, b, heads, d]")
     (s, b, _, d), types = q.shape, {q.dtype, torch.promote_types(q.dtype, torch.float32)}
@@ -59,7 +63,9 @@ def rotary(
 def _rotary(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, implementation: str
 ) -> list[Tensor]:
-    """As `rotary`, which has checked; an operation of torch.library that returns a list has no defaults."""
+    """Compute `rotary`, which has checked the arguments. An operation of torch.library that returns
+    a list has no defaults.
+    """
     d = q.shape[3]
     unfit = first_reason(
         {"float64": q.dtype == torch.float64, f"{d} channels are over {WIDEST}": d > WIDEST}
@@ -72,6 +78,8 @@ def _rotary(
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The definition: each pair (x_i, x_(i + d/2)) of the last dimension rotated; cos and sin as x, half as wide, or broadcast."""
+    """Compute the definition: rotate each pair (x_i, x_(i + d/2)) of the last dimension; cos and
+    sin broadcast to x's shape with half its width.
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,4 +1,6 @@
-"""RoPE's cases: queries and keys of their own or slices of a projection, fewer keys than queries or none, positions of packed documents."""
+"""Cases of RoPE: queries and keys as tensors or slices of a projection, fewer keys than queries or
+none, positions of packed documents.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from kernels.rotary import rotary
 def angles(
     positions: Tensor, width: int, kind: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, 1 or b, 1, width / 2] of positions [s] or [s, b]."""
+    """Return cos and sin [s, 1 or b, 1, width / 2] of positions [s] or [s, b]."""
     half = width // 2
     speed = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
     found = (positions.to(device).double()[..., None] * speed).view(len(positions), -1, 1, half)
@@ -22,13 +24,13 @@ def angles(
 
 
 def by_matrix(x: Tensor, positions: Tensor) -> Tensor:
-    """x [s, b, heads, d] times a rotation matrix of each token."""
+    """Return x [s, b, heads, d] times each token's rotation matrix."""
     c, s = (torch.diag_embed(t) for t in angles(positions, x.shape[-1], x.dtype, x.device))
     return (torch.cat((torch.cat((c, -s), -1), torch.cat((s, c), -1)), -2) @ x[..., None])[..., 0]
 
 
 def places(tokens: int, batch: int, *, packed: bool) -> Tensor:
-    """Positions, [s], or [s, b] where packed: each sequence has documents of its own."""
+    """Return positions, [s], or [s, b] if packed: each sequence has different documents."""
     place = torch.arange(tokens)
     return torch.stack([place % (5 + 7 * n) for n in range(batch)], 1) if packed else place
 
@@ -42,7 +44,9 @@ def _made(
     narrow: bool = False,
     first: int = 0,
 ) -> Inputs:
-    """heads: of q, and of k where there is one. sliced: both, and values, lie head by head in one tensor. narrow: angles in q's type."""
+    """Draw inputs. heads: of q, and of k if present. sliced: q, k and values are interleaved by
+    head in one tensor. narrow: angles in q's type.
+    """
     draw, tokens, batch = Draw(size["tokens"]), size["tokens"], size["batch"]
     parts = {
         name: draw.normal(tokens, batch, n, size["width"])

@@ -1,6 +1,7 @@
 """RoPE's rotation in Triton: queries and keys in one launch, forward and backward. No autotuning.
 
-A program rotates some tokens of one head. The backward pass is the same kernel with the opposite angle, so only cos and sin are kept.
+A program rotates some tokens of one head. The backward pass is the same kernel with the opposite
+angle, so only cos and sin are stored.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch.autograd.function import once_differentiable
 from kernels.implementations import interpreted
 from kernels.tiles import padded, rows_of, strides_of
 
-PAIRS, WARPS = 2048, 4  # of a program, about
+PAIRS, WARPS = 2048, 4  # approximate size of a program
 
 
 def rotated(q, k, cos, sin):
-    """As `kernels.rotary.rotary`, which has checked."""
+    """Compute `kernels.rotary.rotary`, which has checked the arguments."""
     return [t for t in _Rotary.apply(cos.contiguous(), sin.contiguous(), q, k) if t is not None]
 
 
 class _Rotary(torch.autograd.Function):
-    """(q, k) rotated, k None where there is none."""
+    """Autograd function that returns q and k rotated; k may be None."""
 
     @staticmethod
     def forward(ctx, cos, sin, q, k):
@@ -73,7 +74,9 @@ def _rotary_kernel(
     q, k, cos, sin, q_out, k_out, qt, qb, qh, kt, kb, kh, tokens, q_heads, heads, batch, share,
     HALF: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The heads of q and then those of k, of the same tokens, are neighbouring programs; ``share`` sequences have the same angles."""
+    """Rotate the heads of q and of k. The heads of the same tokens are neighbouring programs;
+    ``share`` sequences have the same angles.
+    """
     token = (tl.program_id(0) // heads * ROWS).to(tl.int64) + tl.arange(0, ROWS)[:, None]
     head = tl.program_id(0) % heads
     column = tl.arange(0, triton.next_power_of_2(HALF))[None, :]

@@ -1,12 +1,16 @@
-"""The free-energy read under a selective state-space prior: one public function, `ssm_read`. Layers and parametrisations stay out.
+"""Free-energy read under a selective state-space prior. One public function: `ssm_read`. Layers and
+parametrisations are not included.
 
-The definition, in plain PyTorch on any device: first-order scans of [d, n] states, chunk after chunk. Streams: v and, under the same
-decays, 1 (the normaliser); exp(beta v - m_t) with m_t the largest log(delta_i) + beta v_i of the past, faded with the channel's slowest
-rate, so that the stream's own decays are exp(-rate delta_t + m_{t-1} - m_t). m is a constant to the gradient: it cancels. Tokens that
-nobody reads have delta = 0: they decay nothing and add nothing. Inside the definition time comes first.
+The definition runs in plain PyTorch on any device: first-order scans of [d, n] states, chunk after
+chunk. Streams: v and, under the same decays, 1 (the normaliser); exp(beta v - m_t) with m_t the
+largest log(delta_i) + beta v_i of the past, faded with the channel's slowest rate, so that the
+stream's own decays are exp(-rate delta_t + m_{t-1} - m_t). m is a constant to the gradient, because
+it cancels. Masked tokens have delta = 0: they decay and add 0. Inside the definition time is the
+first dimension.
 
-One more stream, exp(x) - 1 - x of x = beta (v - c) under the same decays, c the first value that is read, gives F - mu as in
-`kernels.aft_read` as long as |x| was under 2.5; where weights are not normalised there is none.
+One more stream, exp(x) - 1 - x of x = beta (v - c) under the same decays, with c the first unmasked
+value, gives F - mu as in `kernels.aft_read` as long as |x| was under 2.5. It is not used if weights
+are not normalised.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "ssm_read"]
 
-CHUNK = 64  # tokens whose states are made at once
+CHUNK = 64  # tokens whose states are computed at once
 
 OP = Op(
     "ssm_read",
@@ -57,27 +61,32 @@ def ssm_read(
     causal: bool = True,
     implementation: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Read o = gate * ((1 - lam) mu + lam F) under the impulse response of a diagonal non-negative state-space model.
+    """Return o = gate * ((1 - lam) mu + lam F) under the impulse response of a diagonal
+    non-negative state-space model.
 
-        w_t(i) = sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n]          p_t(i) = w_t(i) / sum_i' w_t(i')
-        mu_t = sum_i p_t(i) v_i          F_t = (1/beta) log sum_i p_t(i) exp(beta v_i)             for each channel
+        w_t(i) = sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n]
+        p_t(i) = w_t(i) / sum_i' w_t(i')
+        mu_t = sum_i p_t(i) v_i          F_t = (1/beta) log sum_i p_t(i) exp(beta v_i)
 
-    Shapes: delta (step, > 0), v, lam, gate [b, h, t, d]; rate [h, d, n] (>= 0); b_in and c_out, B and C, [b, h, t, n] (> 0); beta [h, d]
-    (> 0). normalise False: w in place of p (the paper's ablation; mu <= F then no longer holds). valid [b, t] bool: False at tokens that
-    nobody reads and that do not move the state, whose own o is finite and means nothing. beta None: o = mu. lam None: o = F. gate None:
-    no gate. causal False: w_t(i) for i > t is the same with the steps delta_t ... delta_{i-1}: the scan of the reversed sequence.
-    state: what a previous call returned, None at the start; no gradient goes through it. Returns (o [b, h, t, d] in v's type, state
-    [b, h, d, 4 n + 2 with beta, else 2 n], float32 or float64: sums of v, weights, exponentials and exp(x) - 1 - x (-1 once that is left
-    for good), then c and m; normalise False: [b, h, d, 2 n + 1 or n], of v and exponentials, then m; None where causal is False).
-    Types: v float64, float32, bfloat16 or float16, the others the same or float32.
-    Sums are float32 or float64. Signs are the caller's promise.
-    Any finite v: the exponentials are kept relative to a running maximum that fades with each channel's slowest rate; F - mu keeps its
-    digits however small beta is as long as beta |v - v_0| stays under 2.5. Cost O(t d n). The [t, d, n] states are made 64 tokens at a
-    time and made again in the backward: memory is linear in t, with up to n / 16 numbers kept for each one of v. An output does not move
-    by a bit when later tokens change.
-    implementation: "triton", "reference" or "auto", the fastest that this call allows.
-    Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
-    Equations: Free Energy Mixer, the SSM prior and the two-level gated read.
+    for each channel. Shapes: delta (step, > 0), v, lam, gate [b, h, t, d]; rate [h, d, n] (>= 0);
+    b_in and c_out, B and C, [b, h, t, n] (> 0); beta [h, d] (> 0). normalise False: w in place of p
+    (the paper's ablation; mu <= F then no longer holds). valid [b, t] bool: False at masked tokens,
+    which no token reads, which do not change the state, and whose own o is finite and has no
+    meaning. beta None: o = mu. lam None: o = F. gate None: no gate. causal False: w_t(i) for i > t
+    is the same with the steps delta_t ... delta_{i-1}: the scan of the reversed sequence. state:
+    the state that a previous call returned, None at the start; it gets no gradient. Returns (o [b,
+    h, t, d] in v's type, state [b, h, d, 4 n + 2 with beta, else 2 n], float32 or float64: sums of
+    v, weights, exponentials and exp(x) - 1 - x (-1 from the first value beyond 2.5 on), then c and
+    m; normalise False: [b, h, d, 2 n + 1 or n], of v and exponentials, then m; None if causal is
+    False). Types: v float64, float32, bfloat16 or float16, the others the same or float32. Sums are
+    float32 or float64. The signs are not checked. v may be any finite values: the exponentials are
+    stored relative to a running maximum that fades with each channel's slowest rate; F - mu is
+    accurate for any small beta as long as beta |v - v_0| stays under 2.5. Cost O(t d n). The [t, d,
+    n] states are computed 64 tokens at a time and recomputed in the backward: memory is linear in
+    t, with up to n / 16 numbers stored for each one of v. An output is bitwise independent of later
+    tokens. implementation: "triton", "reference" or "auto", the fastest that supports this call.
+    Raises ValueError for shapes and types that do not fit, and for an implementation that cannot
+    run. Equations: Free Energy Mixer, the SSM prior and the two-level gated read.
     """
     check_first("ssm_read", "v", v, "[batch, heads, tokens, channels]")
     b, h, t, d = v.shape
@@ -121,7 +130,7 @@ def ssm_read(
 
 
 def _columns(rate: Tensor, beta: Tensor | None, normalise: bool) -> int:
-    """Of a state."""
+    """Return the number of columns of a state."""
     n, free = rate.shape[2], beta is not None
     return (1 + normalise) * (n * (1 + free) + free)
 
@@ -152,7 +161,9 @@ def _checked_read(
     causal: bool,
     implementation: str,
 ) -> list[Tensor]:
-    """o, and the state where causal; arguments as in `ssm_read`, which has checked them."""
+    """Return o, and the state if causal. The arguments are those of `ssm_read`, which has checked
+    them.
+    """
     compute = torch.promote_types(v.dtype, torch.float32)
     reasons = {
         "float64": v.dtype == torch.float64,
@@ -192,7 +203,7 @@ def _checked_read(
 
 
 class Tokens(NamedTuple):
-    """What comes with each token, [t, b, h, d or n]; u: exp(x) - 1 - x, or v where it is not needed."""
+    """Inputs of each token, [t, b, h, d or n]. u: exp(x) - 1 - x, or v if it is not needed."""
 
     delta: Tensor
     b_in: Tensor
@@ -204,22 +215,24 @@ class Tokens(NamedTuple):
     def of(
         cls, delta: Tensor, b_in: Tensor, c_out: Tensor, v: Tensor, valid: Tensor | None
     ) -> Tokens:
-        """From [b, h, t, d or n], those that nobody reads (valid [b, t] False) made idle."""
+        """Build from [b, h, t, d or n]. Masked tokens (valid [b, t] False) get delta = 0 and v = 0."""
         if valid is not None:
             delta, v = (t.masked_fill(~valid[:, None, :, None], 0.0) for t in (delta, v))
         return cls(*(t.movedim(2, 0) for t in (delta, b_in, c_out, v, v)))
 
     def with_excess(self, beta: Tensor, centre: Tensor) -> tuple[Tokens, Tensor]:
-        """With u, and at which tokens [b, h, t, d] it is left for a value too far from centre [b, h, 1, d]; beta [h, d]."""
+        """Return the tokens with u, and the mask [b, h, t, d] of values too far from centre [b, h,
+        1, d]; beta [h, d].
+        """
         u, far = excess_stream(self.v.movedim(0, 2), beta[:, None], centre)
         return self._replace(u=u.movedim(2, 0)), far & (self.delta.movedim(0, 2) > 0)
 
     def flip(self) -> Tokens:
-        """The reversed sequence."""
+        """Return the reversed sequence."""
         return Tokens(*(t.flip(0) for t in self))
 
     def chunks(self) -> list[Tokens]:
-        """Parts of CHUNK tokens."""
+        """Split into parts of CHUNK tokens."""
         return [Tokens(*part) for part in zip(*(t.split(CHUNK) for t in self), strict=True)]
 
 
@@ -231,9 +244,9 @@ def read_past(
     state: Tensor | None,
     normalise: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(mu, F - mu, state) over i <= t, [b, h, t, d]; rate, beta and state as `ssm_read` has them, F None without beta.
+    """Return (mu, F - mu, state) over i <= t, [b, h, t, d]; F - mu is None without beta.
 
-    first [b, h, 1, d]: c, where the state has none.
+    rate, beta and state are those of `ssm_read`. first [b, h, 1, d]: c, used if no state is given.
     """
     streams, centre, far = _streams(beta, normalise), first, None
     states, top = (
@@ -264,7 +277,9 @@ def read_past(
 def read_all(
     tokens: Tokens, rate: Tensor, beta: Tensor | None, first: Tensor, normalise: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(mu, F - mu) over all i: the scan, and that of the reversed sequence without each token's own term."""
+    """Return (mu, F - mu) over all i: the scan, and that of the reversed sequence without each
+    token's own term.
+    """
     far = None
     if beta is not None and normalise:
         tokens, far = tokens.with_excess(beta, first)
@@ -285,7 +300,9 @@ def read_all(
 
 
 def _streams(beta: Tensor | None, normalise: bool) -> int:
-    """v, the weights where normalise, exponentials with beta, and what they have beyond the mean with both."""
+    """Return the number of streams: v, the weights if normalise, exponentials with beta, and exp(x)
+    - 1 - x with both.
+    """
     return (1 + normalise) * (1 if beta is None else 2)
 
 
@@ -297,7 +314,9 @@ def _read(
     centre: Tensor,
     far: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """mu and F - mu, [b, h, t, d], from the streams' sums [t, s, b, h, d] and the exponentials' maxima [t, b, h, d]."""
+    """Return mu and F - mu, [b, h, t, d], from the streams' sums [t, s, b, h, d] and the
+    exponentials' maxima [t, b, h, d].
+    """
     sums, top = sums.movedim(0, 3), top.movedim(0, 2)
     total = counted(sums[1]) if normalise else torch.ones_like(sums[0])
     mu = sums[0] / total
@@ -318,9 +337,10 @@ def _scan(
     normalise: bool,
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each stream's sum_n C S [t, s, b, h, d], the maxima [t, b, h, d] (zeros without beta), the states behind the last token.
+    """Return each stream's sum_n C S [t, s, b, h, d], the maxima [t, b, h, d] (zeros without beta),
+    and the states after the last token.
 
-    own False: a token's own term is in the state that it hands on, but not in its sum.
+    own False: a token's own term is in the state that it passes on, but not in its sum.
     """
     made, tops = [], []
     for part in tokens.chunks():
@@ -350,7 +370,9 @@ def _chunk(
     normalise: bool,
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One chunk of `_scan`: sums, finite maxima, last states, last maximum (-inf where nothing was read yet)."""
+    """Compute one chunk of `_scan`: sums, finite maxima, last states, last maximum (-inf before the
+    first unmasked token).
+    """
     delta, b_in, c_out, v, u = tokens
     decay = -delta[..., None] * rate
     intake = delta[..., None] * b_in[..., None, :]
@@ -372,11 +394,11 @@ def _chunk(
     a, x = torch.stack(decays, dim=1), torch.stack(terms, dim=1)
     after = time_decay_scan(a, x, states)
     seen = after if own else torch.cat((states[None], after[:-1])) * a.exp()
-    # A copy: a view would keep every state of the chunk.
+    # A copy, because a view would keep every state of the chunk in memory.
     return torch.einsum("tbhn,tsbhdn->tsbhd", c_out, seen), tops, after[-1].clone(), top
 
 
 def _fading_maximum(z: Tensor, fade: Tensor, start: Tensor) -> Tensor:
-    """m_t = max(m_{t-1} - fade_t, z_t) along the first dimension from m_{-1} = start."""
+    """Return m_t = max(m_{t-1} - fade_t, z_t) along the first dimension from m_{-1} = start."""
     faded = fade.cumsum(0)
     return torch.maximum((z + faded).cummax(0).values, start) - faded

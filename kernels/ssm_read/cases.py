@@ -1,4 +1,6 @@
-"""The state-space read's cases: values of any range, steps and rates small and large, padding, every part of the read left out."""
+"""Cases of the state-space read: values of any range, steps and rates small and large, padding,
+every optional argument left out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from kernels.ssm_read import ssm_read
 def _random(
     size: Mapping[str, int], beta: float = 1.95, value_range: float | None = None, step: float = 1.0
 ) -> Inputs:
-    """value_range: v uniform, so that beta * v spans this much. step: times the steps."""
+    """Draw inputs. value_range: v is uniform, so that beta * v has this range. step: factor of the
+    steps.
+    """
     draw = Draw(size["tokens"])
     normal = draw.normal
 
@@ -45,14 +49,14 @@ def _random(
 
 
 def _forgetting(size: Mapping[str, int]) -> Inputs:
-    """A few steps so long that what came before underflows."""
+    """Draw inputs with a few steps so long that the weights of all earlier tokens underflow."""
     made = _random(size)
     made["delta"][:, :, size["tokens"] // 3 :: 5] += 60
     return made
 
 
 def _definition(x: Inputs) -> Outputs:
-    """All weights at once; tokens that nobody reads give 0."""
+    """Compute all weights at once; masked tokens give 0."""
     through = masked(x["delta"], x).cumsum(2)
     before = through - masked(x["delta"], x)
     span = through[:, :, :, None] - through[:, :, None]
@@ -101,9 +105,10 @@ SUITE = Suite(
     small={"batch": 1, "heads": 2, "tokens": 9, "channels": 3, "states": 2},
     real={"batch": 1, "heads": 2, "tokens": 256, "channels": 64, "states": 16},
     loose={
-        # Beyond exp(x) - 1 - x it is the difference of sums of v and of F, thirty times as large; 9e-6, and 1.4e-5 as a GPU rounds.
+        # Without exp(x) - 1 - x it is a difference of sums of v and of F, which are thirty times
+        # larger: 9e-6, and 1.4e-5 with a GPU's rounding.
         ("ramp 140", "d beta"): 2e-5,
         ("beta 40", "d beta"): 2e-5,
-        ("one token", "d beta"): 1e12,  # the truth is 0 but for float64's rounding
+        ("one token", "d beta"): 1e12,  # the truth is 0 up to float64's rounding
     },
 )

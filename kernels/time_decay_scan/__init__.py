@@ -1,8 +1,11 @@
-"""The time-decay scan of FEM's conditioner: one public function, `time_decay_scan`. Projections, norms and gates stay with the layer.
+"""Time-decay scan of FEM's conditioner. One public function: `time_decay_scan`. Projections, norms
+and gates belong to the layer.
 
-The definition, in plain PyTorch on any device: neighbouring steps are joined in pairs, (a, x), (a', x') -> (a + a', exp(a') x + x'), the
-scan of half the length is solved the same way, and the steps between are filled in: log2(t) rounds, about 2 t joins, no loop over tokens.
-Only sums of a over windows (<= 0) are exponentiated. A state is made from its own past alone: later steps do not move it by a bit.
+The definition runs in plain PyTorch on any device: neighbouring steps are joined in pairs, (a, x),
+(a', x') -> (a + a', exp(a') x + x'), the scan of half the length is solved in the same way, and the
+steps between are filled in: log2(t) rounds, about 2 t joins, no loop over tokens. Only sums of a
+over windows (<= 0) are exponentiated. A state is computed from its own past alone: it is bitwise
+independent of later steps.
 """
 
 from __future__ import annotations
@@ -46,16 +49,18 @@ def time_decay_scan(
     softplus: bool = False,
     implementation: str = "auto",
 ) -> Tensor:
-    """First-order scan s_t = exp(a_t) s_{t-1} + x_t along the first dimension, with s_{-1} = initial (zero when None).
+    """Compute the first-order scan s_t = exp(a_t) s_{t-1} + x_t along the first dimension, with
+    s_{-1} = initial (zero if None).
 
-    Shapes: a and x [t, ...] alike, with any strides, initial [...] (the state before step 0; in decoding, the last state so far).
-    Returns s [t, ...]. a <= 0 is the caller's promise (a log-decay; -inf, a full reset, is allowed) and is not checked, since that would
-    wait for the device. softplus True: a holds logits, the log-decays are -softplus(a), and the step a logit of -inf keeps the state.
-    Types: a and x float64, float32, bfloat16 or float16, computed in float32 or float64. s and initial are of x's type; with softplus
-    they are float32 where x is bfloat16 or float16.
-    implementation: "triton", "reference" or "auto", the fastest that this call allows.
-    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
-    Equation: Free Energy Mixer, the time-decay conditioner.
+    Shapes: a and x [t, ...] alike, with any strides, initial [...] (the state before step 0; in
+    decoding, the last state so far). Returns s [t, ...]. The caller must ensure a <= 0 (a
+    log-decay; -inf, a full reset, is allowed); it is not checked, because that would wait for the
+    device. softplus True: a contains logits, the log-decays are -softplus(a), and a step with the
+    logit -inf keeps the state. Types: a and x float64, float32, bfloat16 or float16, computed in
+    float32 or float64. s and initial have x's type; with softplus they are float32 if x is bfloat16
+    or float16. implementation: "triton", "reference" or "auto", the fastest that supports this
+    call. Raises ValueError for shapes, types or devices that do not fit, and for an implementation
+    that cannot run. Equation: Free Energy Mixer, the time-decay conditioner.
     """
     check_first("time_decay_scan", "x", x, "[t, ...]")
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -83,7 +88,9 @@ def time_decay_scan(
 
 
 class TimeDecayScan(torch.autograd.Function):
-    """States s [t, ...] from a, x [t, ...] and initial [...]; the backward is the same scan run from the end."""
+    """Autograd function of the states s [t, ...] from a, x [t, ...] and initial [...]; the backward
+    is the same scan run from the end.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, x: Tensor, initial: Tensor | None) -> Tensor:

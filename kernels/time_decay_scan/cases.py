@@ -1,4 +1,6 @@
-"""The time-decay scan's cases: decays of every strength, resets, logits in a packed projection, a state before the first step."""
+"""Cases of the time-decay scan: decays of every strength, resets, logits in a packed projection, a
+state before the first step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kernels.time_decay_scan import time_decay_scan
 
 
 def _random(size: Mapping[str, int], slowness: float = 3.0) -> Inputs:
-    """Decays of about exp(-slowness) a step."""
+    """Draw decays of about exp(-slowness) for each step."""
     draw = Draw(size["steps"])
     a, x = (draw.normal(size["steps"], size["batch"], size["channels"]) for _ in range(2))
     return {"a": -torch.nn.functional.softplus(a - slowness), "x": x}
@@ -38,7 +40,9 @@ def _logits(size: Mapping[str, int]) -> Inputs:
 
 
 def _packed(size: Mapping[str, int]) -> Inputs:
-    """Every third number of one tensor, as the conditioner's projection has them; a logit of -inf keeps the state."""
+    """Draw a packed tensor of which a is every third number, like the conditioner's projection; a
+    logit of -inf keeps the state.
+    """
     packed = Draw(4).normal(size["steps"], size["batch"], 3 * size["channels"])
     packed[size["steps"] // 2, :, ::3] = -torch.inf
     return {"packed": packed}

@@ -1,10 +1,13 @@
-"""The time-decay scan in Triton, forward and backward: associative scans over chunks, the state carried between them. No autotuning.
+"""Time-decay scan in Triton, forward and backward: associative scans over chunks, the state carried
+between them. No autotuning.
 
-The channels are blocks and the sequence is cut into segments, so many that the device is full even where channels are few. A first launch
-gives each segment's summary (the sum of its log-decays, its last state from a zero state); the main one joins the summaries before its
-segment, again by an associative scan, and goes through it chunk by chunk. One segment needs no summary. Log-decays are kept as powers of
-two and only their sums are exponentiated. A masked step is the identity, (0, 0). The backward is the same scan from the end:
-dx_t = ds_t + exp(a_{t+1}) dx_{t+1}, da_t = dx_t exp(a_t) s_{t-1}.
+The channels are split into blocks and the sequence into segments, enough to fill the device even
+with few channels. A first launch computes each segment's summary (the sum of its log-decays, its
+last state from a zero state); the main launch joins the summaries before its segment, again by an
+associative scan, and processes it chunk by chunk. One segment needs no summary. Log-decays are
+stored as powers of two and only their sums are exponentiated. A masked step is the identity, (0,
+0). The backward is the same scan from the end: dx_t = ds_t + exp(a_{t+1}) dx_{t+1}, da_t = dx_t
+exp(a_t) s_{t-1}.
 """
 
 from __future__ import annotations
@@ -23,14 +26,16 @@ WARPS, STAGES = 8, 1
 
 
 def scan(a, x, initial, softplus):
-    """States [t, ...] in float32 from a and x [t, ...], float32 or bfloat16 with any strides, and initial [...] in float32 or None."""
+    """Return states [t, ...] in float32 from a and x [t, ...], float32 or bfloat16 with any
+    strides, and initial [...] in float32 or None.
+    """
     steps = x.shape[0]
     first = None if initial is None else initial.reshape(-1)
     return _Scan.apply(a.reshape(steps, -1), x.reshape(steps, -1), first, softplus).view(x.shape)
 
 
 class _Scan(torch.autograd.Function):
-    """The same in two dimensions, [t, channels]."""
+    """Autograd function of the scan in two dimensions, [t, channels]."""
 
     @staticmethod
     def forward(ctx, a, x, initial, softplus):
@@ -38,7 +43,8 @@ class _Scan(torch.autograd.Function):
         launch = _Launch(*x.shape, softplus)
         summary = launch.summary(a, x, reverse=False)
         _forward_kernel[launch.grid](
-            a, x, initial, summary, states, *a.stride(), *x.stride(), *launch.sizes, SEGMENTS=launch.padded, REVERSE=False,
+            a, x, initial, summary, states, *a.stride(), *x.stride(), *launch.sizes,
+            SEGMENTS=launch.padded, REVERSE=False,
             **launch.constants,
         )  # fmt: skip
         ctx.save_for_backward(a, initial, states)
@@ -56,7 +62,8 @@ class _Scan(torch.autograd.Function):
         summary = launch.summary(a, d_states, reverse=True)
         _backward_kernel[launch.grid](
             a, states, initial, d_states, summary, da, dx, d_initial,
-            *a.stride(), *d_states.stride(), *launch.sizes, SEGMENTS=launch.padded, **launch.constants,
+            *a.stride(), *d_states.stride(), *launch.sizes, SEGMENTS=launch.padded,
+            **launch.constants,
         )  # fmt: skip
         return da, dx, d_initial, None
 
@@ -82,12 +89,15 @@ class _Launch:
         }
 
     def summary(self, a, x, reverse):
-        """[segments, 2, channels]: each segment's sum of log-decays (powers of two) and last state; None where there is one segment."""
+        """Return each segment's sum of log-decays (powers of two) and last state, [segments, 2,
+        channels]; None if the sequence has one segment.
+        """
         if self.segments == 1:
             return None
         made = torch.empty(self.segments, 2, self.sizes[1], dtype=torch.float32, device=x.device)
         _forward_kernel[self.grid](
-            a, x, None, made, None, *a.stride(), *x.stride(), *self.sizes, SEGMENTS=1, REVERSE=reverse, **self.constants
+            a, x, None, made, None, *a.stride(), *x.stride(), *self.sizes, SEGMENTS=1,
+            REVERSE=reverse, **self.constants
         )  # fmt: skip
         return made
 
@@ -99,7 +109,9 @@ def _join(a1, x1, a2, x2):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)) of float32, to rounding: the logarithm of 1 + e by Kahan's quotient, which small e do not spoil."""
+    """Return log(1 + exp(x)) of float32, correctly rounded: the logarithm of 1 + e by Kahan's
+    quotient, which is accurate for small e.
+    """
     small = tl.exp2(-tl.abs(x) * LOG2_E)
     one = 1.0 + small
     log1p = tl.where(
@@ -110,7 +122,9 @@ def softplus(x):
 
 @triton.jit
 def _log2_decay(a, SOFTPLUS: tl.constexpr):
-    """Float32 log-decays, or the logits that they are -softplus of, as powers of two."""
+    """Return float32 log-decays as powers of two. SOFTPLUS: a contains logits, and the log-decays
+    are -softplus(a).
+    """
     if SOFTPLUS:
         a = -softplus(a)
     return a * LOG2_E
@@ -120,7 +134,9 @@ def _log2_decay(a, SOFTPLUS: tl.constexpr):
 def _chunk(
     a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """Log-decays and inputs of the steps t, and where they exist; (0, 0) elsewhere. REVERSE: decays of the step after each."""
+    """Load log-decays and inputs of the steps t, and their mask; (0, 0) outside. REVERSE: decays of
+    the next step.
+    """
     inside = (t >= 0) & (t < steps)
     mask = inside[:, None] & (c < channels)[None, :]
     at = t + 1 if REVERSE else t
@@ -142,7 +158,9 @@ def _last(x, BT: tl.constexpr):
 
 @triton.jit
 def _carried(summary, start, c, channels, segment, BC: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The state before ``segment``: the summaries of those before it joined, and ``start``, the state before all."""
+    """Return the state before ``segment``: the summaries of the segments before it joined with
+    ``start``, the initial state.
+    """
     if SEGMENTS > 1:
         row = tl.arange(0, SEGMENTS)
         mask = (row < segment)[:, None] & (c < channels)[None, :]
@@ -159,9 +177,12 @@ def _carried(summary, start, c, channels, segment, BC: tl.constexpr, SEGMENTS: t
 @triton.jit
 def _forward_kernel(
     a, x, initial, summary, states, sat, sac, sxt, sxc, steps, channels, each,
-    SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
-    """The states of a segment; states None: its summary, without those before it."""
+    """Write the states of a segment. states None: write its summary, without the segments before
+    it.
+    """
     c, segment = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1)
     carry, total = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     if initial is not None:
@@ -187,7 +208,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    a, states, initial, d_states, summary, da, dx, d_initial, sat, sac, sgt, sgc, steps, channels, each,
+    a, states, initial, d_states, summary, da, dx, d_initial, sat, sac, sgt, sgc, steps, channels,
+    each,
     SEGMENTS: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     c, segment = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1)

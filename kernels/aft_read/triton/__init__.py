@@ -1,19 +1,26 @@
 """AFT's read in Triton as one autograd function, and its backward.
 
-The same tiles are made again from the rows kept before each chunk, and scans run from the end. With p_t(i) = exp(k_i - m_t) / S_t,
-w_t(i) = exp(k_i + beta v_i - M_t) / J_t, x_i = beta (v_i - c), u = exp(x) - 1 - x, and dmu, dF the gradients of mu and F at t, at tokens
-where F - mu comes from Z_t = Q_t / S_t, y_t = beta (mu_t - c) + Z_t: dZ = dF / (beta (1 + y)), and dF / (1 + y) more for dmu; dF is 0 then.
+The backward recomputes the same tiles from the rows stored before each chunk; its scans run from
+the end. With p_t(i) = exp(k_i - m_t) / S_t, w_t(i) = exp(k_i + beta v_i - M_t) / J_t, x_i = beta
+(v_i - c), u = exp(x) - 1 - x, and dmu, dF the gradients of mu and F at t: at tokens where F - mu is
+computed from Z_t = Q_t / S_t, with y_t = beta (mu_t - c) + Z_t, dZ = dF / (beta (1 + y)), dmu
+increases by dF / (1 + y), and dF is set to 0.
 
-    A_i = sum_{t >= i} p_t(i) dmu_t        B_i = sum_{t >= i} p_t(i) (dmu_t (mu_t - c) + dZ_t Z_t + dF_t / beta)
+    A_i = sum_{t >= i} p_t(i) dmu_t
+    B_i = sum_{t >= i} p_t(i) (dmu_t (mu_t - c) + dZ_t Z_t + dF_t / beta)
     H_i = sum_{t >= i} p_t(i) dZ_t         C_i = sum_{t >= i} w_t(i) dF_t
-    dv_i = A_i + beta (exp(x_i) - 1) H_i + C_i        dk_i = (v_i - c) A_i + u_i H_i - B_i + C_i / beta
-    dbeta = (sum_i v_i C_i - sum_t dF_t F_t) / beta + sum_i (v_i - c) (exp(x_i) - 1) H_i - sum_t dF_t (y / (1 + y) (mu - c) + F - mu) / beta
+    dv_i = A_i + beta (exp(x_i) - 1) H_i + C_i
+    dk_i = (v_i - c) A_i + u_i H_i - B_i + C_i / beta
+    dbeta = (sum_i v_i C_i - sum_t dF_t F_t) / beta + sum_i (v_i - c) (exp(x_i) - 1) H_i
+            - sum_t dF_t (y / (1 + y) (mu - c) + F - mu) / beta
 
-where of the sums over t the first is over those tokens whose F comes from the logarithms, the second over the others.
+The first sum over t covers the tokens whose F is computed from the logarithms, the second sum over
+t covers all others.
 
-m and M never fall, so A_i = exp(k_i - m_i) R_i with R_i = dmu_i / S_i + exp(m_i - m_{i+1}) R_{i+1}, and B, C, H alike: nothing can
-overflow. A segment's summary is the six rows (m, R of A, R of B, M, R of C, R of H) at its first token. beta's gradient is a partial sum a
-program.
+m and M never fall, so A_i = exp(k_i - m_i) R_i with R_i = dmu_i / S_i + exp(m_i - m_{i+1}) R_{i+1},
+and B, C, H in the same way: no term can overflow. A segment's summary consists of the six rows (m,
+R of A, R of B, M, R of C, R of H) at its first token. Each program writes a partial sum of beta's
+gradient.
 """
 
 from __future__ import annotations
@@ -57,7 +64,9 @@ from kernels.tiles import rows_of, strides_of
 
 
 def fused_past(k, v, beta, lam, gate, query, valid, state):
-    """(o, state) as `aft_read` says, all [b, h, t, d]; beta float32 or None, state float32 or None, one logit for each value."""
+    """Return (o, state) as `aft_read` does. All are [b, h, t, d] with one logit for each value;
+    beta and state float32 or None.
+    """
     centre = None
     if beta is not None:
         centre = first_value(v, None if valid is None else valid[:, None, :, None])[:, :, 0].float()
@@ -88,9 +97,11 @@ class _Read(torch.autograd.Function):
 
 
 def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
-    """(dk, dv, dbeta, dlam, dgate, dquery), None where there is no such input; they lie in memory as [t, b, h, d]."""
+    """Return (dk, dv, dbeta, dlam, dgate, dquery), None for inputs that are None. Their memory
+    layout is [t, b, h, d].
+    """
     batch, heads, tokens, width = v.shape
-    # With padding or a query a block of all channels would not fit the registers.
+    # With padding or a query, a block of all channels would exceed the registers.
     launch = Launch(*v.shape, narrow=query is not None or valid is not None)
 
     def like(x):
@@ -115,11 +126,13 @@ def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
     options = launch.options | {"num_warps": 8}
     if summary is not None:
         _backward_kernel[launch.grid](
-            d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, *(None,) * 6, *shared, SEGMENTS=1,
+            d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, *(None,) * 6, *shared,
+            SEGMENTS=1,
             BT=launch.constants["BT"], BC=launch.constants["BC"], **options,
         )  # fmt: skip
     _backward_kernel[launch.grid](
-        d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query, *shared,
+        d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam,
+        d_gate, d_query, *shared,
         **launch.constants, **options,
     )  # fmt: skip
     return dk, dv, None if d_beta is None else d_beta.sum((0, 2)), d_lam, d_gate, d_query
@@ -128,9 +141,12 @@ def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
 @triton.jit
 def _get_rows(at, width, mask):
     return (
-        tl.load(at + MAXIMUM * width, mask=mask, other=0.0), tl.load(at + SUM * width, mask=mask, other=0.0),
-        tl.load(at + VALUES * width, mask=mask, other=0.0), tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=0.0),
-        tl.load(at + JOINT_SUM * width, mask=mask, other=0.0), tl.load(at + EXCESS * width, mask=mask, other=0.0),
+        tl.load(at + MAXIMUM * width, mask=mask, other=0.0),
+        tl.load(at + SUM * width, mask=mask, other=0.0),
+        tl.load(at + VALUES * width, mask=mask, other=0.0),
+        tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=0.0),
+        tl.load(at + JOINT_SUM * width, mask=mask, other=0.0),
+        tl.load(at + EXCESS * width, mask=mask, other=0.0),
     )  # fmt: skip
 
 
@@ -149,7 +165,9 @@ def sources(
     BETA: tl.constexpr,
     LAM: tl.constexpr,
 ):
-    """What each token adds to the sums R of A, B, H and C, and dF, from the gradient of what the gate multiplies; offset: mu - c."""
+    """Return each token's contribution to the sums R of A, B, H and C, and dF, from the gradient of
+    the gate's other factor; offset: mu - c.
+    """
     d_mu, d_free, d_z, d_far = g * factor, g, g, g
     if BETA:
         d_mu = g * (1.0 - mixed) * factor if LAM else tl.zeros_like(g)
@@ -168,7 +186,7 @@ def sources(
 def _start(
     summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.constexpr, BC: tl.constexpr
 ):
-    """R of A, B, C and H at the first token behind a segment."""
+    """Return R of A, B, C and H at the first token after a segment."""
     r_a = tl.zeros((BC,), tl.float32)
     r_b, r_c, r_h = r_a, r_a, r_a
     if SEGMENTS > 1:
@@ -191,13 +209,16 @@ def _start(
 
 @triton.jit
 def _backward_kernel(
-    d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query,
-    db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
+    d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate,
+    d_query,
+    db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads,
+    tokens, width, each, segments, chunks,
     SEGMENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The gradients in a segment; dk None: its summary, without SEGMENTS.
+    """Write the gradients of a segment. dk None: write its summary, without SEGMENTS.
 
-    Long, because the gradients of all inputs come from one pass over a tile's numbers, which are too many to hand around.
+    Long, because the gradients of all inputs come from one pass over the values of a tile, which
+    are too many to pass between functions.
     """
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)

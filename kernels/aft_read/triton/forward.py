@@ -1,14 +1,18 @@
-"""AFT's read in Triton, forward, and what the backward shares with it: a tile of tokens by channels, its running maxima and sums.
+"""AFT's read in Triton, forward, and the code that the backward shares: a tile of tokens by
+channels, its running maxima and sums.
 
-Where one program a channel block would leave the device idle, a first launch gives each segment's six rows (maximum, sum and values of
-exp(k), maximum and sum of exp(k + beta v), the excess: exp(k) times exp(x) - 1 - x). The second joins those before its segment, goes
-through its chunks by scans, mixes mu and F, and keeps the rows before each chunk for the backward: 24 / BT bytes a number of v. An excess
-of -1: a value has been too far from c for it, and F - mu comes from the logarithms from there on.
+If one program for each block of channels would leave the device idle, a first launch computes six
+rows for each segment (maximum, sum and values of exp(k), maximum and sum of exp(k + beta v), the
+excess: exp(k) times exp(x) - 1 - x). The second launch combines the rows of the earlier segments,
+processes its chunks by scans, mixes mu and F, and stores the rows before each chunk for the
+backward: 24 / BT bytes for each number of v. An excess of -1 means that a value was too far from c,
+and F - mu is computed from the logarithms from that token on.
 
-A sum of exponentials over the past is kept relative to its running maximum m_t, S_t = sum_{i <= t} exp(z_i - m_t), and moves by
-S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(z_t - m_t): a scan of products at most 1, most of them 1 exactly. m_{t-1} comes from a second load,
-one token back. Tokens that nobody reads, and those outside, have weight 0 and as z the number that stands for -inf, and so has m where
-there was no other before: differences then stay numbers.
+A sum of exponentials over the past is stored relative to its running maximum m_t, S_t = sum_{i <=
+t} exp(z_i - m_t), and is updated by S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(z_t - m_t): a scan of
+products at most 1, most of them 1 exactly. m_{t-1} is read by a second load, one token back. Masked
+tokens and those outside have weight 0, and their z is the finite number that represents -inf; so is
+m before the first unmasked token: differences then stay numbers.
 """
 
 from __future__ import annotations
@@ -26,20 +30,22 @@ from kernels.tiles import strides_of
 PROGRAMS = 528  # four for each of an H100's multiprocessors
 MOST_SEGMENTS = 64  # their summaries are joined in one block
 WARPS, STAGES = 4, 1
-MAXIMUM = tl.constexpr(0)  # rows of a state, and of what is kept of each chunk
+MAXIMUM = tl.constexpr(0)  # rows of a state, and of the rows stored for each chunk
 SUM = tl.constexpr(1)
 VALUES = tl.constexpr(2)
 JOINT_MAXIMUM = tl.constexpr(3)
 JOINT_SUM = tl.constexpr(4)
 EXCESS = tl.constexpr(5)
 ROWS = tl.constexpr(6)
-CENTRE = tl.constexpr(6)  # of a state alone
+CENTRE = tl.constexpr(6)  # only in a state
 REACH = tl.constexpr(SHIFT_BELOW / 2)
 NOTHING = tl.constexpr(-1.0e38)
 
 
 class Launch:
-    """Grid and block sizes for [batch, heads, tokens, width]: one program a block of channels and segment of chunks."""
+    """Grid and block sizes for [batch, heads, tokens, width]: one program for each block of
+    channels and segment of chunks.
+    """
 
     def __init__(self, batch, heads, tokens, width, narrow=False):
         block_t, block_c, programs = (8, 4, 4) if interpreted() else (32, 32, PROGRAMS)
@@ -60,7 +66,9 @@ class Launch:
 
 @triton.jit
 def place(heads, width, BC: tl.constexpr):
-    """(batch entry, head, head counted through, channels, which of them exist) of this program."""
+    """Return (batch entry, head, index over batch and heads, channels, mask of existing channels)
+    of this program.
+    """
     columns = tl.cdiv(width, BC)
     bh = (tl.program_id(0) // columns).to(tl.int64)
     c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
@@ -69,14 +77,16 @@ def place(heads, width, BC: tl.constexpr):
 
 @triton.jit
 def load(x, b, h, t, c, sb, sh, st, mask):
-    """x[b, h, t, c] in float32 for tokens t and channels c; the last stride is 1."""
+    """Load x[b, h, t, c] in float32 for tokens t and channels c. The last stride is 1."""
     at = x + b * sb + h * sh + t.to(tl.int64)[:, None] * st + c[None, :]
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def dense(b, h, t, c, batch, heads, width):
-    """Offsets of [b, h, t, c] in an output laid out as [tokens, batch, heads, width]."""
+    """Return the offsets of [b, h, t, c] in an output with the layout [tokens, batch, heads,
+    width].
+    """
     return ((t.to(tl.int64) * batch + b) * heads + h)[:, None] * width + c[None, :]
 
 
@@ -93,7 +103,7 @@ def put_rows(at, width, mask, top, total, values, joint_top, joint, beyond):
 
 @triton.jit
 def readable(valid, wb, b, t, c_inside, tokens):
-    """Which of the tokens and channels are there and read by others."""
+    """Return the mask of tokens and channels that exist and are not masked."""
     inside = (t >= 0) & (t < tokens)
     if valid is not None:
         inside = inside & (tl.load(valid + b * wb + t, mask=inside, other=0) != 0)
@@ -102,7 +112,9 @@ def readable(valid, wb, b, t, c_inside, tokens):
 
 @triton.jit
 def exponents(k, v, beta, read):
-    """k + beta v as its rounding and what the rounding left, so that weights keep their digits where beta is small."""
+    """Return k + beta v as the rounded sum and its rounding error, so that weights stay accurate
+    for small beta.
+    """
     product = beta[None, :] * v
     high = k + product
     back = high - k
@@ -116,7 +128,7 @@ def exponents(k, v, beta, read):
 
 @triton.jit
 def falling(low, high):
-    """exp(low - high) for low <= high."""
+    """Return exp(low - high) for low <= high."""
     return tl.exp(low - high)
 
 
@@ -127,31 +139,33 @@ def _greater(a, b):
 
 @triton.jit
 def join_one(d1, x1, d2, x2):
-    """Two parts of S_t = d_t S_{t-1} + x_t as one."""
+    """Combine two parts of S_t = d_t S_{t-1} + x_t."""
     return d1 * d2, d2 * x1 + x2
 
 
 @triton.jit
 def join_two(d1, x1, y1, d2, x2, y2):
-    """The same of two sums with the same decays."""
+    """Combine two parts of two sums with the same decays."""
     return d1 * d2, d2 * x1 + x2, d2 * y1 + y2
 
 
 @triton.jit
 def join_three(d1, x1, y1, z1, d2, x2, y2, z2):
-    """The same of three."""
+    """Combine two parts of three sums with the same decays."""
     return d1 * d2, d2 * x1 + x2, d2 * y1 + y2, d2 * z1 + z2
 
 
 @triton.jit
 def row(x, at, BT: tl.constexpr):
-    """One row of a tile."""
+    """Return one row of a tile."""
     return tl.sum(tl.where((tl.arange(0, BT) == at)[:, None], x, 0.0), 0)
 
 
 @triton.jit
 def exponents_from(v, beta, centre, read):
-    """(v - c; x = beta (v - c), 0 where it is over REACH; whether it is, at a token that is read)."""
+    """Return (v - c, x = beta (v - c) with 0 where it exceeds REACH, mask of unmasked tokens where
+    it does).
+    """
     centred = v - centre[None, :]
     x = centred * beta[None, :]
     far = tl.abs(x) > REACH
@@ -171,7 +185,9 @@ def running(
     BETA: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """(m, S, V, Q): running maxima of k, and sums of exp(k - m) times 1, v and u, from those before; ``before``: k one token back."""
+    """Return (m, S, V, Q): running maxima of k, and sums of exp(k - m) times 1, v and u, from the
+    previous ones. ``before``: k one token back.
+    """
     first = (tl.arange(0, BT) == 0)[:, None]
     top_before = tl.associative_scan(tl.where(first, past_top[None, :], before), 0, _greater)
     top = tl.maximum(top_before, k)
@@ -191,7 +207,7 @@ def running(
 
 @triton.jit
 def running_joint(z, low, before, past_top, past_sum, BT: tl.constexpr):
-    """(M, S) of exponents z + low; ``before``: z one token back."""
+    """Return (M, S) of the exponents z + low. ``before``: z one token back."""
     first = (tl.arange(0, BT) == 0)[:, None]
     top_before = tl.associative_scan(tl.where(first, past_top[None, :], before), 0, _greater)
     top = tl.maximum(top_before, z)
@@ -202,12 +218,15 @@ def running_joint(z, low, before, past_top, past_sum, BT: tl.constexpr):
 
 @triton.jit
 def tile(
-    k, v, beta, centre, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m0, s0, v0, j0, i0, e0,
+    k, v, beta, centre, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m0, s0, v0,
+    j0, i0, e0,
     BETA: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """(k, v, v - c, z, low, x, read, far, m, S, V, M, J, Q) of a tile, from the rows before it; V is a sum of v - c where BETA, else of v.
+    """Return (k, v, v - c, z, low, x, read, far, m, S, V, M, J, Q) of a tile, from the rows before
+    it; V sums v - c if BETA, else v.
 
-    far: Q has no meaning, there or before. Where BETA is False z to Q but read, m, S and V have none.
+    far: Q has no meaning at this token or at an earlier one. If BETA is False, the entries from z
+    to Q have no meaning, except read, m, S and V.
     """
     read = readable(valid, wb, b, t, inside, tokens)
     there = readable(valid, wb, b, t - 1, inside, tokens)
@@ -232,13 +251,15 @@ def tile(
 
 @triton.jit
 def counted(total):
-    """The sum, or 1 where nothing was summed."""
+    """Return the sum, or 1 for an empty sum."""
     return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def free_energy(offset, top, total, joint_top, joint, beyond, far, beta, centre):
-    """(F - mu, y) for the mean mu = c + offset: from the sums of exp(k) and exp(k + beta v) where ``far``, else from the excess and y."""
+    """Return (F - mu, y) for the mean mu = c + offset: from the sums of exp(k) and exp(k + beta v)
+    where ``far``, else from the excess and y.
+    """
     gap, _, y = free_energy_gap(offset, beyond / counted(total), beta[None, :], 0.0, far == 0)
     apart = (joint_top - top + tl.log(counted(joint) / counted(total))) / beta[None, :] - (
         offset + centre[None, :]
@@ -247,7 +268,9 @@ def free_energy(offset, top, total, joint_top, joint, beyond, far, beta, centre)
 
 
 def launch_forward(k, v, beta, centre, lam, gate, query, valid, state, keep):
-    """(o, the state behind the last token, rows before each chunk where ``keep``); o lies in memory as [t, b, h, d]."""
+    """Return (o, the state after the last token, rows before each chunk if ``keep``). The memory
+    layout of o is [t, b, h, d].
+    """
     batch, heads, tokens, width = v.shape
     launch = Launch(*v.shape)
     o = torch.empty(tokens, batch, heads, width, dtype=v.dtype, device=v.device).permute(1, 2, 0, 3)
@@ -268,16 +291,18 @@ def launch_forward(k, v, beta, centre, lam, gate, query, valid, state, keep):
     blocks = {name: launch.constants[name] for name in ("BT", "BC")}
     if summary is not None:
         _forward_kernel[launch.grid](
-            k, v, beta, centre, None, None, None, valid, None, summary, None, None, None, *sizes, SEGMENTS=1, **blocks, **launch.options
+            k, v, beta, centre, None, None, None, valid, None, summary, None, None, None, *sizes,
+            SEGMENTS=1, **blocks, **launch.options
         )  # fmt: skip
     _forward_kernel[launch.grid](
-        k, v, beta, centre, lam, gate, query, valid, state, summary, o, after, kept, *sizes, **launch.constants, **launch.options
+        k, v, beta, centre, lam, gate, query, valid, state, summary, o, after, kept, *sizes,
+        **launch.constants, **launch.options
     )  # fmt: skip
     return o, after, kept
 
 
 def valid_stride(valid):
-    """The batch stride of valid [b, t]."""
+    """Return the batch stride of valid [b, t]."""
     return (0,) if valid is None else valid.stride()[:1]
 
 
@@ -296,7 +321,9 @@ def _start(
     SEGMENTS: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The six rows before a segment: the state given, joined with the summaries of the segments before it."""
+    """Return the six rows before a segment: the given state combined with the summaries of the
+    earlier segments.
+    """
     top, total, values = (
         tl.full((BC,), NOTHING, tl.float32),
         tl.zeros((BC,), tl.float32),
@@ -342,10 +369,13 @@ def _start(
 @triton.jit
 def _forward_kernel(
     k, v, beta, centre, lam, gate, query, valid, state, summary, o, after, kept,
-    kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
+    kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width,
+    each, segments, chunks,
     SEGMENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """o of a segment, the state behind the last one; o None: the segment's summary, without state and SEGMENTS."""
+    """Write o of a segment, and the state after the last one. o None: write the segment's summary,
+    without state and SEGMENTS.
+    """
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None

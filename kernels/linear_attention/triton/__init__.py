@@ -1,10 +1,13 @@
-"""Linear attention in Triton, forward and backward: the launches, in order, as one autograd function, and the gradients of q, k and decays.
+"""Linear attention in Triton, forward and backward: the launches, in order, as one autograd
+function, and the gradients of q, k and decays.
 
-Forward: cumulated decays, (each channel's decay: the pairs' weights,) the states at the chunks' starts, the rows. Backward: those but the
-rows again, y . dy of each row, the gradients of the states at the chunks' ends, dv (the read backward in time), and dq, dk and the decay's.
+Forward: cumulative decays, the pairs' weights (only for a decay of each channel), the states at the
+chunks' starts, the rows. Backward: the first three again, y . dy of each row, the gradients of the
+states at the chunks' ends, dv (the read backward in time), and dq, dk and the decay's gradient.
 
-The log-decay of a token s is in the weights of every pair i < s <= t. Its gradient adds up just those pairs (within the chunk, from the
-state at its start, into the state at its end, and past it), and is never a difference of sums in which they would cancel.
+The log-decay of a token s is in the weights of every pair i < s <= t. Its gradient is the sum over
+exactly those pairs (within the chunk, from the state at its start, into the state at its end, and
+past the chunk), and never a difference of sums in which they would cancel.
 """
 
 from __future__ import annotations
@@ -36,7 +39,11 @@ from kernels.tiles import rows_of, strides_of
 
 
 class TritonLinearAttention(torch.autograd.Function):
-    """(y, state) of q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t], [b, h, t, dk] or None, initial; float32 or bfloat16."""
+    """Autograd function (y, state) of q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t], [b,
+    h, t, dk] or None, initial.
+
+    float32 or bfloat16.
+    """
 
     @staticmethod
     def forward(
@@ -48,7 +55,7 @@ class TritonLinearAttention(torch.autograd.Function):
         initial: Tensor | None,
         normalise: bool,
     ) -> tuple[Tensor, Tensor]:
-        """As `linear_attention`, causal; y in q's type, the state float32."""
+        """Compute the causal form of `linear_attention`; y in q's type, the state float32."""
         q, k, v = (rows_of(x) for x in (q, k, v))
         log_decay = (
             None if log_decay is None else rows_of(log_decay) if log_decay.dim() == 4 else log_decay
@@ -65,7 +72,7 @@ class TritonLinearAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of all that is differentiated."""
+        """Return the gradients of q, k, v, log_decay and initial."""
         q, k, v, log_decay, initial, share, y = ctx.saved_tensors
         dy, d_last = grads
         if dy is None and d_last is None:
@@ -90,7 +97,7 @@ class TritonLinearAttention(torch.autograd.Function):
 
 
 class _Call:
-    """How a call is cut, its decays cumulated in each chunk (high, low), and its launches."""
+    """One call: its plan, its decays cumulated within each chunk (high, low), and its launches."""
 
     def __init__(self, q: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool) -> None:
         self.heads, self.tokens, dk = q.shape[1:]
@@ -127,7 +134,9 @@ class _Call:
         strided: tuple[Tensor, ...],
         **more: Any,
     ) -> None:
-        """A kernel on its tensors, the sizes T, N and H, and the strides of some."""
+        """Launch a kernel on its tensors, the sizes T, N and H, and the strides of the ``strided``
+        tensors.
+        """
         kernel[grid](
             *tensors,
             self.tokens,
@@ -147,7 +156,9 @@ class _Call:
         *,
         reverse: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The states at the chunks' edges, their sums over ones, and the last state [b, h, dk, dv + normalise]."""
+        """Return the states at the chunks' edges, their sums over ones, and the last state [b, h,
+        dk, dv + normalise].
+        """
         keys, values = self.plan.key_width, self.plan.value_width
         states = v.new_empty(self.rows, self.chunks, keys, values)
         masses = (
@@ -162,7 +173,7 @@ class _Call:
         return states, masses, last
 
     def pairs(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """The weights of the chunks' pairs, where each channel has its decay."""
+        """Return the weights of the chunks' pairs if each channel has its decay, else None."""
         if self.plan.decay != plans.CHANNEL:
             return None
         pairs = q.new_empty(self.rows, self.chunks * self.plan.chunk, self.plan.chunk)
@@ -172,7 +183,8 @@ class _Call:
     def read(
         self, x: Tensor, y: Tensor, v: Tensor, *others: Tensor | None, reverse: bool
     ) -> Tensor:
-        """What the rows x read of the columns y, whose values are v, and of the states: [b, h, t, dv] in v's type.
+        """Read the columns y, with values v, and the states by the rows x: [b, h, t, dv] in v's
+        type.
 
         others: pairs, states, masses and share.
         """
@@ -190,7 +202,10 @@ class _Call:
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, *others: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """dq, dk and the decay's, in float32: [b, h, t] or [b, h, t, dk]; others: share, terms, states, masses and their gradients."""
+        """Return dq, dk and the decay's gradient, float32 [b, h, t] or [b, h, t, dk].
+
+        others: share, terms, states, masses and their gradients.
+        """
         plan, da = self.plan, None
         blocks = cdiv(plan.key_width, plan.gradient_keys)
         dq, dk = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
@@ -206,7 +221,9 @@ class _Call:
 
 @triton.jit
 def from_past(high, low, row, d, C: tl.constexpr, DK: tl.constexpr, DECAY: tl.constexpr):
-    """What is kept from the chunk's start up to each token, and from each token to the end: [C, 1] a head, [C, dk] a channel."""
+    """Return the decay factors from the chunk's start to each token, and from each token to its
+    end: [C, 1] for a head's decay, [C, dk] for channels'.
+    """
     if DECAY == HEAD:
         high_row, low_row = tl.load(high + row)[:, None], tl.load(low + row)[:, None]
         high_end, low_end = tl.load(high + C - 1), tl.load(low + C - 1)
@@ -226,7 +243,9 @@ def from_past(high, low, row, d, C: tl.constexpr, DK: tl.constexpr, DECAY: tl.co
 
 @triton.jit
 def head_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row):
-    """(d_pairs times what is kept between the tokens, 0 where i > t; the gradient of the head's decays [C], these channels' part of it)."""
+    """Return (d_pairs times the decay between the tokens, 0 where i > t; these channels' part of
+    the gradient of the head's decays [C]).
+    """
     kind = keys.dtype
     high_row, low_row = tl.load(high + row), tl.load(low + row)
     between = tl.abs(
@@ -241,7 +260,7 @@ def head_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row):
     later = row[:, None] <= row[None, :]
     flows = tl.dot(
         tl.where(later, 1.0, 0.0).to(kind), flows.to(kind), input_precision="ieee"
-    )  # [s, i]: of all rows t >= s
+    )  # [s, i]: sum over the rows t >= s
     flows = tl.where(later, read[None, :], flows + written[None, :])
     return d_pairs, tl.sum(flows, axis=1) + tl.sum(through, axis=0)
 
@@ -261,7 +280,9 @@ def channel_pairs(
     DK: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """(gq, gk with what the chunk's pairs add, the gradient of the channels' decays [C, dk]), level by level of `level_terms`."""
+    """Return (gq and gk with the terms of the chunk's pairs, the gradient of the channels' decays
+    [C, dk]), level by level of `level_terms`.
+    """
     kind = keys.dtype
     later = row[:, None] <= row[None, :]
     ga = tl.zeros_like(gq) + through[None, :]
@@ -287,7 +308,7 @@ def channel_pairs(
         grad = damp(tl.dot(level, (both * factor).to(kind), input_precision="ieee"), factor)
         gq += tl.where(upper[:, None], grad, 0.0)
         gk += tl.where(upper[:, None], 0.0, grad)
-        # A pair i < t of this level flows through s: i < s in i's block, s <= t in t's block.
+        # A pair i < t of this level contains s if i < s in i's block or s <= t in t's block.
         ahead, behind = tl.where(upper, row, 1 - row), tl.where(upper, row, -row)
         crossed = (block[:, None] == block[None, :]) & (ahead[:, None] <= behind[None, :])
         ga += tl.dot(
@@ -303,10 +324,12 @@ def gradients_kernel(
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     LEVELS: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [b h, t, dk]; da [b h, t, dk] (a decay for each channel), or [blocks of channels, b h, t] to be added up (one for each head).
+    """Write dq, dk [b h, t, dk] and da.
 
-    states, masses: as at the chunks' starts; d_states, d_masses: gradients of those at their ends. share, weight: see `states_kernel`.
-    Long, because so many tensors are read, each at its own place.
+    da: [b h, t, dk] (a decay for each channel), or [blocks of channels, b h, t], to be summed over
+    blocks (one decay for each head). states, masses: those at the chunks' starts; d_states,
+    d_masses: gradients of those at their ends. share, weight: see `states_kernel`. Long, because it
+    reads many tensors, each with its own addresses.
     """
     bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
     block_k = tl.program_id(1)

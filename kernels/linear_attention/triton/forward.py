@@ -1,11 +1,15 @@
-"""Linear attention's forward kernels: decays cumulated in each chunk, the states at its edges, the pairs' weights, the rows' reads.
+"""Linear attention's forward kernels: cumulative decays of each chunk, the states at its edges, the
+pairs' weights, the rows' reads.
 
-The last three run backward in time too, for gradients. Only exponents <= 0 (up to rounding) are exponentiated.
+The last three also run backward in time, for gradients. Only exponents <= 0 (up to rounding) are
+exponentiated.
 
-A window sum of log-decays is a difference of two cumulated sums. In float32 that would lose a weak decay behind a strong one, so sums
-are built in float64 and kept as two numbers, high + low, high in float32 and low in float16 (it is under 3e-4, known to 6e-8): the
-difference (high - high') + (low - low') is right to float32's rounding of the difference itself. A decay under `FLOOR` weighs as one of
-`FLOOR`: exp of either is 0 in float32, and so is exp of any window with such a one in it.
+A window sum of log-decays is a difference of two cumulative sums. In float32 that would lose a weak
+decay after a strong one, so sums are computed in float64 and stored as two numbers, high + low,
+high in float32 and low in float16 (it is under 3e-4, with an error of 6e-8): the difference (high -
+high') + (low - low') is accurate to float32's rounding of the difference itself. A decay under
+`FLOOR` is replaced by `FLOOR`: exp of either is 0 in float32, and so is exp of any window that
+contains it.
 """
 
 from __future__ import annotations
@@ -20,14 +24,18 @@ NONE, HEAD, CHANNEL = (
     tl.constexpr(plans.NONE),
     tl.constexpr(plans.HEAD),
     tl.constexpr(plans.CHANNEL),
-)  # what DECAY is
+)  # values of DECAY
 
 
 @triton.jit
 def cumulate_kernel(
     a, high, low, T, N, H, a_b, a_h, a_t, W: tl.constexpr, BW: tl.constexpr, C: tl.constexpr
 ):
-    """a [b, h, t, W], any type -> high float32, low float16 [b h, N C, W]: its sums from each chunk's start; none past the last token."""
+    """Write the sums of a [b, h, t, W], any type, from each chunk's start as high float32 and low
+    float16 [b h, N C, W].
+
+    Tokens after the last one are not included.
+    """
     bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
     row, column = tl.arange(0, C), tl.program_id(1) * BW + tl.arange(0, BW)
     inside = (n * C + row < T)[:, None] & (column < W)[None, :]
@@ -43,13 +51,15 @@ def cumulate_kernel(
 
 @triton.jit
 def window(high, low, before_high, before_low):
-    """The sum of log-decays after one place, up to another of the chunk."""
+    """Return the sum of the log-decays after one place up to another place of the chunk."""
     return (high - before_high) + (low.to(tl.float32) - before_low.to(tl.float32))
 
 
 @triton.jit
 def damp(x, factor):
-    """x * factor for a factor in [0, 1], 0 where the factor is 0 whatever x is: what was forgotten may have overflowed."""
+    """Return x * factor for a factor in [0, 1], and 0 where the factor is 0 for any x: a forgotten
+    value may have overflowed.
+    """
     return tl.where(factor > 0, x * factor, 0.0)
 
 
@@ -60,12 +70,14 @@ def states_kernel(
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """States S [dk, dv] at each chunk's start, S <- exp(chunk's decay) S + sum_i exp(decay after i) x_i v_i, chunk by chunk.
+    """Write the states S [dk, dv] at each chunk's start, S <- exp(chunk's decay) S + sum_i
+    exp(decay after i) x_i v_i, chunk by chunk.
 
-    x: keys [b, h, t, dk]; v: values [b, h, t, dv]; first [b h, dk, dv + NORMALISE] float32 or None; states [b h, N, dk, dv] in v's type;
-    last like first. NORMALISE: also the sums over ones, masses [b h, N, dk] float32.
-    REVERSE: gradients of the states at each chunk's end, from the last chunk to the first: x is q times share [b h, t], v is dy, the decay
-    is the one up to each token, and ones become weight [b h, t], the gradients of the rows' masses.
+    x: keys [b, h, t, dk]; v: values [b, h, t, dv]; first [b h, dk, dv + NORMALISE] float32 or None;
+    states [b h, N, dk, dv] in v's type; last has first's shape. NORMALISE: also the sums over ones,
+    masses [b h, N, dk] float32. REVERSE: gradients of the states at each chunk's end, from the last
+    chunk to the first: x is q times share [b h, t], v is dy, the decay is the one up to each token,
+    and ones become weight [b h, t], the gradients of the rows' masses.
     """
     bh = tl.program_id(0).to(tl.int64)
     block_k, block_v = tl.program_id(1) // tl.cdiv(DV, BV), tl.program_id(1) % tl.cdiv(DV, BV)
@@ -143,16 +155,19 @@ def states_kernel(
         tl.store(last + (bh * DK + d) * W + DV, mass, mask=d < DK)
 
 
-LARGEST = tl.constexpr(3e38)  # the reciprocal of a mass that float32 hardly holds
+LARGEST = tl.constexpr(3e38)  # limit of the reciprocal of a tiny mass in float32
 
 
 @triton.jit
 def level_terms(high, low, row, d, shift, DK: tl.constexpr):
-    """Of one level of a chunk's binary splitting: (upper, factor); high and low as `cumulate_kernel` writes them, from the chunk's start.
+    """Return (upper, factor) of one level of a chunk's binary splitting. high and low: the chunk's,
+    as `cumulate_kernel` writes them.
 
-    Tokens i < t part at the highest bit in which their places in the chunk differ, bit number ``shift``: t has it (it is upper), i has
-    not. Between them lies the edge where t's block of 2^shift tokens starts and i's ends, so exp(c_t - c_i) = factor_t factor_i with
-    factor_t = exp(c_t - c_edge) and factor_i = exp(c_edge - c_i), neither over 1. Every pair belongs to one level.
+    Tokens i < t separate at the highest bit in which their places in the chunk differ, bit number
+    ``shift``: t has it (it is upper), i has not. Between them is the edge where t's block of
+    2^shift tokens starts and i's ends, so exp(c_t - c_i) = factor_t factor_i with factor_t =
+    exp(c_t - c_edge) and factor_i = exp(c_edge - c_i), both at most 1. Every pair belongs to one
+    level.
     """
     block = row >> shift
     upper = block % 2 == 1
@@ -175,9 +190,10 @@ def pairs_kernel(
     q, k, high, low, pairs, T, N, H, q_b, q_h, q_t, k_b, k_h, k_t,
     DK: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Weights (q_t * exp(c_t - c_i)) . k_i of a chunk's pairs -> pairs [b h, N C, C] in q's type, 0 where i > t.
+    """Write the weights (q_t * exp(c_t - c_i)) . k_i of a chunk's pairs to pairs [b h, N C, C] in
+    q's type, 0 where i > t.
 
-    For a decay for each channel; C is 2^LEVELS.
+    Used for a decay for each channel; C is 2^LEVELS.
     """
     bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
     row = tl.arange(0, C)
@@ -215,11 +231,13 @@ def read_kernel(
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """out [b h, t, dv]: the rows x read the columns y of their chunk, whose values are v, and the state; one block of values a program.
+    """Write out [b h, t, dv]: the read of the rows x from the columns y of their chunk, with values
+    v, and from the state.
 
-    Forward: x is q, y is k, and share [b h, t], 1 / the mass of a row or 0 where that is not above 0, is written where NORMALISE.
-    REVERSE: dv: x is k, y is q times share, v is dy, states are the gradients of those at the chunks' ends.
-    Long, because three kinds of decay, both directions and the normaliser share its reads and products.
+    Each program writes one block of values. Forward: x is q, y is k, and share [b h, t], 1 / the
+    mass of a row or 0 if that is not above 0, is written if NORMALISE. REVERSE: dv: x is k, y is q
+    times share, v is dy, states are the gradients of those at the chunks' ends. Long, because three
+    kinds of decay, both directions and the normaliser share its reads and products.
     """
     bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
     block_v = tl.program_id(1)

@@ -1,4 +1,6 @@
-"""Block sizes, warps and production shapes of the kernels here, for the launches and the compile gate alike. No kernels, no tensors."""
+"""Block sizes, warps and production shapes of linear attention's kernels, for the launches and the
+compile gate. No kernels, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ NONE, HEAD, CHANNEL = range(3)  # decay: none, one for each head, one for each c
 
 
 class Plan(NamedTuple):
-    """How a call is cut: small in the interpreter, so that small tests have several chunks and blocks.
+    """Block sizes of a call. They are small in the interpreter, so that small tests have several
+    chunks and blocks.
 
-    wide: float32, whose exact products run outside the tensor cores and hold more registers. Each channel's decay takes chunks of 32: the
-    gradients of a pair's weights, of both its tokens and of the decays between them are held at once.
+    wide: float32, whose exact products run outside the tensor cores and need more registers. A
+    decay for each channel uses chunks of 32, because registers contain the gradients of a pair's
+    weights, of both its tokens and of the decays between them at once.
     """
 
     key_width: int
@@ -24,31 +28,33 @@ class Plan(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Tokens whose pairs are weighed at once; a power of 2."""
+        """Tokens whose pairs are weighted at once; a power of 2."""
         return 16 if interpreted() else 32 if self.wide or self.decay == CHANNEL else 64
 
     @property
     def keys(self) -> int:
-        """Channels of q and k that a program holds at once."""
+        """Channels of q and k in one program."""
         return _block(self.key_width, self.wide)
 
     @property
     def values(self) -> int:
-        """Channels of v that a program holds at once."""
+        """Channels of v in one program."""
         return _block(self.value_width, self.wide)
 
     @property
     def gradient_keys(self) -> int:
-        """As ``keys``, of a program that also adds up the gradients of a head's decays."""
+        """Like ``keys``, for a program that also sums the gradients of a head's decays."""
         return min(self.keys, 32) if self.decay == HEAD else self.keys
 
     @property
     def decay_widths(self) -> tuple[int, int]:
-        """Of the decays, and of what a program cumulates of it at once."""
+        """Width of the decays, and the part of it that one program cumulates."""
         return (self.key_width, self.keys) if self.decay == CHANNEL else (1, 1)
 
     def given(self, kernel: Any, **more: Any) -> dict[str, Any]:
-        """A kernel's constants, warps and stages. The pass over the chunks loads ahead; the others have little to load in turn."""
+        """Return a kernel's constants, warps and stages. The pass over the chunks loads ahead; the
+        others have few loads in sequence.
+        """
         gradients, states = "d_states" in kernel.arg_names, "first" in kernel.arg_names
         width, block = self.decay_widths
         constants = {
@@ -57,13 +63,14 @@ class Plan(NamedTuple):
             "BK": self.gradient_keys if gradients else self.keys,
             "BV": self.values,
             "C": self.chunk,
-            "LEVELS": self.chunk.bit_length() - 1,  # of a chunk's binary splitting
+            "LEVELS": self.chunk.bit_length() - 1,  # levels of a chunk's binary splitting
             "DECAY": self.decay,
             "NORMALISE": self.normalise,
             "W": width,
             "BW": block,
         } | more
-        # Where rows do not all begin at multiples of 16 bytes, each number has an address of its own, and 4 warps would spill.
+        # If some rows do not begin at multiples of 16 bytes, each number has a separate address,
+        # and 4 warps would spill.
         apart = any(width % 8 and width > 1 for width in (self.key_width, self.value_width))
         warps = 8 if not self.wide and (apart or (gradients and self.decay == CHANNEL)) else 4
         return {name: value for name, value in constants.items() if name in kernel.arg_names} | {
@@ -76,4 +83,4 @@ def _block(width: int, wide: bool) -> int:
     most = 16 if interpreted() else 32 if wide else 64
     return max(
         16, min(most, 1 << (width - 1).bit_length())
-    )  # a product's operands are 16 wide at least
+    )  # a product's operands are at least 16 wide

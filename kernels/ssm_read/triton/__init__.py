@@ -1,11 +1,13 @@
-"""The state-space read in Triton as one autograd function, forward and backward, and the read itself.
+"""State-space read in Triton as one autograd function, forward and backward, and the read itself.
 
-One program a chunk and block of channels, one state after the other, scans over the chunk. Forward it writes o. Backward the same sums
-are made again and give lam's and gate's gradients and those of the sums: of C S for values, weights, exponentials and u, m among them
-(d_sums [5, b h, t, d]; 2 without the free energy), which `gradients` takes from there.
+One program processes a chunk and a block of channels, one state after the other, with scans over
+the chunk. Forward, it writes o. Backward, it recomputes the same sums and writes the gradients of
+lam, gate and the sums: of C S for values, weights, exponentials and u, including m (d_sums [5, b h,
+t, d]; 2 without the free energy), which `gradients` reads.
 
-The launches: forward the chunks' states, those carried, the read. Backward the states again, the sums' gradients, the states' gradients,
-those carried from the end, the tokens' gradients. Nothing but the inputs is kept in between.
+The launches: forward the chunks' states, the carry, the read. Backward the states again, the sums'
+gradients, the states' gradients, the carry from the end, the tokens' gradients. Only the inputs are
+stored in between.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ from kernels.tiles import rows_of, strides_of
 
 
 def fused_past(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state):
-    """(o, state) as `ssm_read` says, normalised; rate, beta and state float32, delta, b_in, c_out too."""
+    """Return (o, state) as `ssm_read` does, normalised. rate, beta, state, delta, b_in and c_out
+    are float32.
+    """
     centre, number = None, rate.shape[2]
     if beta is not None:
         centre = first_value(v, None if valid is None else valid[:, None, :, None])[:, :, 0].float()
@@ -56,7 +60,7 @@ def fused_past(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state):
     if valid is not None:
         delta, v = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (delta, v))
     delta, v, lam, gate = (None if x is None else rows_of(x) for x in (delta, v, lam, gate))
-    # States after channels, tokens after states: what a program reads lies together.
+    # Channels before states, states before tokens: a program reads contiguous memory.
     by_channel, by_token = (
         rate.transpose(1, 2).contiguous(),
         [x.transpose(2, 3).contiguous() for x in (b_in, c_out)],
@@ -66,7 +70,9 @@ def fused_past(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state):
 
 
 class _Read(torch.autograd.Function):
-    """rate [h, n, d], b_in and c_out [b, h, n, t], centre [b, h, d]; the others as `ssm_read` has them."""
+    """Autograd function. rate [h, n, d], b_in and c_out [b, h, n, t], centre [b, h, d]; the others
+    are those of `ssm_read`.
+    """
 
     @staticmethod
     def forward(ctx, delta, rate, b_in, c_out, v, beta, centre, lam, gate, state):
@@ -104,7 +110,7 @@ class _Call:
         return torch.empty(shape, dtype=dtype, device=self.v.device)
 
     def time_first(self, dtype):
-        """[b, h, t, d] that lies in memory as [t, b, h, d]."""
+        """Return an empty tensor [b, h, t, d] with the memory layout [t, b, h, d]."""
         batch, heads, tokens, width = self.shape
         return self.empty(tokens, batch, heads, width, dtype=dtype).permute(1, 2, 0, 3)
 
@@ -112,9 +118,11 @@ class _Call:
         return self.empty(self.rows, self.launch.chunks, *more, self.width)
 
     def states(self):
-        """The states before each chunk [b h, chunks, streams, n, d], and the one behind the last token.
+        """Return the states before each chunk [b h, chunks, streams, n, d], and the one after the
+        last token.
 
-        m before each chunk in ``starts``, and whether a value has been too far from c in ``left``.
+        Also sets ``starts``, m before each chunk, and ``left``, positive where a value was too far
+        from c.
         """
         launch, beta = self.launch, self.beta
         made, spans = self.per_chunk(self.streams, self.number), self.per_chunk()
@@ -130,13 +138,15 @@ class _Call:
                     self.state[..., -1].masked_fill((sums == 0).all(-1), NOTHING.value).contiguous()
                 )
         _states_kernel[launch.grid](
-            self.delta, self.v, self.b_in, self.rate, self.slow, beta, self.centre, made, tops, lost, spans,
+            self.delta, self.v, self.b_in, self.rate, self.slow, beta, self.centre, made, tops,
+            lost, spans,
             *self.tokens, *launch.sizes, **launch.blocks, **launch.options,
         )  # fmt: skip
         columns = self.streams * self.number + 2 * (beta is not None)
         after = self.empty(*self.shape[:2], self.width, columns)
         _carry_kernel[launch.carry_grid](
-            made, tops, lost, spans, self.rate, self.slow, self.state, given_top, self.centre, self.starts, self.left, after,
+            made, tops, lost, spans, self.rate, self.slow, self.state, given_top, self.centre,
+            self.starts, self.left, after,
             *self.carried(),
             BETA=beta is not None, BC=launch.blocks["BC"], BN=launch.block_n, **launch.options,
         )  # fmt: skip
@@ -149,13 +159,15 @@ class _Call:
     def read(self, states, o, d_o, d_lam, d_gate, d_sums, d_beta):
         launch = self.launch
         _read_kernel[launch.grid](
-            self.delta, self.v, self.b_in, self.c_out, self.rate, self.slow, self.beta, self.centre, self.lam, self.gate, states,
-            self.starts, self.left, o, d_o, d_lam, d_gate, d_sums, d_beta, *self.tokens, *strides_of(self.lam, self.gate, d_o),
+            self.delta, self.v, self.b_in, self.c_out, self.rate, self.slow, self.beta, self.centre,
+            self.lam, self.gate, states,
+            self.starts, self.left, o, d_o, d_lam, d_gate, d_sums, d_beta, *self.tokens,
+            *strides_of(self.lam, self.gate, d_o),
             *launch.sizes, **launch.blocks, **launch.wide_options,
         )  # fmt: skip
 
     def gradients(self, d_o):
-        """Those of delta, rate, b_in, c_out, v, beta, lam, gate."""
+        """Return the gradients of delta, rate, b_in, c_out, v, beta, lam and gate."""
         launch, beta = self.launch, self.beta
         batch, heads, tokens, width = self.shape
         states, _ = self.states()
@@ -180,7 +192,8 @@ class _Call:
         )
         d_rate = self.per_chunk(self.number)
         _gradients_kernel[launch.gradient_grid](
-            self.delta, self.v, self.b_in, self.c_out, self.rate, self.slow, beta, self.centre, states, gradients, self.starts, d_sums,
+            self.delta, self.v, self.b_in, self.c_out, self.rate, self.slow, beta, self.centre,
+            states, gradients, self.starts, d_sums,
             d_delta, dv, d_b_in, d_c_out, d_rate, of_values, *self.tokens, *launch.sizes,
             **launch.gradient_blocks, **launch.wide_options,
         )  # fmt: skip
@@ -195,11 +208,16 @@ class _Call:
 
 @triton.jit
 def _read_kernel(
-    delta, v, b_in, c_out, rate, slow, beta, centre, lam, gate, states_of, starts, left, o, d_o, d_lam, d_gate, d_sums, d_beta,
-    db, dh, dt, vb, vh, vt, lb, lh, lt, gb, gh, gt, ob, oh, ot, batch, heads, tokens, width, states, chunks,
+    delta, v, b_in, c_out, rate, slow, beta, centre, lam, gate, states_of, starts, left, o, d_o,
+    d_lam, d_gate, d_sums, d_beta,
+    db, dh, dt, vb, vh, vt, lb, lh, lt, gb, gh, gt, ob, oh, ot, batch, heads, tokens, width, states,
+    chunks,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Long, because forward and backward end differently after the same sums."""
+    """Write o, or the gradients of lam, gate and the sums.
+
+    Long, because forward and backward end differently after the same sums.
+    """
     b, h, bh, c, inside = place(heads, width, BC)
     chunk = tl.program_id(1)
     BETA: tl.constexpr = beta is not None

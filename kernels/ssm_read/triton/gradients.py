@@ -1,8 +1,14 @@
-"""The state-space read's gradients of all tokens, in Triton, from those of the states' sums and of the states beyond each chunk.
+"""State-space read's gradients of all tokens, in Triton, from those of the states' sums and of the
+states beyond each chunk.
 
-With S_t = d_t S_{t-1} + x_t and G_t the gradient of S_t, D_t = d_t S_{t-1} and K_t = d_{t+1} G_{t+1} are the scans
-D_t = d_t (x_{t-1} + D_{t-1}), K_t = d_{t+1} (C_{t+1} dy_{t+1} + K_{t+1}); then S = D + x, G = C dy + K, and the gradient of log d_t is
-G_t D_t: a product, where S - x would leave the rounding of x. dB and dC are sums over a block of channels, the rates' over a chunk.
+With S_t = d_t S_{t-1} + x_t and G_t the gradient of S_t, D_t = d_t S_{t-1} and K_t = d_{t+1}
+G_{t+1} are the scans
+
+    D_t = d_t (x_{t-1} + D_{t-1})      K_t = d_{t+1} (C_{t+1} dy_{t+1} + K_{t+1})
+
+Then S = D + x, G = C dy + K, and the gradient of log d_t is G_t D_t: a product, whereas S - x would
+contain the rounding error of x. dB and dC are sums over a block of channels, the rates' gradients
+are sums over a chunk.
 """
 
 from __future__ import annotations
@@ -36,13 +42,15 @@ def _weight(delta, v, beta, top):
 
 @triton.jit
 def _pair(at, width, mask, ahead):
-    """What is at ``at``, and at the token behind."""
+    """Load the values at ``at`` and at the next token."""
     return tl.load(at, mask=mask, other=0.0), tl.load(at + width, mask=ahead, other=0.0)
 
 
 @triton.jit
 def _stream(d, next_d, before, onward, own, state_at, gradient_at, factor, first, last, inside):
-    """(D, G) of a stream, as the head of this module has them: ``before``: x one token back, own: C dy, onward: d C dy one token on."""
+    """Return (D, G) of a stream, with this module's symbols. ``before``: x one token back, own: C
+    dy, onward: d C dy one token on.
+    """
     s, g = (
         tl.load(state_at, mask=inside, other=0.0),
         tl.load(gradient_at, mask=inside, other=0.0) * factor,
@@ -54,11 +62,15 @@ def _stream(d, next_d, before, onward, own, state_at, gradient_at, factor, first
 
 @triton.jit
 def _gradients_kernel(
-    delta, v, b_in, c_out, rate, slow, beta, centre, states_of, gradients, starts, d_sums, d_delta, dv, d_b_in, d_c_out, d_rate, d_beta,
+    delta, v, b_in, c_out, rate, slow, beta, centre, states_of, gradients, starts, d_sums, d_delta,
+    dv, d_b_in, d_c_out, d_rate, d_beta,
     db, dh, dt, vb, vh, vt, batch, heads, tokens, width, states, chunks,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Long, because one pass over the states gives the gradients of all inputs."""
+    """Write the gradients of all inputs but lam and gate.
+
+    Long, because one pass over the states gives the gradients of all inputs.
+    """
     b, h, bh, c, inside = place(heads, width, BC)
     chunk = tl.program_id(1)
     block = tl.program_id(0) % tl.cdiv(width, BC)
@@ -87,7 +99,8 @@ def _gradients_kernel(
         fade = tl.exp(_row_or(first, start, top_before) - top - slowest[None, :] * step)
         next_top = tl.load(d_sums + 3 * plane + token + width, mask=ahead, other=0.0)
         next_fade = tl.exp(tl.where(ahead, top - next_top - slowest[None, :] * next_step, 0.0))
-        # The next chunk's gradient is relative to the maximum that the states were carried with, a rounding away from the last token's.
+        # The next chunk's gradient is relative to the maximum used for carrying the states, which
+        # differs from the last token's by rounding.
         end = tl.load(starts + (bh * (chunks + 1) + chunk + 1) * width + c, mask=inside, other=0.0)
         to_last = tl.exp(row(tl.where(mask, top, end[None, :]), BT - 1, BT) - end)
         d_weight = tl.zeros((BT, BC), tl.float32)
@@ -151,10 +164,11 @@ def _gradients_kernel(
         d_value += k_v * step * taken
         of_taken = step * intake
         if BETA:
-            # A scan of its own: four streams at once need more registers than there are.
+            # A separate scan: four streams at once need more registers than exist.
             at_u, at_e = of_state + 3 * states * width, of_state + 2 * states * width
             d_u, k_u = _stream(
-                d, next_d, intake_before * u_before, onward * next_dy_u, given * dy_u, states_of + at_u, gradients + at_u, 1.0, first, last,
+                d, next_d, intake_before * u_before, onward * next_dy_u, given * dy_u,
+                states_of + at_u, gradients + at_u, 1.0, first, last,
                 inside,
             )  # fmt: skip
             of_log_decay += k_u * d_u
@@ -165,7 +179,8 @@ def _gradients_kernel(
             relative = (slowest - r)[None, :]
             d, next_d = tl.exp(relative * step) * fade, tl.exp(relative * next_step) * next_fade
             d_e, k_e = _stream(
-                d, next_d, weight_before * taken_before, next_d * next_given * next_dy_e, given * dy_e, states_of + at_e, gradients + at_e,
+                d, next_d, weight_before * taken_before, next_d * next_given * next_dy_e,
+                given * dy_e, states_of + at_e, gradients + at_e,
                 to_last, first, last, inside,
             )  # fmt: skip
             of_log_decay += k_e * d_e

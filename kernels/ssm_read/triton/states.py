@@ -1,13 +1,17 @@
-"""The state-space read's states and their gradients at the chunks' ends, in Triton, and what all its kernels share. No tokens' outputs.
+"""State-space read's states and their gradients at the chunks' ends, in Triton, and the code that
+all its kernels share. No tokens' outputs.
 
-Of each chunk by itself: the state that it leaves behind, or the gradient of the state that it found, plain sums over its tokens. Then they
-are carried from chunk to chunk, forward or backward, one program for a block of states; in place, so that a chunk's entry becomes the state
-before it, or the gradient of the one behind it.
+First, each chunk separately: the state at its end from a zero state, or the gradient of the state
+at its start from a zero gradient, plain sums over its tokens. Then they are carried from chunk to
+chunk, forward or backward, by one program for each block of states, in place: a chunk's entry
+becomes the state before it, or the gradient of the state after it.
 
-The streams' order is the state's: values, of which c is taken, weights, exponentials, and under the weights' decays u = exp(x) - 1 - x,
-x = beta (v - c), until a value is too far from c for it. The exponentials are kept relative to m_t, the largest log(delta_i) + beta v_i of
-the past, faded with the channel's slowest rate; its decay is exp(-(rate - slowest) delta_t) exp(m_{t-1} - m_t - slowest delta_t), both at
-most 1. m is a constant to the gradient: it cancels. A token that nobody reads has delta = 0; NOTHING stands for m where none was read.
+The order of the streams is the state's: values minus c, weights, exponentials, and under the
+weights' decays u = exp(x) - 1 - x, x = beta (v - c), until a value is too far from c. The
+exponentials are stored relative to m_t, the largest log(delta_i) + beta v_i of the past, faded with
+the channel's slowest rate; its decay is exp(-(rate - slowest) delta_t) exp(m_{t-1} - m_t - slowest
+delta_t), both at most 1. m is a constant to the gradient, because it cancels. A masked token has
+delta = 0; m before the first unmasked token is the constant for -inf.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ class Launch:
         self.carry_grid = (batch * heads * self.columns, triton.cdiv(states, self.block_n))
         self.sizes = (batch, heads, tokens, width, states, self.chunks)
         self.blocks = {"BT": block_t, "BC": block_c}
-        # The tokens' gradients hold the most numbers: of all channels of a block registers have no room.
+        # The tokens' gradients need the most registers: too many for a block of all channels.
         self.gradient_blocks = {"BT": block_t, "BC": max(1, block_c // 2)}
         self.gradient_columns = triton.cdiv(width, self.gradient_blocks["BC"])
         self.gradient_grid = (batch * heads * self.gradient_columns, self.chunks)
@@ -51,7 +55,7 @@ class Launch:
 
 @triton.jit
 def shifted(x, first, BT: tl.constexpr, BC: tl.constexpr):
-    """Each row one token later; ``first`` takes the first row."""
+    """Return each row one token later; ``first`` becomes the first row."""
     at = tl.arange(0, BT)
     moved = tl.gather(x, tl.zeros((BT, BC), tl.int32) + tl.maximum(at - 1, 0)[:, None], 0)
     return tl.where((at == 0)[:, None], first, moved)
@@ -59,14 +63,16 @@ def shifted(x, first, BT: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def exponent(delta, v, beta):
-    """z = log(delta) + beta v where a token is read, as its rounding and what that left."""
+    """Return z = log(delta) + beta v at unmasked tokens, as the rounded sum and its rounding error."""
     read = delta > 0.0
     return exponents(tl.log(tl.where(read, delta, 1.0)), v, beta, read)
 
 
 @triton.jit
 def maxima(delta, v, beta, slow, start, BT: tl.constexpr, BC: tl.constexpr):
-    """(m, weight, fade): m_t from m before the tile, exp(z - m), and exp(m_{t-1} - m_t - slow delta_t)."""
+    """Return (m, weight, fade): m_t from m before the tile, exp(z - m), and exp(m_{t-1} - m_t -
+    slow delta_t).
+    """
     z, low = exponent(delta, v, beta)
     through = slow[None, :] * tl.cumsum(delta, 0)
     highest = tl.associative_scan(tl.where(z <= NOTHING, NOTHING, z + through), 0, _greater)
@@ -77,13 +83,13 @@ def maxima(delta, v, beta, slow, start, BT: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def channel(x, h, width, c, inside):
-    """x[h, c] of [heads, width]."""
+    """Load x[h, c] of [heads, width]."""
     return tl.load(x + h * width + c, mask=inside, other=0.0)
 
 
 @triton.jit
 def column(x, bh, n, t, states, tokens, mask):
-    """x[b, h, n, t] of the tokens t."""
+    """Load x[b, h, n, t] of the tokens t."""
     return tl.load(x + (bh * states + n) * tokens + t, mask=mask, other=0.0)
 
 
@@ -93,7 +99,9 @@ def _states_kernel(
     db, dh, dt, vb, vh, vt, batch, heads, tokens, width, states, chunks,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's last state from none, its m, whether one of its values is too far from c, and the sum of its steps."""
+    """Write each chunk's last state from a zero state, its m, a flag for a value too far from c,
+    and the sum of its steps.
+    """
     b, h, bh, c, inside = place(heads, width, BC)
     chunk = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
@@ -102,7 +110,7 @@ def _states_kernel(
     mask = (t < tokens)[:, None] & inside[None, :]
     step, value = load(delta, b, h, t, c, db, dh, dt, mask), load(v, b, h, t, c, vb, vh, vt, mask)
     slowest = channel(slow, h, width, c, inside)
-    # Summed from the end, so that what decays little is not the difference of two large sums.
+    # Summed from the end, so that small decays are not a difference of two large sums.
     later = tl.cumsum(
         load(
             delta,
@@ -156,10 +164,11 @@ def _states_kernel(
 
 @triton.jit
 def _gradient_states_kernel(
-    delta, c_out, rate, slow, beta, starts, d_sums, gradients, db, dh, dt, batch, heads, tokens, width, states, chunks,
+    delta, c_out, rate, slow, beta, starts, d_sums, gradients, db, dh, dt, batch, heads, tokens,
+    width, states, chunks,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk, what its own tokens say of the gradient of the state before it."""
+    """Write, for each chunk, its own tokens' part of the gradient of the state before it."""
     b, h, bh, c, inside = place(heads, width, BC)
     chunk = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
@@ -198,7 +207,9 @@ def _gradient_states_kernel(
 
 @triton.jit
 def _carried(at, mask, decay, total):
-    """total decayed and what is at ``at`` added, which total takes the place of. One layout for both: each thread its own numbers."""
+    """Store total at ``at`` and return total decayed plus the previous value. One layout for both:
+    each thread accesses its own numbers.
+    """
     new = tl.load(at, mask=mask, other=0.0)
     tl.store(at, total, mask=mask)
     return total * decay + new
@@ -206,11 +217,14 @@ def _carried(at, mask, decay, total):
 
 @triton.jit
 def _carry_kernel(
-    states_of, tops, lost, spans, rate, slow, given, given_top, centre, starts, left, after, heads, width, states, chunks,
+    states_of, tops, lost, spans, rate, slow, given, given_top, centre, starts, left, after, heads,
+    width, states, chunks,
     BETA: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Forward: each chunk's entry becomes the state before it. starts, left [b h, chunks + 1, d]: m there, and whether a value has been too
-    far from c (above 0); after: `ssm_read`'s state.
+    """Carry forward: each chunk's entry becomes the state before it.
+
+    starts, left [b h, chunks + 1, d]: m, and a positive number if a value was too far from c.
+    after: the state that `ssm_read` returns.
     """
     _, h, bh, c, inside = place(heads, width, BC)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -287,7 +301,7 @@ def _carry_back_kernel(
     gradients, spans, rate, slow, starts, heads, width, states, chunks,
     BETA: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Backward: each chunk's entry becomes the gradient of the state behind it."""
+    """Carry backward: each chunk's entry becomes the gradient of the state after it."""
     _, h, bh, c, inside = place(heads, width, BC)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = (n < states)[:, None] & inside[None, :]
