@@ -66,7 +66,8 @@ def _list() -> int:
         f" triton {'.'.join(map(str, triton)) if triton else 'not installed'}"
     )
     print(
-        "-> runs here for calls of ordinary shapes; a call that it does not fit takes the next, and says so once"
+        "-> runs here for calls of ordinary shapes; a call that it does not fit takes the next, and"
+        " says so once"
     )
     print("\n".join(lines(ops, device)))
     print("\nforce one: FEM_KERNELS=operation=implementation,... in the environment")

@@ -125,7 +125,8 @@ class Op:
             implementation.name for implementation in self.implementations
         ]:
             raise ValueError(
-                f"{VARIABLE}: {self.name} has no implementation {forced!r}; it has {', '.join(each.name for each in self.implementations)}"
+                f"{VARIABLE}: {self.name} has no implementation {forced!r}; it has"
+                f" {', '.join(each.name for each in self.implementations)}"
             )
         against: dict[str, str] = {}
         for implementation in self.implementations:
@@ -176,7 +177,8 @@ def _parsed(text: str) -> dict[str, str]:
         name, equals, implementation = entry.partition("=")
         if not equals or not name or not implementation:
             raise ValueError(
-                f"{VARIABLE}: {entry!r} is not of the form operation=implementation, separated by commas"
+                f"{VARIABLE}: {entry!r} is not of the form operation=implementation, separated by"
+                " commas"
             )
         chosen[name] = implementation
     return chosen
@@ -197,7 +199,7 @@ def operations() -> dict[str, Op]:
 
 
 def check_overrides() -> None:
-    """Raise ValueError if FEM_KERNELS names an operation or an implementation that does not exist."""
+    """Raise ValueError if FEM_KERNELS names an unknown operation or implementation."""
     known = operations() if overrides() else {}
     for name, implementation in overrides().items():
         if name not in known:
@@ -209,7 +211,8 @@ def check_overrides() -> None:
         names = [each.name for each in known[name].implementations]
         if implementation not in (*names, "auto"):
             raise ValueError(
-                f"{VARIABLE}: {name} has no implementation {implementation!r}; it has {', '.join(names)}"
+                f"{VARIABLE}: {name} has no implementation {implementation!r}; it has"
+                f" {', '.join(names)}"
             )
 
 
@@ -260,7 +263,10 @@ def uneven(what: str, width: int, device: torch.device, step: int = 16) -> str |
     """
     if device.type == "cpu" or width <= 64 or width % step == 0:
         return None
-    return f"{what} {width} spills registers on a GPU, {width // step * step} and {width // step * step + step} do not"
+    return (
+        f"{what} {width} spills registers on a GPU, {width // step * step} and"
+        f" {width // step * step + step} do not"
+    )
 
 
 def interpreted() -> bool:

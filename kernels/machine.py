@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 PAPER = torch.device("cuda", 127)
-"""A GPU that no machine has. A trace of tensors without numbers says that they are there, to ask what would run on an H100."""
+"""Device index of an assumed H100. A trace with fake tensors uses it to select the kernels that
+would run on an H100.
+"""
 
 
 def device() -> torch.device:

@@ -174,7 +174,7 @@ def of_head(x, b, h, x_b, x_h, start=None, x_t=0, ALIGN: tl.constexpr = 1):
 
 @triton.jit
 def good_at(valid, position, count):
-    """Return the mask of the tokens at these positions that are not padding; None without a mask."""
+    """Return the mask of the unpadded tokens at these positions; None without a mask."""
     good = None
     if valid is not None:
         good = tl.load(valid + position, mask=position < count, other=0).to(tl.int1)

@@ -313,7 +313,7 @@ def _running_sums(z: Tensor, factors: tuple[Tensor, ...], past: Tensor | None) -
 
 
 def _relative(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp(z - m) and m, the maximum of z [b, h, t, d] over all tokens (0 if all are -inf)."""
+    """Return exp(z - m) and m, the maximum of z [b, h, t, d] over tokens (0 if all are -inf)."""
     top = _finite(z.detach().amax(2, keepdim=True))
     return (z - top).exp(), top
 

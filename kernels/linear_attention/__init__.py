@@ -302,7 +302,7 @@ def _chunk(log_decay: Tensor | None) -> int:
 def _segment(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, state: Tensor, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return y [b, h, t, dv] and the state after it. The arguments are those of `LinearAttention`."""
+    """Return y [b, h, t, dv] and the state after it. Arguments: see `LinearAttention`."""
     t, dv = v.shape[2:]
     size = min(t, _chunk(a))
     q, k, v = (_chunked(x, size) for x in (q, k, v))

@@ -70,7 +70,7 @@ def _faint(size: Mapping[str, int], decay: str) -> Inputs:
 
 
 def _nothing(size: Mapping[str, int], decay: str) -> Inputs:
-    """Draw rows that read no token: before the first key, after a reset, and with a query of zeros."""
+    """Draw rows that read no token: before the first key, after a reset, with a query of zeros."""
     made = _random(size, decay)
     tokens = size["tokens"]
     made["k"][:, :, :3] = 0

@@ -18,7 +18,8 @@ WIDEST = 4096  # channels that fit in registers together with the terms of their
 
 OP = Op(
     "residual_norm",
-    "RMSNorm of the residual stream, a LayerNorm of that; the residual's own gradient is added where the norm's is made",
+    "RMSNorm of the residual stream, a LayerNorm of that; the residual's own gradient is added"
+    " where the norm's is made",
     (
         Implementation("triton", "one pass over memory forward, one backward", lacks_triton),
         Implementation("reference", "PyTorch's norms"),

@@ -27,14 +27,14 @@ def _made(
 
 
 def _uneven(size: Mapping[str, int]) -> Inputs:
-    """Draw inputs with one channel a thousand times larger than the others, like trained streams."""
+    """Draw inputs with one channel 1000 times larger than the others, like trained streams."""
     made = _made(size)
     made["x"][..., 0] *= 1e3
     return made
 
 
 def _vanishing(size: Mapping[str, int]) -> Inputs:
-    """Draw inputs with tokens of zeros and tokens of one constant, which are divided by eps alone."""
+    """Draw tokens of zeros and tokens of one constant, which are divided by eps alone."""
     made = _made(size)
     made["x"][::3] = 0.0
     made["x"][1::3], made["weight"][:] = 2.0, 1.0

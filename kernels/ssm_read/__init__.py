@@ -92,7 +92,8 @@ def ssm_read(
     b, h, t, d = v.shape
     if rate.dim() != 3 or rate.shape[:2] != (h, d) or rate.shape[2] < 1:
         raise ValueError(
-            f"ssm_read: rate has shape {list(rate.shape)}, expected [{h}, {d}, states] beside v {list(v.shape)}"
+            f"ssm_read: rate has shape {list(rate.shape)}, expected [{h}, {d}, states] beside v"
+            f" {list(v.shape)}"
         )
     per_state = (b, h, t, rate.shape[2])
     expected: dict[str, Any] = {
@@ -215,7 +216,7 @@ class Tokens(NamedTuple):
     def of(
         cls, delta: Tensor, b_in: Tensor, c_out: Tensor, v: Tensor, valid: Tensor | None
     ) -> Tokens:
-        """Build from [b, h, t, d or n]. Masked tokens (valid [b, t] False) get delta = 0 and v = 0."""
+        """Build from [b, h, t, d or n]. Masked tokens (valid [b, t] False) get delta = v = 0."""
         if valid is not None:
             delta, v = (t.masked_fill(~valid[:, None, :, None], 0.0) for t in (delta, v))
         return cls(*(t.movedim(2, 0) for t in (delta, b_in, c_out, v, v)))
@@ -323,8 +324,10 @@ def _read(
     if beta is None:
         return mu, None
     apart = (top + counted(sums[1 + normalise]).log() - total.log()) / beta[:, None] - mu
-    return mu, apart if far is None else torch.where(
-        far, apart, excess_gap(mu, sums[3] / total, beta[:, None], centre)
+    return mu, (
+        apart
+        if far is None
+        else torch.where(far, apart, excess_gap(mu, sums[3] / total, beta[:, None], centre))
     )
 
 

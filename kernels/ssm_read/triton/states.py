@@ -63,7 +63,7 @@ def shifted(x, first, BT: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def exponent(delta, v, beta):
-    """Return z = log(delta) + beta v at unmasked tokens, as the rounded sum and its rounding error."""
+    """Return z = log(delta) + beta v at unmasked tokens: the rounded sum and its error."""
     read = delta > 0.0
     return exponents(tl.log(tl.where(read, delta, 1.0)), v, beta, read)
 
