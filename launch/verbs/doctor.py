@@ -131,14 +131,14 @@ def compiling(name: str, seconds: float) -> None:
 
 
 def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """Yield the checks of `launch.node.machine`, each when it is made."""
+    """Yield the checks of `python -m tools.machine`, each when it ends."""
     given = [
         option
         for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix))
         if wanted
     ]
     with subprocess.Popen(
-        [sys.executable, "-m", "launch.node.machine", *given], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tools.machine", *given], stdout=subprocess.PIPE, text=True
     ) as child:
         for line in child.stdout or ():
             said = json.loads(line)

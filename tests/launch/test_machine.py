@@ -11,10 +11,10 @@ import pytest
 
 from fem_megatron.megatron import platform
 from launch.__main__ import main
-from launch.node import machine
 from tests.launch.hostile import program
 from tests.pretrain.test_deepspeed_ops import LOCK, OP, age, folder, needs_deepspeed
 from tests.test_house import ROOT
+from tools.machine import checks as machine
 
 __all__ = ["folder"]  # the fixture
 

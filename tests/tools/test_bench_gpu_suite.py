@@ -151,7 +151,7 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         "op": {"workload": "fem_attention", "implementation": "auto", "size": SIZE, "budget": 0.0},
         "baseline": {"baseline": "attention: torch's choice", "size": SIZE, "budget": 0.0},
         "model": {
-            "scale": "table 5",
+            "scale": "table 7",
             "variant": "FEM-SM, C L T G",
             "batch": 2,
             "recompute": False,

@@ -117,7 +117,7 @@ def models(effort: Effort) -> Iterator[dict[str, Any]]:
 def small_scale(effort: Effort) -> Scale:
     """Return model sizes that fit a CPU."""
     model = replace(
-        SCALES["table 5"].model,
+        SCALES["table 7"].model,
         num_layers=effort.layers,
         hidden_size=effort.hidden,
         num_attention_heads=4,

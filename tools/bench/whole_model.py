@@ -91,8 +91,8 @@ def _scale(
 SCALES: dict[str, Scale] = {
     "1.3B": _scale("configs/model/transformer_1.3b.yaml", 24, 2048, 16, 5632, 4096, 2),
     "340M": _scale("configs/model/transformer_340m.yaml", 24, 1024, 16, 2816, 4096, 4),
-    "table 5": _scale("the FEM paper's table 5: 12 layers of 768", 12, 768, 12, None, 1024, 8),
-    "162M": _scale("the CEM paper's 162M (its table 7)", 12, 864, 12, 2304, 2048, 8),
+    "table 7": _scale("the FEM paper's table 7: 12 layers of 768", 12, 768, 12, None, 1024, 8),
+    "162M": _scale("the CEM paper's 162M (its table 1)", 12, 864, 12, 2304, 2048, 8),
     "134M": _scale("the CEM paper's 134M", 12, 768, 12, 2048, 2048, 8),
     "108M": _scale("the CEM paper's 108M", 12, 672, 12, 1792, 2048, 8),
     "86M": _scale("the CEM paper's 86M", 8, 672, 8, 1792, 2048, 8),

@@ -1,17 +1,12 @@
-"""``python -m launch.node.machine [--build] [--fix]``: check this machine for training, one JSON
-line per check.
+"""Checks of this machine for training: Python, torch, Megatron-core, GPUs, Triton, DeepSpeed, compilers.
 
-`launch doctor` reads the lines. This is a separate process in the ranks' interpreter: the only file
-of this package that imports the other packages, which contain training's requirements. Only the
-checks of DeepSpeed's operations change files, and only with --build or --fix.
+Only the checks of DeepSpeed's operations change files, and only with ``build`` or ``fix``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
-import json
 import os
 import re
 import shutil
@@ -20,12 +15,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from fem_common.exits import Exit
 from fem_common.text import one_line
 from launch.node import hardware
 from launch.node.checks import Check
@@ -423,30 +416,3 @@ def room() -> Iterator[Check]:
             f"{free:.1f} GB free in {path}",
             why if free < little else "",
         )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print each check when it ends, and the progress of compilations. Return 0."""
-    parser = argparse.ArgumentParser(prog="python -m launch.node.machine", allow_abbrev=False)
-    parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now")
-    parser.add_argument(
-        "--fix",
-        action="store_true",
-        help="remove the lock files of DeepSpeed compilations that were killed",
-    )
-    given = parser.parse_args(argv)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # the output of libraries is no check
-    for check in examine(
-        given.build,
-        given.fix,
-        lambda name, seconds: print(json.dumps([name, seconds]), file=out, flush=True),
-    ):
-        print(json.dumps(asdict(check)), file=out, flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(Exit.INTERRUPTED)

@@ -1,0 +1,1 @@
+"""Check of a machine for training, which `launch doctor` starts as a separate process."""
