@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ PLATFORM, PAPER = (
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 700, 100
 PROSE_COLUMNS = 100
+# Openings of docstrings that state no action and no thing, and words of a dialect that readers do
+# not know, with their limit: uses per thousand words of a package's docstrings.
+OPENERS = re.compile(r"(Of|What|Where|Whether|How|Which|Why|That|Until|As|And|In)\b")
+DIALECT = frozenset(
+    "told tell tells said says say lies lie stands stand beside apart whole nobody nothing anew "
+    "goes went comes came looked look looks asked asks there here".split()
+)
+DIALECT_PER_THOUSAND = 3
 GENERATED_PAGES = (
     "docs/configuration.md",
     "docs/kernels.md",
@@ -294,6 +303,29 @@ def undocumented(sources: Sources) -> list[str]:
     return faults
 
 
+def not_plain(sources: Sources) -> list[str]:
+    """Find docstrings that do not open with what the thing is or does, and packages whose
+    docstrings use too many words of the dialect.
+    """
+    faults = []
+    words: dict[str, list[str]] = {}
+    for name, text in sources.items():
+        for node in walked(text):
+            if not isinstance(node, ast.Module | Definition):
+                continue
+            docstring = ast.get_docstring(node) or ""
+            if opener := OPENERS.match(docstring):
+                line = getattr(node, "lineno", 1)
+                faults.append(f"{name}:{line}: a docstring opens with {opener[0]!r}")
+            words.setdefault(name.split("/")[0], []).extend(re.findall("[a-z]+", docstring.lower()))
+    for package, used in words.items():
+        dialect = Counter(word for word in used if word in DIALECT)
+        if 1000 * dialect.total() > DIALECT_PER_THOUSAND * len(used):
+            often = ", ".join(f"{word} ({count})" for word, count in dialect.most_common(8))
+            faults.append(f"{package}: docstrings use words of the dialect too often: {often}")
+    return faults
+
+
 def bases(node: ast.ClassDef) -> list[str]:
     """Return the base classes as written, without their parameters."""
     return [ast.unparse(base).split("[")[0] for base in node.bases]
@@ -394,6 +426,7 @@ def everything() -> Sources:
         ),
         (undocumented, of_rooms),
         (too_long, python_sources),
+        (not_plain, python_sources),
         (names_a_machine, everything),
         (wide_prose, lambda: texts(".md")),
     ],
@@ -426,6 +459,8 @@ FAULTS: list[tuple[Rule, str, str]] = [
     (undocumented, "tools/a.py", "x = 1"),
     (undocumented, "tools/a.py", "'''M.'''\ndef f(): pass"),
     (undocumented, "tools/a.py", "'''M.'''\nclass C:\n    '''C.'''\n    def f(self): pass"),
+    (not_plain, "tools/a.py", "def f():\n    'Whether it is any.'"),
+    (not_plain, "tools/a.py", "class C:\n    'The file says so.'"),
     (wide_prose, "a.md", "```sh\nmake\n```\n- " + "words " * 17),
     (names_a_machine, "a.yaml", "prefix: /home/me/data"),
     (names_a_machine, "a.md", "see http://wiki.internal/page"),
