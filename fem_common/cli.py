@@ -1,8 +1,10 @@
-"""The one frame of every command and verb: a parser whose errors are one line, and what a command's end means. Standard library alone.
+"""Common frame of all commands: argument parser, verbs, exit codes and signals. Standard library
+only.
 
-A command is a `Parser` and ``run(program, main)``. A command with verbs has a table of them, ``{"plan": Verb("tools.scaling.planning",
-"what it does")}``: the module of the verb that was called, and no other, is imported; it has ``add_arguments(parser)`` and
-``main(arguments)``, and imports torch inside ``main`` alone, so that ``--help`` is quick.
+A command creates a `Parser` and calls ``run(program, main)``. A command with verbs has a table
+``{"plan": Verb("tools.scaling.planning", "purpose")}``. Only the module of the called verb is
+imported. That module defines ``add_arguments(parser)`` and ``main(arguments)``. It imports torch
+only inside ``main``, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ _MEMORY = (
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, whose ``number`` it has: the end is the same as that of Ctrl-C."""
+    """SIGTERM or SIGHUP as an exception; ``number`` is the signal number. It ends a command like
+    Ctrl-C.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -61,7 +65,9 @@ class Ended(KeyboardInterrupt):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with its errors on one line, the nearest word in it, and the exit codes at the end of --help."""
+    """argparse parser with one-line errors that suggest the nearest word, and the exit codes at the
+    end of --help.
+    """
 
     def __init__(self, **given: Any) -> None:
         given.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -71,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, _path)  # of every type=Path
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and leave with 2."""
+        """Print the message and exit with code 2."""
         program = self.prog.removeprefix("python -m ").split()[0]
         print(
             f"{program}: error: {message}{self._meant(message)} (see: {self.prog} --help)",
@@ -89,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {near}?" if near else ""
 
     def _options(self) -> list[str]:
-        """Its options and those of its verbs."""
+        """Return the options of this parser and of its verbs."""
         found = list(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -102,7 +108,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    """An argument that is a path; a shell leaves ``--out=~/x`` as it is."""
+    """Convert an argument to a path and expand ``~``, which a shell does not expand in
+    ``--out=~/x``.
+    """
     try:
         return Path(expand_home(text))
     except ConfigError as error:
@@ -110,7 +118,9 @@ def _path(text: str) -> Path:
 
 
 class Verb(NamedTuple):
-    """Where a verb is, ``package.module`` or ``package.module:function`` (main), and its purpose."""
+    """Location of a verb (``package.module`` or ``package.module:function``, by default main) and
+    its purpose.
+    """
 
     place: str
     purpose: str
@@ -124,10 +134,11 @@ def parse(
     *,
     epilog: str = "",
 ) -> argparse.Namespace:
-    """The command line as a namespace whose ``main`` does the verb.
+    """Parse the command line and return a namespace whose ``main`` runs the verb.
 
-    A verb that declares the positional ``words`` (``nargs="*"``) takes them between and after its options, too. One that has a default of
-    ``rest`` gets in it the words after ``--``.
+    If a verb declares the positional ``words`` (``nargs="*"``), words between and after its options
+    belong to it too. If a verb has a default for ``rest``, ``rest`` receives the words after
+    ``--``.
     """
     parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
     group = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
@@ -158,9 +169,10 @@ def parse(
 
 
 def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> int:
-    """Do ``main()``: its exit code, with one line where it failed. ``kept``: what a person who stops it is told.
+    """Run ``main()`` and return the exit code; print one line if it fails.
 
-    SIGTERM and SIGHUP end it as Ctrl-C does: what has to be closed or removed is. A mistake of ours keeps its traceback (code 1).
+    ``kept`` is the text that is shown after an interruption. SIGTERM and SIGHUP act like Ctrl-C, so
+    that cleanup code runs. Unexpected exceptions (bugs) keep their traceback and give code 1.
     """
     try:
         with signals_as_interrupt():
@@ -197,7 +209,7 @@ def verb_main(
     *,
     kept: str = KEPT,
 ) -> int:
-    """`parse` and `run` of a command that is nothing but its verbs."""
+    """`parse` and `run` a command that consists only of verbs."""
 
     def main() -> int:
         arguments = parse(program, description, verbs, sys.argv[1:] if argv is None else argv)
@@ -208,9 +220,11 @@ def verb_main(
 
 @contextmanager
 def signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `Ended` meanwhile, in the main thread. They end a process that is forked meanwhile at once.
+    """Raise `Ended` on SIGTERM and SIGHUP inside the block, in the main thread.
 
-    An exception could be lost there: Python swallows one that is raised before its hooks of a fork are done.
+    In a process that is forked inside the block, these signals terminate the process at once. An
+    exception could be lost in the child, because Python swallows exceptions that are raised before
+    its fork hooks have finished.
     """
     own = os.getpid()
 
@@ -228,7 +242,7 @@ def signals_as_interrupt() -> Iterator[None]:
 
 
 def is_want_of_memory(error: BaseException) -> bool:
-    """Whether that is what an error means, of whatever type."""
+    """Return True if the error, of any type, means that memory is exhausted."""
     named = isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     )
@@ -236,7 +250,10 @@ def is_want_of_memory(error: BaseException) -> bool:
 
 
 def _tell_if_possible(line: str) -> None:
-    """Print a line on stderr; where the terminal is gone, let nothing more be written to it: Python would end with 120 for that."""
+    """Print a line on stderr. If the terminal is closed, redirect stdout and stderr to /dev/null.
+
+    Without the redirection Python would exit with code 120.
+    """
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

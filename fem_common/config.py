@@ -1,9 +1,12 @@
-"""The one strict reader: YAML files with bases, and ``section.key=value`` words, into frozen dataclasses whose fields are `setting`s.
+"""Strict configuration reader: YAML files with bases and ``section.key=value`` overrides into
+frozen dataclasses.
 
-Every mistake is one line with file, line, key, value and the nearest fix, and all of them are told at once. A scalar is read as the field
-wants it: `24:00:00` and `010` stay text where a key takes text and are refused where it takes a number, which YAML 1.1 would make of them;
-`1e-4` and `15e9`, text to YAML 1.1, are numbers. PyYAML is imported only where a file is read or written. Long, because schema, composition
-and types share the tree that knows where each value was written.
+The fields of the dataclasses are `setting`s. Each mistake is one line with file, line, key, value
+and the nearest fix; all mistakes are reported together. A scalar is read according to the type of
+the field: `24:00:00` and `010` stay text for a text key and are rejected for a number key (YAML 1.1
+would convert them to numbers); `1e-4` and `15e9`, which YAML 1.1 reads as text, are numbers. PyYAML
+is imported only when a file is read or written. Long, because schema, composition and types share
+the tree that records where each value was written.
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ Mistake = tuple[str, ConfigError]
 
 
 class ConfigErrors(ConfigError):
-    """Everything that is wrong, found at once: the text has a line for each mistake.
+    """All mistakes of a configuration; the text has one line for each mistake.
 
-    config: what could be read, with defaults in place of what could not; None where that is nothing.
+    config: the configuration with defaults in place of the invalid values, or None if nothing could
+    be read.
     """
 
     def __init__(self, mistakes: Sequence[Mistake], config: Any = None) -> None:
@@ -52,7 +56,9 @@ class ConfigErrors(ConfigError):
 
 @contextmanager
 def noted(mistakes: list[Mistake], section: str) -> Iterator[None]:
-    """A mistake inside is kept for the end, so that the next one is found as well."""
+    """Collect the configuration errors raised in the block, so that reading continues and finds
+    further mistakes.
+    """
     try:
         yield
     except ConfigErrors as errors:
@@ -70,18 +76,26 @@ def load(
     shipped: Path | None = None,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """An instance of ``cls`` from the YAML file ``path``, with ``section.key=value`` overrides in order.
+    """Return an instance of ``cls`` from the YAML file ``path``, with ``section.key=value``
+    overrides applied in order.
 
-    With ``parts`` a section (a field that is a dataclass) is a mapping, the name of a part (``<file's folder>/../<section>/<name>.yaml``),
-    the path of a file that holds the section (with a slash, or ending in .yaml or .yml; from the folder of the file that names it, or from
-    the working directory), or a mapping whose ``base`` is one of these. An override of a whole section (``model=fem_sm_340m``) replaces it
-    and is applied before those of single keys. Without ``parts`` the file itself may have a ``base``: a path, or the name of a file beside
-    it, else of one in the folder ``shipped``; not where the class has a field ``base`` of its own. ``absent``: pattern of (dotted) keys
-    that others' configurations have -> what to say of them.
+    parts: a section (a field that is a dataclass) may be a mapping, the name of a part (``<file's
+    folder>/../<section>/<name>.yaml``), the path of a file that contains the section (with a slash,
+    or ending in .yaml or .yml; relative to the folder of the file that refers to it, or to the
+    working directory for overrides), or a mapping whose ``base`` is one of these. An override of an
+    entire section (``model=fem_sm_340m``) replaces the section and is applied before the overrides
+    of single keys.
+
+    Without ``parts`` the file itself may have a ``base``: a path, or the name of a file in the same
+    folder or else in the folder ``shipped``. This does not apply if the class has its own field
+    ``base``.
+
+    absent: patterns of (dotted) keys that similar configurations have but this one lacks, with an
+    explanation of each.
 
     Raises:
-        ConfigErrors: all that is wrong with it. ConfigError: the file is not there or not to be read.
-        StorageError: a file system failed.
+        ConfigErrors: the configuration has mistakes. ConfigError: the file is missing or
+        unreadable. StorageError: a file system failed.
     """
     path = Path(expand_home(str(path)))
     return _Reader(cls, path, parts, shipped, absent or {}).read(_file(path), overrides)
@@ -96,14 +110,19 @@ def build(
     parts: bool = False,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """As `load` of a file ``path`` that holds plain ``values``; errors name ``path``. Reads no file but parts, and needs no YAML."""
+    """Return an instance of ``cls`` from plain ``values``, as `load` does for a file with that
+    content.
+
+    Errors name ``path``. Only files of parts are read, and YAML is not needed for the values.
+    """
     return _Reader(cls, Path(path), parts, None, absent or {}).read(
         node_of(values, str(path)), overrides
     )
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping as YAML understands it; keys given twice, aliases and tags are refused.
+    """Return the mapping of a YAML file as PyYAML reads it; duplicate keys, aliases and tags are
+    errors.
 
     Raises:
         ConfigError, StorageError: see `load`.
@@ -116,7 +135,9 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def plain(config: Any) -> Any:
-    """The configuration as the mappings, lists and scalars that JSON and YAML know, in the order of the fields."""
+    """Return the configuration as mappings, lists and scalars (for JSON and YAML), in the order of
+    the fields.
+    """
     if is_dataclass(config):
         return {item.name: plain(getattr(config, item.name)) for item in fields(config)}
     if isinstance(config, tuple | list):
@@ -127,12 +148,14 @@ def plain(config: Any) -> Any:
 
 
 def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass that `plain` gave, checked like a file."""
+    """Return the dataclass from the output of `plain`, validated like a file."""
     return build(cls, values, "saved values")
 
 
 def dump_yaml(config: Any) -> str:
-    """The whole configuration as YAML text; `load` of a file with it gives the same configuration."""
+    """Return the complete configuration as YAML text; `load` of that text gives the same
+    configuration.
+    """
     import yaml
 
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
@@ -142,7 +165,10 @@ def dump_yaml(config: Any) -> str:
 
 
 def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Every key under a configuration class as (dotted key, its dataclass field, its type), list items as ``<key>.N.<key>``."""
+    """Yield (dotted key, dataclass field, type) for every key of a configuration class.
+
+    Keys of list items have the form ``<key>.N.<key>``.
+    """
     hints = _hints(cls)
     for item in fields(cls):
         key, kind = prefix + item.name, hints[item.name]
@@ -155,7 +181,11 @@ def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
 
 
 class Row(NamedTuple):
-    """A key of a reference page. section: whether keys stand below it; wanted: its type or choices and its range; default: None of none."""
+    """A key of a reference page.
+
+    section: True if the key contains other keys; wanted: the type or the choices, and the range;
+    default: None if the key is required.
+    """
 
     key: str
     section: bool
@@ -165,7 +195,7 @@ class Row(NamedTuple):
 
 
 def reference(cls: type) -> Iterator[Row]:
-    """Every key of a configuration for a reader."""
+    """Yield a `Row` for every key of a configuration class."""
     for key, item, kind in walk(cls):
         said = spec(item)
         words = ", ".join(map(str, said.choices)) if said.choices else describe(kind)
@@ -186,12 +216,12 @@ def reference(cls: type) -> Iterator[Row]:
 
 
 def required(item: Field[Any]) -> bool:
-    """Whether a field has no default."""
+    """Return True if a field has no default."""
     return item.default is MISSING and item.default_factory is MISSING
 
 
 def describe(kind: Any) -> str:
-    """A type in a user's words."""
+    """Return the name of a type for users."""
     kind, optional = _strip_optional(kind)
     entry = _entry(kind)
     if is_dataclass(kind):
@@ -210,7 +240,7 @@ def describe(kind: Any) -> str:
 
 
 def _entry(kind: Any) -> Any:
-    """``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
+    """Return ``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
     kind = _strip_optional(kind)[0]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     return arguments[0] if origin is tuple else arguments[1] if origin is dict else None
@@ -228,7 +258,9 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 
 @dataclass(frozen=True)
 class Node:
-    """A value as it was written, and where: ``file:line``, the file alone of values that were never YAML, or the command line."""
+    """A value as it was written, and its location: ``file:line``, only the file for non-YAML
+    values, or the command line.
+    """
 
     value: dict[str, Node] | list[Node] | str
     where: str
@@ -236,7 +268,7 @@ class Node:
     quoted: bool = False
 
     def __str__(self) -> str:
-        """The value as a message shows it."""
+        """Return the value as shown in a message."""
         if not isinstance(self.value, str):
             return (
                 ("a mapping" if isinstance(self.value, dict) else "a list")
@@ -250,7 +282,7 @@ class Node:
 
 
 def node_of(value: Any, where: str) -> Node:
-    """Plain values as if they had been read."""
+    """Convert plain values to nodes, as if they had been read from a file."""
     if isinstance(value, Mapping):
         return Node(
             {_plainly(key): node_of(entry, where) for key, entry in value.items()}, where, "map"
@@ -294,7 +326,10 @@ def _stems(folder: Path) -> list[str]:
 
 
 def _tree(text: str) -> Any:
-    """YAML's nodes, by libyaml in a tenth of the time where PyYAML was built with it; PyYAML's own parser describes a mistake better."""
+    """Return the YAML node tree. libyaml is used if available, because it is ten times faster.
+
+    Invalid text is parsed again by PyYAML's own parser, which describes mistakes better.
+    """
     import yaml
 
     with suppress(yaml.YAMLError, AttributeError):
@@ -345,7 +380,7 @@ def _parse(text: str, where: str) -> Node:
 
 
 def _merged(under: Node, over: Node) -> Node:
-    """Mappings key by key, all else replaced."""
+    """Merge ``over`` into ``under``: mappings key by key; every other value is replaced."""
     if not isinstance(under.value, dict) or not isinstance(over.value, dict):
         return over
     values = dict(under.value)
@@ -357,7 +392,9 @@ def _merged(under: Node, over: Node) -> Node:
 def _moved(
     cls: type, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Older names of keys -> theirs now, by what ``moved`` says in a configuration class and in its sections'."""
+    """Yield (old key, new key) from the ``moved`` tables of a configuration class and of its
+    sections.
+    """
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
     hints = _hints(cls)
@@ -369,13 +406,13 @@ def _moved(
 def _under(
     names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The names of what is moved within the section ``keys``, from there."""
+    """Return the renames within the section ``keys``, relative to that section."""
     here, n = tuple(keys), len(keys)
     return {old[n:]: new[n:] for old, new in names.items() if old[:n] == new[:n] == here}
 
 
 def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> Node:
-    """The tree of one file with keys under their new names; one whose new name is there too stays."""
+    """Rename the moved keys in the tree of one file. A key stays if its new name is also present."""
     for old, new in names.items():
         found, rest = _taken(node, old)
         if found is not None and _taken(node, new)[0] is None:
@@ -384,7 +421,7 @@ def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> No
 
 
 def _taken(node: Node, keys: Sequence[str]) -> tuple[Node | None, Node]:
-    """What stands under ``keys``, and the tree without it."""
+    """Return the node under ``keys`` (None if absent) and the tree without it."""
     if not isinstance(node.value, dict) or keys[0] not in node.value:
         return None, node
     if len(keys) == 1:
@@ -405,7 +442,9 @@ def _assignment(text: str) -> tuple[list[str], Node]:
 
 
 def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
-    """``node`` with one key set; a number counts a list's items from 0, one past the end appends."""
+    """Return ``node`` with one key set. A number is a list index from 0; the index after the last
+    item appends.
+    """
     if not keys:
         return value
     (key, *rest), name = keys, ".".join((*above, keys[0]))
@@ -435,7 +474,7 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
 
 
 class _Reader:
-    """One configuration: its class, the file that it is in, and what is wrong with it so far."""
+    """Reader of one configuration: the class, its file, and the mistakes found so far."""
 
     def __init__(
         self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]
@@ -470,7 +509,7 @@ class _Reader:
         return config
 
     def composed(self, tree: Node, overrides: Sequence[str]) -> Node:
-        """The tree over its bases and under the overrides."""
+        """Return the tree merged over its bases, with the overrides applied."""
         if not self.parts and "base" not in self.known:
             tree = self.over_base(tree, "", self.path.parent, (os.path.abspath(self.path),))
         elif self.sections:
@@ -496,7 +535,7 @@ class _Reader:
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
-        """An assignment, and one for each key in it that has moved."""
+        """Return the assignment with moved keys taken out, plus one assignment for each moved key."""
         found = []
         for old, new in self.moved.items():
             if list(old) == keys:
@@ -507,9 +546,10 @@ class _Reader:
         return [(keys, value), *found]
 
     def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
-        """A section's mapping, or the file's, with its base laid under it, which may have a base of its own.
+        """Return the mapping of a section (or of the file, if ``section`` is empty) merged over its
+        base, recursively.
 
-        ``here`` is the folder that a base given as a path starts from.
+        ``here`` is the folder to which a base given as a path is relative.
         """
         what, key = (
             f"the name of a part in {section}/ or the path of a .yaml file",
@@ -595,7 +635,11 @@ class _Reader:
         return cls(**values)
 
     def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
-        """The same name in another section, a like name in this one, a like name anywhere; or what is not here."""
+        """Return a suggestion for an unknown key.
+
+        This is the explanation in ``absent``, the same name in another section, a similar name in
+        this section or anywhere, or else the list of valid keys.
+        """
         for pattern, said in self.absent.items():
             if re.fullmatch(pattern, key) or re.fullmatch(pattern, ".".join((*path, key))):
                 return f"{said}; leave it out"
@@ -658,7 +702,7 @@ def _mapping(node: Node) -> dict[str, Node]:
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
-    """The nearest file that is there, as it would be named."""
+    """Return the suggestion of the nearest existing file, written in the form that the user used."""
     if not by_path and (here / f"{name}.yaml").is_file():
         return f"; did you mean {name}.yaml, the file in {here.absolute()}?"
     near = nearest(places[0].stem, [stem for place in places for stem in _stems(place.parent)], 0.4)
@@ -668,7 +712,7 @@ def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
 
 
 def _as_written(node: Node) -> Any:
-    """A value of any type: what it looks like."""
+    """Convert a value of type Any according to its YAML form."""
     if isinstance(node.value, dict):
         return {key: _as_written(entry) for key, entry in node.value.items()}
     if isinstance(node.value, list):
@@ -697,7 +741,10 @@ def _matches(value: Any, choice: Any) -> bool:
 
 
 def _scalar(kind: Callable[..., Any], node: Node) -> Any:
-    """The scalar as a ``kind``, or None. Text may stand without quotes unless YAML takes it for true, false or null."""
+    """Return the scalar as a ``kind``, or None if it is not one.
+
+    Text needs no quotes unless YAML reads it as true, false or null.
+    """
     text = node.value
     if not isinstance(text, str):
         return None

@@ -1,4 +1,4 @@
-"""The exit codes of every command, and what each tells a person, a script or the launcher to do next. Standard library alone."""
+"""Exit codes of every command, for users, scripts and the launcher. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """How a command ended. README.md has the table with who gives which; a process that a signal ends has 128 and the signal's number."""
+    """Exit code of a command. README.md lists the commands that return each code.
+
+    A process that is ended by a signal has the code 128 plus the signal number.
+    """
 
     DONE = 0
     FAULT = 1  # nothing is wrong with the input: a full disk, a stale handle, no memory, a bug; or a check found what it looks for

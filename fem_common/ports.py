@@ -1,4 +1,4 @@
-"""Ports for servers that start a moment later. Standard library alone."""
+"""Free TCP ports for servers that start shortly afterwards. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _turns = itertools.count()
 
 
 def server_port(seed: int | None = None) -> int:
-    """A TCP port of this machine that nobody listens on.
+    """Return a free TCP port of this machine.
 
-    The search starts at another port for each seed; without one, for each process and each of its calls. Raises OSError.
+    The start of the search depends on the seed, or, without a seed, on the process and the number
+    of the call. Raises OSError if no port is free.
     """
     start = (
         7 * seed if seed is not None else 4099 * os.getpid() + next(_turns)

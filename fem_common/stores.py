@@ -1,4 +1,4 @@
-"""Object stores and file systems by their URLs, by fsspec: opening one, what it says when it fails, trying again."""
+"""Object stores and file systems by URL, with fsspec: opening, error messages and retries."""
 
 from __future__ import annotations
 
@@ -32,18 +32,22 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is named by a URL, not by a path."""
+    """Return True if a place is given by a URL, False for a path."""
     return "://" in place
 
 
 def folder_of(place: str) -> Path | None:
-    """The folder that a path or a URL of a file system names; None of another kind's."""
+    """Return the folder of a path or of a file:// URL; None for other URLs."""
     kind, mark, rest = place.partition("://")
     return Path(rest or kind) if not mark or kind == "file" else None
 
 
 def refusal(place: str, folder: Path | None) -> str | None:
-    """What the name of a place tells that nothing can be kept there, or no copy of what is in ``folder``; None: nothing."""
+    """Return why copies of the content of ``folder`` cannot be stored at a place, judged by the
+    name of the place, or None.
+
+    If ``folder`` is None, only the form of the name is checked.
+    """
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
         return (
@@ -66,7 +70,9 @@ def refusal(place: str, folder: Path | None) -> str | None:
 
 
 def _unknown(place: str, kind: str) -> str | None:
-    """Why nothing can be sent to such a kind of place; None: fsspec knows how, and the package that it takes is there."""
+    """Return why a kind of place is not supported; None if fsspec supports it and the required
+    package is installed.
+    """
     from fsspec.registry import available_protocols, known_implementations
 
     known = set(available_protocols()) - _UNWRITTEN
@@ -83,10 +89,13 @@ def _unknown(place: str, kind: str) -> str | None:
 
 
 def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
-    """(fsspec's file system, the place's path in it, the place's URL) of a URL or a folder's path; for copies of what is in ``folder``.
+    """Return (fsspec file system, path in that file system, URL) of a URL or of a folder's path.
+
+    ``folder``: the folder whose content will be copied to the place; see `refusal`.
 
     Raises:
-        ConfigError: no such kind of place, its package is not installed, or see `refusal`.
+        ConfigError: the kind of place is unknown, its package is not installed, or `refusal` gives
+        a reason.
     """
     import fsspec
 
@@ -111,25 +120,33 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
 
 
 def said(error: Exception) -> str:
-    """What an error says, on one line, without secrets."""
+    """Return the message of an error on one line, without secrets."""
     text = " ".join(str(error).split()).removeprefix(f"[Errno {getattr(error, 'errno', None)}] ")
     return secrets.hide(text or type(error).__name__, secrets.values(os.environ))[:300]
 
 
 def kind_of(error: Exception) -> type[ConfigError | StorageError]:
-    """What to raise for a store's failure: a place that is not there or not open to one is the user's mistake, all else the store's."""
+    """Return the exception type for a failure of a store.
+
+    It is ConfigError for a missing or forbidden place and StorageError for every other failure.
+    """
     return ConfigError if isinstance(error, MISTAKES) else StorageError
 
 
 def until_it_works(
     work: Callable[[], object], over: Callable[[float], bool], note: Callable[[str | None], None]
 ) -> Exception | None:
-    """Do ``work`` again until it works, with longer and longer pauses; the last failure where it was over before, else None.
+    """Repeat ``work`` with growing pauses until it succeeds.
 
-    over: waits for so many seconds, and says whether it is over. note: hears why an attempt failed, None where it did not.
+    over: function that waits for the given seconds and returns True if no further attempt may be
+    made. note: function that receives the error text of each failed attempt, and None after
+    success.
+
+    Returns:
+        None after success; the last exception if ``over`` ended the attempts.
 
     Raises:
-        ConfigError: the work's own, at once.
+        ConfigError: raised by ``work``; it is not retried.
     """
     pause = 0.5
     while True:
