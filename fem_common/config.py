@@ -44,7 +44,7 @@ Mistake = tuple[str, ConfigError]
 class ConfigErrors(ConfigError):
     """All mistakes of a configuration; the text has one line for each mistake.
 
-    config: the configuration with defaults in place of the invalid values, or None if nothing could
+    config: the configuration with defaults in place of the invalid values, or None if no part could
     be read.
     """
 
@@ -549,7 +549,7 @@ class _Reader:
         """Return the mapping of a section (or of the file, if ``section`` is empty) merged over its
         base, recursively.
 
-        ``here`` is the folder to which a base given as a path is relative.
+        A base given as a path is relative to the third argument, a folder.
         """
         what, key = (
             f"the name of a part in {section}/ or the path of a .yaml file",

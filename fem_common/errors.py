@@ -98,7 +98,7 @@ def told(error: OSError, before: str = "", after: str = "") -> ConfigError | Sto
 
 @contextmanager
 def files_told() -> Iterator[None]:
-    """Convert every OSError that leaves the block with `told`.
+    """Convert every OSError that leaves the block to a ConfigError or a StorageError.
 
     Raises:
         ConfigError: a path is wrong.

@@ -207,7 +207,7 @@ def _alive(process: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its content; do nothing if the path does not exist."""
+    """Remove a file, or a folder with its content. A missing path is not an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

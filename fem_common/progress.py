@@ -18,7 +18,7 @@ TERMINAL_SECONDS, LOG_SECONDS = 0.2, 60.0
 class Progress:
     """Progress, rate and remaining time of some work; a context manager that closes itself.
 
-    total: amount of work in ``unit``s, None if unknown. quiet: show nothing (--quiet, --json).
+    total: amount of work in ``unit``s, None if unknown. quiet: show no lines (--quiet, --json).
     stream: None means stderr.
     """
 

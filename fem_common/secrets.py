@@ -75,7 +75,7 @@ def hide(text: str, secrets: tuple[str, ...]) -> str:
 
 
 def harmless_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be written to a file, sorted by name.
+    """Return the variables that may be written to a file, sorted.
 
     These are the allow-listed variables whose value contains no secret of another variable.
     """

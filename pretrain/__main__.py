@@ -1,7 +1,9 @@
-"""``python -m pretrain CONFIG.yaml|RUN_DIR [section.key=value ...]``: check everything, then train, then say how it ended.
+"""``python -m pretrain CONFIG.yaml|RUN_DIR [section.key=value ...]``: check everything, train, and
+report the end.
 
-``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
-whether its data is there and fits, build its index cache.
+``--plan``, ``--resolve``, ``--check``, ``--index`` and ``--rehearse`` do not train. They print the
+requirements of the run, print its complete configuration, check the data, build the index cache, or
+simulate two steps.
 """
 
 from __future__ import annotations
@@ -47,13 +49,17 @@ REHEARSED = ("h100", "h200", "cpu")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, check, and either print the plan or train. Returns the exit code."""
+    """Parse the command line, run the command, and return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     return run("pretrain", lambda: _told(options), kept="the same command starts again")
 
 
 def _told(options: argparse.Namespace) -> int:
-    """`_run`, its errors told to torchrun, too, and a mistake in the input by one rank of every host."""
+    """Run the command, and report errors to torchrun.
+
+    Input mistakes are raised only on local rank 0, so that each host prints them once; other ranks
+    return the exit code.
+    """
     speaks = (
         os.environ.get("LOCAL_RANK", "0") == "0"
     )  # what is wrong may be wrong on one host alone
@@ -76,7 +82,9 @@ def _told(options: argparse.Namespace) -> int:
 
 
 def _tell_torchrun(message: str) -> None:
-    """Have torchrun end its own lines with this error, instead of with advice on how to see one."""
+    """Write the error to torchrun's error file, so that torchrun prints it instead of generic
+    advice.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with suppress(OSError):
@@ -228,7 +236,9 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
 
 
 def _forked(options: argparse.Namespace) -> RunConfig:
-    """The configuration of the run in another folder that goes on where CONFIG.yaml's run is."""
+    """Return the configuration of a fork: the run in --fork's folder that continues the run of
+    CONFIG.yaml.
+    """
     given, new = Path(expand_home(options.config)), options.fork
     folder = (
         given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given
@@ -274,7 +284,10 @@ def _forked(options: argparse.Namespace) -> RunConfig:
 
 
 def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
-    """Prints the plan, or what was checked and found right. Raises ConfigError where both are asked for and the memory does not fit."""
+    """Print the plan, or the result of the check.
+
+    Raises ConfigError if both are requested and the memory does not fit.
+    """
     config, facts = prepared.config, prepared.facts
     needs = _planned(prepared) if plan else None
     if needs and facts and config.data.packing != "stream" and not config.stages:
@@ -300,9 +313,11 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
 
 
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
-    """Prints the rehearsal; of stages that of the one that needs most memory by its plan.
+    """Print the rehearsal. For a run with stages, rehearse the stage with the largest planned peak
+    memory.
 
-    Raises ConfigError where --check is asked for and the memory does not fit, and for what cannot be rehearsed.
+    Raises ConfigError if the run cannot be rehearsed, or if --check is given and the memory does
+    not fit.
     """
     from fem_megatron.megatron.platform import import_megatron
 
@@ -327,7 +342,7 @@ def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
 
 
 def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
-    """Each stage, or the run that has none, and its plan."""
+    """Return each stage with its plan; a run without stages counts as one stage."""
     facts = prepared.facts
     parts = parts_of(prepared.config)
     return [
@@ -340,7 +355,11 @@ def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
 
 
 def _planned(prepared: Prepared) -> Plan:
-    """Prints the plan; of stages that of the one that needs most memory, and a line for each. Returns the one that is printed whole."""
+    """Print and return the plan.
+
+    For a run with stages, this is the plan of the stage that needs most memory, followed by one
+    line for each stage.
+    """
     plans = _plans(prepared)
     part, needs = max(plans, key=lambda each: each[1].peak_memory)
     if part.name:
@@ -354,7 +373,7 @@ def _planned(prepared: Prepared) -> Plan:
 
 
 class _Help(argparse.Action):
-    """As argparse's own, and with a section's name that section's keys."""
+    """The --help option; with the name of a section it prints the keys of that section."""
 
     def __call__(
         self,
@@ -374,7 +393,7 @@ class _Help(argparse.Action):
 
 
 class _ListMixers(argparse.Action):
-    """An option that prints and stops before CONFIG.yaml is asked for, as --help does."""
+    """Option that prints the mixers and exits before CONFIG.yaml is required, like --help."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         print(table())

@@ -1,6 +1,8 @@
-"""The run's configuration: one dataclass a section, every field with its text and its range; how a run's YAML becomes one. No torch.
+"""Configuration of a run: one dataclass per section, each field with help text and range, and the
+YAML reader. No torch.
 
-``pretrain.validate`` checks what no single field can know. Long, because every key of a run stands here.
+``pretrain.validate`` checks conditions that involve several fields. Long, because it defines every
+key of a run.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, and how it is cut into sequences."""
+    """Data sources and how documents are packed into sequences."""
 
     train: tuple[Source, ...] = setting((), "Training blend.")
     valid: tuple[Source, ...] = setting((), "Validation blend; empty: no validation.")
@@ -80,7 +82,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The layout. Data parallelism is what the world size leaves."""
+    """Parallel layout. The data-parallel size is the world size divided by the other parallel
+    sizes.
+    """
 
     world_size: int | None = setting(
         None, "Processes the run is planned for; null: as many as the launcher started.", least=1
@@ -126,7 +130,7 @@ class ParallelConfig:
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that compute one micro-batch together."""
+        """Number of ranks that compute one micro-batch together."""
         return (
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
@@ -134,7 +138,11 @@ class ParallelConfig:
         )
 
     def settled(self, engine: EngineConfig, *, cuda: bool) -> ParallelConfig:
-        """With a choice where the overlaps are null. ZeRO-1 and 2 would pay with a second bucket, and DeepSpeed's own choice is off."""
+        """Return a copy in which the overlap settings that are null have a value.
+
+        Overlap is chosen for Megatron and for ZeRO-3 on a GPU. ZeRO-1 and ZeRO-2 would need a
+        second bucket for it, and DeepSpeed's own default is off.
+        """
         megatron, reduce, gather = (
             engine.name == "megatron",
             self.overlap_grad_reduce,
@@ -149,7 +157,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """DeepSpeed's own keys, under its names. null: DeepSpeed's default. What the run's other sections say is theirs alone."""
+    """DeepSpeed's own settings under DeepSpeed's names; null means DeepSpeed's default.
+
+    Settings that other sections of the run determine cannot be set in this section.
+    """
 
     reduce_bucket_size: int | None = setting(
         None, "Elements reduced at a time; null: 5e8, and no more than the model has.", least=1
@@ -200,7 +211,10 @@ class DeepSpeedConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Who owns gradients, optimizer and schedule. Data, learning rates, logs and checkpoints are the same with both."""
+    """Training engine, which manages gradients, optimizer and schedule.
+
+    Data, learning rates, logs and checkpoints are the same with both engines.
+    """
 
     name: str = setting(
         "megatron",
@@ -223,7 +237,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Length, batch, precision."""
+    """Length, batch size, precision and memory options of training."""
 
     steps: int | None = setting(None, "Optimizer steps; or give train.tokens.", least=1)
     tokens: int | None = setting(
@@ -315,7 +329,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
+    """Optimizer and learning-rate schedule. Weight decay does not apply to norms, biases and other
+    vectors.
+    """
 
     name: str = setting(
         "adamw",
@@ -363,7 +379,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept on disk."""
+    """Checkpoints: when they are written, how many are kept, where they are copied, and where
+    training starts.
+    """
 
     interval: int = setting(
         1000,
@@ -425,7 +443,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases; offline where wandb has no credentials for its server (WANDB_BASE_URL) and WANDB_MODE names no mode."""
+    """Weights & Biases settings.
+
+    Logging is offline if wandb has no credentials for its server (WANDB_BASE_URL) and WANDB_MODE is
+    not set.
+    """
 
     enabled: bool = setting(False, "Log to Weights & Biases.")
     project: str = setting("pretrain", "Project name.")
@@ -439,7 +461,10 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Steps that torch's profiler traces into profile/ in the run directory; SIGUSR2 has a rank's next step traced, too."""
+    """Steps that torch's profiler traces into profile/ in the run directory.
+
+    SIGUSR2 also makes a rank trace its next step.
+    """
 
     steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
     ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
@@ -451,7 +476,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is told while training."""
+    """Console lines, loggers, diagnostics and profiles."""
 
     interval: int = setting(
         10, "Steps between lines on the console; JSON lines are written for every step.", least=1
@@ -489,7 +514,11 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Evaluation while training: ``tools.evaluate`` on checkpoints, in a process beside rank 0, with its scores in the loss's loggers."""
+    """Evaluation of checkpoints during training.
+
+    ``tools.evaluate`` runs in a separate process of rank 0, and its scores are written to the
+    loggers of the loss.
+    """
 
     interval: int = setting(
         0,
@@ -520,13 +549,17 @@ class EvaluateConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is evaluated."""
+        """True if any checkpoint is evaluated."""
         return bool(self.interval or self.at_end)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run; what it leaves out is the run's. Any of its last five keys gives it a schedule of its own, from its first step."""
+    """One stage of the run; settings that it omits are the run's.
+
+    If any of the last five keys is set, the stage has its own learning-rate schedule, which begins
+    at its first step.
+    """
 
     name: str = setting(
         MISSING, "Name of the stage.", check=lambda text: None if text else "must not be empty"
@@ -553,7 +586,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A complete run."""
+    """Complete configuration of a run."""
 
     name: str = setting(
         "",
@@ -585,25 +618,31 @@ class RunConfig:
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run at ``path`` with ``section.key=value`` overrides; sections may be parts (`fem_common.config.load`).
+    """Load the run at ``path`` with ``section.key=value`` overrides; sections may be parts
+    (`fem_common.config.load`).
 
     Raises:
-        ConfigError: the run's file is not there or not to be read. ConfigErrors: all that is wrong with it.
-        StorageError: a file system failed.
+        ConfigError: the run's file is missing or unreadable. ConfigErrors: the configuration has
+        mistakes. StorageError: a file system failed.
     """
     with _named_after(Path(path)) as named:
         return named(load(RunConfig, path, overrides, parts=True, absent=ABSENT))
 
 
 def run_of(values: Mapping[Any, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load_run` of a file that holds ``values``; errors name ``path``."""
+    """Return the run from ``values``, as `load_run` does for a file with that content; errors name
+    ``path``.
+    """
     with _named_after(path) as named:
         return named(build(RunConfig, values, path, overrides, parts=True, absent=ABSENT))
 
 
 @contextmanager
 def _named_after(path: Path) -> Iterator[Callable[[RunConfig], RunConfig]]:
-    """A run without a name has its file's, the one that has mistakes, too."""
+    """Provide a function that names an unnamed run after its file.
+
+    A configuration attached to ConfigErrors is named in the same way.
+    """
 
     def named(config: RunConfig) -> RunConfig:
         return config if config.name else replace(config, name=path.stem)

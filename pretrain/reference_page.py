@@ -1,6 +1,6 @@
-"""Every key of a configuration for a reader, from the dataclasses: ``python -m pretrain.reference_page`` writes docs/configuration.md.
+"""Reference of all configuration keys, generated from the dataclasses.
 
-Knows the schema, no run.
+``python -m pretrain.reference_page`` writes docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECTION` prints a section of this page.
 
 
 def page() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     sections: dict[str, list[str]] = {"": []}
     titles = {"": "The run"}
     for row in reference(RunConfig):
@@ -67,10 +67,10 @@ def page() -> str:
 
 
 def section_text(section: str) -> str:
-    """The keys of a section, or of a part of one (``model.fem``), for the terminal.
+    """Return the keys of a section, or of a part of one (``model.fem``), for the terminal.
 
     Raises:
-        ConfigError: there is no such section.
+        ConfigError: the section does not exist.
     """
     rows = {row.key: row for row in reference(RunConfig)}
     if not any(key.startswith(f"{section}.") for key in rows):
@@ -90,7 +90,7 @@ def section_text(section: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that Markdown shows as it is inside a table."""
+    """Return text escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -1,4 +1,4 @@
-"""One attempt of a run, from top to bottom: each part is built from those above it, and the loop is handed what it needs."""
+"""One attempt of a run: construction of all components, and the stages from start to end."""
 
 from __future__ import annotations
 
@@ -63,11 +63,13 @@ _LONG_TO_READ = (
 
 
 def train(prepared: Prepared, received: Received) -> Outcome:
-    """One attempt of the run, from its newest good checkpoint or from the start; ``received`` has the stop signals as they come.
+    """Run one attempt from the newest good checkpoint or from the start, and return its outcome.
+
+    ``received``: list to which the signal handlers add stop signals.
 
     Raises:
         InUse: another process trains in the run directory.
-        ConfigError: what only the checkpoints can tell is wrong with the configuration.
+        ConfigError: the configuration conflicts with the checkpoints.
         StorageError: a file system failed.
         TooManyBadSteps: the loss or gradient stayed non-finite.
     """
@@ -91,12 +93,13 @@ def train(prepared: Prepared, received: Received) -> Outcome:
 
 
 def build_index(prepared: Prepared) -> None:
-    """What ``--index`` does: the index cache that :func:`train` will look for, built in this process alone, without a model or a GPU.
+    """Build the index cache that :func:`train` uses (``--index``), in one process without a model
+    or a GPU.
 
-    Prints the cache's folder, the samples, and what it cost.
+    Prints the folder of the cache, the number of samples, and the time and memory used.
 
     Raises:
-        ConfigError: the data is not what its manifest says, or the cache's place is wrong.
+        ConfigError: the data does not match its manifest, or the location of the cache is wrong.
         StorageError: a file system failed.
     """
     started = time.monotonic()
@@ -125,11 +128,14 @@ def build_index(prepared: Prepared) -> None:
 def make_engine(
     config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True
 ) -> Engine:
-    """The engine that ``engine.name`` names, its weights drawn, or not (NaN) where a checkpoint follows; its messages go to ``say``.
+    """Create the engine selected by ``engine.name``; its messages are passed to ``say``.
+
+    draw: initialize the weights; if False they are NaN, because a checkpoint is loaded afterwards.
 
     Raises:
-        ValueError: a width does not divide (see ``ModelConfig.blocks``).
-        ConfigError: DeepSpeed does not take its settings, another package its layer's options, or the machine what train asks.
+        ValueError: a width is not divisible (see ``ModelConfig.blocks``). ConfigError: DeepSpeed
+        rejects the settings, another package rejects the options of its layer, or the machine
+            lacks a feature that the section train requires.
     """
     if config.train.fp8 != "none" and (missing := platform.lacks_fp8()):
         raise ConfigError(f"train.fp8 = {config.train.fp8} needs {missing}; set train.fp8=none")
@@ -153,7 +159,9 @@ def make_engine(
 
 
 class Run:
-    """What all parts of an attempt are built from, on this rank; collective. ``first``: this rank prints and writes."""
+    """Components of an attempt on this rank; collective. ``first`` is True on rank 0, which prints
+    and writes files.
+    """
 
     def __init__(self, prepared: Prepared, received: Received) -> None:
         assert prepared.facts is not None
@@ -173,7 +181,9 @@ class Run:
         self.enter(self.parts[0])
 
     def enter(self, part: Part) -> None:
-        """From here on ``config`` and all that follows from it are this stage's."""
+        """Make ``part`` the current stage: set ``config``, schedule, facts and contents to those of
+        the stage.
+        """
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
         self.facts, self.contents = (
             facts_of(part, self.all_facts),
@@ -181,12 +191,15 @@ class Run:
         )
 
     def say(self, text: str) -> None:
-        """Prints on rank 0."""
+        """Print a line on rank 0."""
         if self.first:
             print(text, flush=True)
 
     def attempt(self) -> Outcome:
-        """Everything after the run directory is this process's own: one stage after another, each from a checkpoint of the one before."""
+        """Run all remaining stages in the claimed run directory and return the outcome.
+
+        Each stage starts from a checkpoint of the previous one.
+        """
         config, file = self.whole, self.file
         before = from_rank_0(lambda: read_progress(self.folder))
         if self.first:
@@ -241,7 +254,11 @@ class Run:
                 checkpoints.mirror.end()
 
     def _stage(self, checkpoints: Checkpoints, start: Start) -> Outcome | None:
-        """Trains to the end of the stage; None: what it was to begin at is damaged, and another engine or stage has to go on."""
+        """Train to the end of the stage and return the outcome.
+
+        Returns None if the checkpoint to start from is damaged and the start found instead needs
+        another engine or stage.
+        """
         part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
         if part.name:
@@ -270,7 +287,10 @@ class Run:
                 callback.on_end()
 
     def samples_to_order(self, progress: Progress | None) -> int:
-        """Samples that the order of training is drawn for, of a run that has come so far (None: it has no checkpoint)."""
+        """Return the number of samples for which the training order is drawn.
+
+        ``progress``: the progress of the run; None if the run has no checkpoint.
+        """
         if self.part.name:
             return self.part.samples
         if progress is None and self.config.checkpoint.fork:
@@ -281,7 +301,7 @@ class Run:
         return max(progress.order_samples, end - progress.order_begin) if progress else end
 
     def data(self, samples: int) -> Datasets:
-        """The datasets, their order drawn for so many training samples."""
+        """Return the datasets with a training order for the given number of samples."""
         assert self.config.model.vocab_size is not None
         if self.first and (line := told(self.config.data, self.facts)):
             self.say(line)
@@ -300,7 +320,9 @@ class Run:
         )
 
     def _read_contents(self) -> Contents:
-        """What the data holds, read and compared with the manifests by one rank."""
+        """Read the content of the data on rank 0, compare it with the manifests, and share it with
+        all ranks.
+        """
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
             self.say(
@@ -316,7 +338,10 @@ class Run:
         return start
 
     def _load(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Start:
-        """Reads the start's checkpoint, or where its tensors are damaged an older one of the run's; what was read."""
+        """Load the start's checkpoint and return the start that was used.
+
+        If the tensors of the run's own checkpoint are damaged, continue with an older start.
+        """
         while start.found is not None:
             try:
                 checkpoints.load(engine, start.found, model_only=not (start.own or start.forked))
@@ -339,7 +364,7 @@ class Run:
         return start
 
     def _trainer(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Trainer:
-        """The loop with all its parts."""
+        """Create the trainer with all its components."""
         config, layout = self.config, self.config.parallel
         plan = from_rank_0(
             lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda())
@@ -386,9 +411,11 @@ class Run:
         )
 
     def _watch(self, engine: Engine) -> Watch:
-        """What log.diagnostics names.
+        """Return the watch for the diagnostics in log.diagnostics.
 
-        Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank has all tokens.
+        Layer diagnostics are disabled under ZeRO-3, because a layer's weights are released before
+        they can be read, and with context parallelism, because no rank has all tokens of a
+        sequence.
         """
         config, log = self.config, self.config.log
         intervals = {
@@ -434,7 +461,10 @@ class Run:
         )
 
     def _nothing_left(self, checkpoints: Checkpoints, start: Start) -> Outcome:
-        """The run is complete; what may be left is an evaluation that a signal ended while the end of training waited for it."""
+        """Report that the run is complete, and return its outcome.
+
+        An evaluation that a signal interrupted at the end of training is finished first.
+        """
         step = start.progress.step
         self.say(
             f"{self.config.name} is complete at step {step}; raise train.steps or train.tokens to continue it, or start another run "
@@ -453,7 +483,12 @@ class Run:
 
 
 def _check_packages(config: RunConfig) -> None:
-    """A mixer that another package computes needs that package, and a GPU; an override of the kernels' choice must name what exists."""
+    """Check that the required packages and the GPU exist, and that kernel overrides name existing
+    kernels.
+
+    Raises:
+        ConfigError: a requirement is not met.
+    """
     try:
         platform.check_kernel_overrides()
     except ValueError as error:
@@ -482,10 +517,10 @@ def _check_packages(config: RunConfig) -> None:
 
 @contextmanager
 def _failure_told(file: ProgressFile) -> Iterator[None]:
-    """Writes what ends the attempt early to progress.json on its way out.
+    """Record an exception that ends the attempt in progress.json, and raise it again.
 
     Raises:
-        StorageError: a file system failed, under whatever the run writes.
+        StorageError: a file system failed; it replaces the OSError.
     """
     try:
         yield

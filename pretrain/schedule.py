@@ -1,4 +1,6 @@
-"""Steps, samples and tokens of a run: every length the configuration states in one unit, in all of them. Pure arithmetic."""
+"""Steps, samples and tokens of a run: conversion of every configured length between these units.
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -39,35 +41,36 @@ class Schedule:
 
     @property
     def total_samples(self) -> int:
-        """Sequences that are consumed at the run's end."""
+        """Number of sequences consumed at the end of the run."""
         return self.samples_at(self.steps)
 
     def samples_at(self, step: int) -> int:
-        """Sequences that are consumed after a step."""
+        """Return the number of sequences consumed after a step."""
         return self.begin_samples + (step - self.begin_step) * self.batch_samples
 
     @property
     def last_step(self) -> int:
-        """The run's last step, whatever its stages."""
+        """Last step of the run, including all stages."""
         return self.run_steps or self.steps
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the run consumes, whatever its stages."""
+        """Number of tokens that the run consumes, including all stages."""
         return self.run_tokens or self.total_samples * self.sample_tokens
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one optimizer step."""
+        """Tokens per optimizer step."""
         return self.batch_samples * self.sample_tokens
 
     @classmethod
     def of(cls, config: RunConfig, changes: Iterable[tuple[int, int]] = ()) -> Schedule:
-        """The schedule of a validated configuration.
+        """Return the schedule of a validated configuration.
 
-        changes: the steps after which another batch size came into force, or a fork began, each with the samples consumed until then.
-        A length stated in steps is converted with the batch size of the steps that it covers; of a phase under way, what remains of it
-        is planned anew from the change on.
+        changes: pairs of a step after which another batch size (or a fork) begins, and the samples
+        consumed until then. A length in steps is converted with the batch size of the steps that it
+        covers. If a change occurs within a phase, the rest of the phase is planned again from the
+        change.
         """
         points = sorted({0: 0, **dict(changes)}.items())
         made: Schedule | None = None
@@ -79,7 +82,9 @@ class Schedule:
     def _planned(
         cls, config: RunConfig, batch: Samples, step: int, samples: int, before: Schedule | None
     ) -> Schedule:
-        """The schedule from a step on with one batch size to the end; ``before``: the schedule until then."""
+        """Return the schedule from ``step`` to the end with one batch size; ``before``: the
+        schedule until that step.
+        """
         length, train, optimizer = config.data.seq_length, config.train, config.optimizer
         tokens = None if train.tokens is None else max(0, train.tokens - samples * length)
         steps = int(
@@ -129,7 +134,7 @@ class Schedule:
         return replace(made, rate_samples=before.rate_samples, rate_end=before.rate_end)
 
     def rate_position(self, samples: int) -> float:
-        """The position in the learning rate's schedule after ``samples`` sequences."""
+        """Return the position in the learning-rate schedule after ``samples`` sequences."""
         return float(self._position(samples))
 
     def _position(self, samples: int) -> Samples:
@@ -143,7 +148,7 @@ class Schedule:
 
 
 def _samples(steps: int | None, tokens: int | None, batch: Samples, length: int) -> Samples:
-    """Whole steps' worth of samples; tokens are rounded up."""
+    """Convert a length in steps or tokens to samples; tokens are rounded up to full steps."""
     if steps is None:
         steps = -(-(tokens or 0) // (batch * length))
     return steps * batch

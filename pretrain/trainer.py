@@ -1,4 +1,6 @@
-"""The loop. It knows an engine, data, checkpoints and callbacks by their interfaces, and when to stop."""
+"""Training loop. It uses engine, data, checkpoints and callbacks through their interfaces, and
+decides when to stop.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ from pretrain.spikes import Spikes, carried_over, rewinds_to
 
 
 class TooManyBadSteps(CommandError):
-    """The loss or the gradient was not finite, or a spike, for too many steps in a row."""
+    """The loss or gradient was non-finite, or a spike, for too many steps in a row."""
 
     code = Exit.DIVERGED
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended."""
+    """Result of the training loop."""
 
     progress: Progress
     stopped_by: str | None  # a signal's name, or None at the end of the run
@@ -48,7 +50,7 @@ class Outcome:
 
 @dataclass
 class Trainer:
-    """Trains from ``progress`` to the end of the schedule, or to a signal."""
+    """Trainer that runs from ``progress`` to the end of the schedule, or until a signal."""
 
     config: RunConfig
     schedule: Schedule
@@ -69,11 +71,14 @@ class Trainer:
     received: list[int]  # numbers of the signals that asked this process to stop, so far
 
     def run(self) -> Outcome:
-        """The whole loop. A signal noted before it begins ends it before its first step; one that comes after its last changes nothing.
+        """Run the training loop and return its outcome.
+
+        A signal received before the loop ends it before the first step. A signal received after the
+        last step has no effect.
 
         Raises:
-            TooManyBadSteps: without a checkpoint, so that every attempt starts again from the same one.
-            ConfigError, StorageError: a checkpoint cannot be written.
+            TooManyBadSteps: no checkpoint is written in this case, so that every attempt restarts
+            from the same checkpoint. ConfigError, StorageError: a checkpoint cannot be written.
         """
         if self.progress.passed_over and (short := self._reach_the_end()):
             self._tell(lambda callback: callback.on_message(short))
@@ -119,7 +124,9 @@ class Trainer:
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
-        """What it did, the ranks' sums of `_beside`, and what was a spike of it."""
+        """Run one step; return its record, the sums of `_beside` over the ranks, and the
+        description of a spike or None.
+        """
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
         spikes, found = Spikes.of(self.config.train), list[str]()
@@ -168,9 +175,12 @@ class Trainer:
         return record, result.beside, found[0] if found else None
 
     def _rewound(self, spike: str) -> bool:
-        """Whether training is back at a checkpoint, the samples since passed over; else the spike was skipped. Told either way.
+        """Handle a spike: return True if training rewound to a checkpoint, False if the step was
+        only skipped.
 
-        What is decided follows from the steps: a run that is killed before its next checkpoint meets the spike, and decides, again.
+        After a rewind, the samples since the checkpoint are passed over. Both outcomes are
+        reported. The decision depends only on the steps, so a run that is killed before its next
+        checkpoint meets the same spike and decides the same way.
         """
         at, train = self.progress, self.config.train
         times = (
@@ -218,9 +228,11 @@ class Trainer:
         return found is not None
 
     def _reach_the_end(self) -> str:
-        """Draws the order of samples further where those passed over make it too short for the run; collective. What is missing, in words.
+        """Extend the data order if the passed-over samples make it too short; return a message if
+        it still is. Collective.
 
-        A longer order that does not begin with this one is none: there the last samples are the order's first ones again.
+        The order is extended only if the longer order begins with the present one. Otherwise the
+        last steps read the first samples of the order again.
         """
         at = self.progress
         needed = self.schedule.total_samples - at.order_begin + at.passed_over
@@ -243,7 +255,7 @@ class Trainer:
         self.meter.restart()
 
     def _evaluate(self) -> None:
-        """Mean validation loss, always over the same samples."""
+        """Compute and report the mean validation loss, always over the same samples."""
         if self.data.valid is None:
             return
         loss = self.engine.evaluate(
@@ -257,13 +269,19 @@ class Trainer:
         self.meter.restart("save")
 
     def _beside(self) -> list[float]:
-        """What a step's one all-reduce sums beside the loss: which stop signal came, and every rank's peak memory in a place of its own."""
+        """Return the values that the step's single all-reduce sums in addition to the loss.
+
+        These are one flag per stop signal (1 for the first signal received), and one entry per rank
+        with its peak memory.
+        """
         peaks = [0.0] * torch.distributed.get_world_size()
         peaks[torch.distributed.get_rank()] = float(platform.peak_memory_bytes())
         return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
 
     def _asked_to_stop(self, sums: list[float]) -> str | None:
-        """The signal that any rank had received when the step's gradients were summed; None once the last step is done."""
+        """Return the name of a stop signal that any rank had received, or None. After the last step
+        return None.
+        """
         came = [number for number, count in zip(STOP, sums, strict=False) if count]
         return max(came).name if came and self.progress.step < self.schedule.steps else None
 
@@ -273,7 +291,7 @@ class Trainer:
         )
 
     def _tell_progress(self) -> None:
-        """In progress.json: that the run is under way, and every newer checkpoint as soon as it is complete."""
+        """Write the state "running" to progress.json if it or the last complete checkpoint changed."""
         self._note_progress()
         if self.progress_file.told != ("running", self.checkpoints.last):
             self.progress_file.tell("running")
@@ -296,7 +314,9 @@ class Trainer:
         )
 
     def _pauses_left(self) -> dict[str, int]:
-        """Saves and validations from the step just done on, the last ones included."""
+        """Return the number of remaining saves and validations, counted from the step just
+        finished, including the last ones.
+        """
         intervals = {"save": self.config.checkpoint.interval}
         if self.data.valid is not None:
             intervals["validation"] = self.config.train.eval_interval
@@ -350,7 +370,7 @@ class Trainer:
         )
 
     def _look_up(self, *which: object) -> str:
-        """The command that prints the documents of a step or sample."""
+        """Return the command that prints the documents of a step or sample."""
         return shlex.join(
             ["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)]
         )

@@ -1,7 +1,9 @@
-"""Checks what no single field of a configuration knows: widths, layout, batches, lengths; and, through ``data_facts``, the data.
+"""Checks of a configuration that involve several fields: widths, layout, batches, lengths, and the
+data.
 
-Every failure is one line that begins with its key and names value and the nearest value that would do; all of them are told at once.
-Reads no YAML, starts nothing, knows no torch. Long, because it is a list of checks, each a few lines.
+Every mistake is one line that begins with its key and names the value and the nearest valid value;
+all mistakes are reported together. The module reads no YAML, starts no process and does not import
+torch. Long, because it is a list of short checks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _CONSTANT = OptimizerConfig(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked run: its configuration with what the data fills in, the processes it takes, what the data says (None: no data on disk)."""
+    """A checked run: the configuration completed from the data, the world size, and the data's
+    facts (None: no data on disk).
+    """
 
     config: RunConfig
     world_size: int
@@ -51,13 +55,15 @@ def prepare(
     plan_only: bool = False,
     before: Sequence[Mistake] = (),
 ) -> Prepared:
-    """Every check, in the order that shows the most basic mistake first.
+    """Run every check and return the prepared run; the most basic mistakes are listed first.
 
-    ``launched`` is the launcher's world size, None where nothing was launched and the configuration decides (a plan). A plan of a model
-    whose vocabulary is given needs no data on disk. ``before``: what was wrong with reading the configuration, told with the rest.
+    ``launched``: the launcher's world size; None if no processes were launched (a plan), in which
+    case the configuration decides. A plan of a model with a given vocabulary size needs no data on
+    disk. ``before``: mistakes found while reading the configuration; they are reported with the
+    rest.
 
     Raises:
-        ConfigErrors: everything that is wrong.
+        ConfigErrors: all mistakes found.
         StorageError: a file system failed.
     """
     world_size = planned_world_size(config) if launched is None else launched
@@ -85,7 +91,9 @@ def prepare(
 
 
 def check_before_data(config: RunConfig) -> None:
-    """The checks of a plan, but a run whose data is still to be made passes even where its vocabulary is the data's to tell.
+    """Run the checks of a plan for a run whose data may not exist yet.
+
+    The run also passes if its vocabulary size is unknown because the data is missing.
 
     Raises:
         ConfigErrors, StorageError: see `prepare`.
@@ -97,18 +105,21 @@ def check_before_data(config: RunConfig) -> None:
 
 
 def planned_world_size(config: RunConfig) -> int:
-    """The processes a configuration asks for: parallel.world_size, or as few as its model parallelism needs."""
+    """Return the number of processes: parallel.world_size, or the minimum that model parallelism
+    requires.
+    """
     layout = config.parallel
     return layout.world_size or max(1, layout.model_parallel)
 
 
 def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -> None:
-    """Checks the configuration by itself against ``world_size`` processes; touches no file.
+    """Check the configuration against ``world_size`` processes without reading files.
 
-    but: sections that are not settled; checks that read one are left out, and so are all of a run of stages.
+    but: sections that are not final; checks that read one of them are skipped. For a run with
+    stages, all are skipped.
 
     Raises:
-        ConfigErrors: every contradiction, with the nearest value that would do.
+        ConfigErrors: every mistake, with the nearest valid value.
     """
     if but and config.stages:
         return
@@ -119,7 +130,11 @@ def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -
 def _staged_mistakes(
     config: RunConfig, world_size: int, before: Sequence[Mistake]
 ) -> list[Mistake]:
-    """As `_mistakes`, of a run of stages: what is wrong with their list, else with each of them; what is in all of them is told once."""
+    """Return the mistakes of a run with stages: those of the list of stages, or else those of each
+    stage.
+
+    Mistakes in a schedule shared by the stages are reported once.
+    """
     if (wrong := list(check_stages(config))) or before:
         return [("stages", ConfigError(text)) for text in wrong]
     mistakes, parts = list[Mistake](), parts_of(config)
@@ -139,7 +154,11 @@ def _staged_mistakes(
 def _mistakes(
     config: RunConfig, world_size: int, before: Sequence[Mistake] = (), but: Collection[str] = ()
 ) -> list[Mistake]:
-    """What is wrong, of all checks but those of sections where something else is: they would name what follows from that."""
+    """Return the mistakes found by all checks.
+
+    A check is skipped if one of its sections already has a mistake, because it would report
+    consequences of that mistake.
+    """
     if config.stages:
         return _staged_mistakes(config, world_size, before)
     mistakes: list[Mistake] = []
@@ -153,7 +172,7 @@ def _mistakes(
 
 
 def _wrong(mistakes: Sequence[Mistake], sections: str) -> bool:
-    """Whether one of these mistakes is in one of these sections, or nobody knows in which."""
+    """Return True if a mistake is in one of these sections, or in an unknown section."""
     return bool({section for section, _ in mistakes} & {"", *sections.split()})
 
 
@@ -197,7 +216,7 @@ def _fits(model: ModelConfig) -> bool:
 
 
 def _check_mixer_limits(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What a mixer by itself cannot do: long sequences, tensor parallelism."""
+    """Check the limits of each mixer: longest sequence and tensor parallelism."""
     model, length = config.model, config.data.seq_length
     tensor = config.parallel.tensor_model_parallel_size
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
@@ -244,7 +263,7 @@ def _started(world_size: int) -> str:
 
 
 def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
-    """What tensor parallelism over ``size`` ranks would cut through, or None."""
+    """Return the first width that ``size`` tensor-parallel ranks do not divide, or None."""
     model = config.model
     widths = {"model.num_attention_heads": model.num_attention_heads}
     for block in model.blocks():
@@ -277,7 +296,11 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
-    """Which sizes may replace ``size``: those that fit the processes beside the ``other`` size; any, where ``size`` does not fit."""
+    """Return a predicate for the sizes that may replace ``size``.
+
+    These are the sizes that fit the number of processes together with the ``other`` size; any size,
+    if ``size`` itself does not fit.
+    """
     fits = world_size % (size * other) == 0
     return lambda count: not fits or world_size % (count * other) == 0
 
@@ -393,7 +416,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool]) -> int | None:
-    """The candidate nearest to ``wanted`` for which ``holds``, the smaller of two; None where there is none."""
+    """Return the candidate nearest to ``wanted`` for which ``holds`` is true, the smaller one if
+    two are equally near.
+
+    Returns None if no candidate satisfies it.
+    """
     return min(
         (value for value in candidates if holds(value)),
         key=lambda value: (abs(value - wanted), value),
@@ -402,7 +429,7 @@ def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool
 
 
 def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is evaluated must be there: a checkpoint."""
+    """Check that the evaluation settings agree with the checkpoints that are written and kept."""
     every, saved = config.evaluate.interval, config.checkpoint.interval
     if every and not saved:
         yield f"evaluate.interval = {every}, but checkpoint.interval = 0: nothing to evaluate; set checkpoint.interval={every}"
@@ -422,7 +449,9 @@ def _check_fork(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is said of a mirror must have one, which is elsewhere and may be behind by a checkpoint."""
+    """Check the mirror settings: they require a mirror in another location, with consistent
+    intervals.
+    """
     given = config.checkpoint
     apart, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
     mirror = mirror_of(config)
@@ -443,7 +472,7 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sources in stores: no password may stand in a file, and a pair lies in a folder. What is no source is none in a store."""
+    """Check URLs: no passwords; data sources name a pair in a folder; other paths are not URLs."""
     for key, place, way in (
         (
             "run_dir",
