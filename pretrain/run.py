@@ -128,7 +128,7 @@ def build_index(prepared: Prepared) -> None:
 def make_engine(
     config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True
 ) -> Engine:
-    """Create the engine selected by ``engine.name``; its messages are passed to ``say``.
+    """Create the engine selected by ``engine.name``. The third argument receives its messages.
 
     draw: initialize the weights; if False they are NaN, because a checkpoint is loaded afterwards.
 

@@ -124,8 +124,10 @@ class Trainer:
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
-        """Run one step; return its record, the sums of `_beside` over the ranks, and the
-        description of a spike or None.
+        """Run one step.
+
+        Returns its record, the all-reduced values that were sent with the loss (stop signals, peak
+        memory), and the description of a spike or None.
         """
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples

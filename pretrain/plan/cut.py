@@ -1,4 +1,6 @@
-"""Context parallelism of a run from its configuration alone: how its mixers' reads are made, what ranks send, what is wrong. No torch."""
+"""Context parallelism of a run, from its configuration alone: communication scheme, bytes sent, and
+checks. No torch.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from pretrain.plan.memory import training_of
 
 
 def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
-    """Mixer -> how its reads are made where sequences are cut; {} where they are not.
+    """Return mixer -> communication scheme of its reads across ranks; {} without context
+    parallelism.
 
     Raises:
-        ValueError: of a mixer they cannot be; the message names the width.
+        ValueError: a mixer cannot be split; the message names the width.
     """
     layout, separate = config.parallel, config.data.documents == "separate"
     if layout.context_parallel_size == 1:
@@ -36,9 +39,10 @@ def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
 
 
 def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool = False) -> float:
-    """Bytes that one rank sends the others of its context-parallel group in a step: all its layers and micro-batches, both ways.
+    """Return the bytes that one rank sends to its context-parallel group in a step.
 
-    beside: those alone that go while attention runs (`Crossing.beside`).
+    The sum is over all layers and micro-batches, forward and backward. The last argument restricts
+    it to the transfers that overlap with attention.
     """
     train, model, kinds = config.train, config.model, kinds_of_cut(config)
     of = Crossing.beside if beside else Crossing.sent
@@ -53,7 +57,7 @@ def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool
 
 
 def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
-    """The plan's lines; none where no sequence is cut."""
+    """Yield the plan's lines about context parallelism; no lines without it."""
     kinds, size = kinds_of_cut(config), config.parallel.context_parallel_size
     if kinds:
         reads = ", ".join(
@@ -66,7 +70,10 @@ def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
 
 
 def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, int]]:
-    """The run with twice, four times, ... its context-parallel size, and its processes: as many if they are enough, else more."""
+    """Yield (run, number of processes) with two, four, ... times the context-parallel size.
+
+    The number of processes stays the same if possible; otherwise it grows by the same factor.
+    """
     layout, length = config.parallel, config.data.seq_length
     for times in (2**n for n in range(1, length.bit_length())):
         cut = replace(
@@ -86,7 +93,7 @@ def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, 
 
 
 def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is wrong with the run's context parallelism, each with the nearest that is right."""
+    """Yield the mistakes in the run's context parallelism, each with the nearest valid value."""
     layout, length, size = (
         config.parallel,
         config.data.seq_length,

@@ -1,4 +1,4 @@
-"""What is known of devices by their names: peak and memory. No torch."""
+"""Peak performance and memory of devices by their names. No torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ T = TypeVar("T")
 
 
 def peak_tflops(device: str) -> float | None:
-    """The dense bf16 peak of a device by its name (``NVIDIA H100 80GB HBM3`` finds ``H100``), or None where it is not listed."""
+    """Return the dense bf16 peak of a device by its name, or None if it is not listed.
+
+    ``NVIDIA H100 80GB HBM3`` finds ``H100``.
+    """
     return _of_device(DEVICE_PEAK_TFLOPS, device)
 
 
 def memory_gib(device: str) -> int | None:
-    """The memory of a device by its name, or None where it is not listed."""
+    """Return the memory of a device by its name, or None if it is not listed."""
     return _of_device(DEVICE_MEMORY_GIB, device)
 
 

@@ -1,4 +1,6 @@
-"""What train.fp8 means for a run, from its configuration alone: which products are of 8-bit floats, and whether they can be. No torch."""
+"""train.fp8 in a run, from its configuration alone: the 8-bit matrix products, and whether the
+shapes allow them. No torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TILE = 16  # what a GPU's product of 8-bit floats wants every size to be a multi
 
 
 def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What keeps the run from multiplying 8-bit floats: a model without such products, a size of one on a rank."""
+    """Yield the mistakes that prevent 8-bit products: a model without suitable products, or an
+    unsuitable size on a rank.
+    """
     layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
     if train.fp8 == "none":
         return
@@ -49,12 +53,12 @@ def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def eight_bit(block: BlockShape) -> Weights:
-    """The block's weights whose products are of 8-bit floats where train.fp8 is on."""
+    """Return the weights of a block whose products use 8-bit floats under train.fp8."""
     return {name: weight for name, weight in block.weights().items() if weight.eight_bit}
 
 
 def forward_flops(model: ModelConfig) -> float:
-    """FLOPs of 8-bit floats in a token's forward pass: each such map is applied once an iteration."""
+    """Return the 8-bit FLOPs of a token's forward pass; each map is applied once per iteration."""
     return sum(
         2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values())
         for block in model.blocks()
@@ -62,7 +66,9 @@ def forward_flops(model: ModelConfig) -> float:
 
 
 def told(config: RunConfig, forward: float) -> str:
-    """What share of the ``forward`` pass's FLOPs a token is of 8-bit floats, and what delayed scaling keeps, in a line."""
+    """Return a line with the share of 8-bit FLOPs in the ``forward`` pass and the memory of delayed
+    scaling.
+    """
     model, train = config.model, config.train
     line = f"{100 * forward_flops(model) / forward:.1f}% of them of 8-bit floats; MFU is told by the peak of 16-bit ones"
     if train.fp8 != "delayed":

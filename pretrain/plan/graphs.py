@@ -1,4 +1,4 @@
-"""What train.cuda_graphs asks of a run, from its configuration alone. No torch."""
+"""Requirements and memory of train.cuda_graphs, from the configuration alone. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _OWN = 3  # hidden states that a layer's graph has of its own: its input and the
 
 
 def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What of the run no CUDA graph of a layer holds, each thing with the nearest setting that works."""
+    """Yield the settings that CUDA graphs of layers do not support, each with the nearest valid
+    setting.
+    """
     if not config.train.cuda_graphs:
         return
     layout, train, data = config.parallel, config.train, config.data
@@ -69,9 +71,10 @@ def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def graph_bytes(config: RunConfig, hidden_state: float) -> int:
-    """Bytes that a rank's graphs hold beside what layers hold without them, the gradients of their weights too, to the end of the run.
+    """Return the additional bytes that CUDA graphs use on a rank until the end of the run,
+    including weight gradients.
 
-    hidden_state: bytes of a micro-batch's.
+    hidden_state: bytes of the hidden state of a micro-batch.
     """
     if not config.train.cuda_graphs:
         return 0

@@ -1,4 +1,6 @@
-"""What Muon costs, from the configuration alone: FLOPs of its Newton-Schulz iteration, parameters with one moment. No torch."""
+"""Cost of Muon, from the configuration alone: FLOPs of the Newton-Schulz iteration, parameters with
+one moment. No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ TENSORS = 6  # of them at once: the directions, whole maps, two in the iteration
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of making one map orthogonal: X X^T, its square, and a product with X at each step; a the smaller side, b the larger."""
+    """Return the FLOPs of making one map orthogonal.
+
+    Each of the STEPS iterations computes X X^T, its square, and a product with X. With a the
+    smaller and b the larger side, this is 4 a^2 b + 2 a^3 per iteration.
+    """
     a, b = sorted((rows, columns))
     return STEPS * (4.0 * a * a * b + 2.0 * a**3)
 
 
 def step_flops(weights: Iterable[Weight]) -> float:
-    """FLOPs of one optimizer step for all maps of these whole weights."""
+    """Return the FLOPs of one optimizer step for all maps of these unsharded weights."""
     return sum(
         newton_schulz_flops(rows, one.shape[-1])
         for one in weights
@@ -30,7 +36,11 @@ def step_flops(weights: Iterable[Weight]) -> float:
 
 
 def told(config: RunConfig, weights: Iterable[Weight], data_parallel: int, training: float) -> str:
-    """What Muon does, in a line. training: FLOPs of a step's passes. An optimizer that is not split does its work on each rank."""
+    """Return the plan's line about Muon.
+
+    training: FLOPs of the forward and backward passes of a step. If the optimizer is not split,
+    every rank repeats its work.
+    """
     split = (
         config.engine.zero_stage > 0
         if config.engine.name == "deepspeed"

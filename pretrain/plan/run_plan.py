@@ -1,6 +1,8 @@
-"""What a run will need, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size. No torch, nothing started.
+"""Plan of a run, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size.
+No torch.
 
-Memory is ``pretrain.plan.memory``'s part; text for the console is ``render``. The names and shapes here are those of the built model.
+Memory is computed in ``pretrain.plan.memory``; ``render`` formats the plan for the console.
+Parameter names and shapes are those of the built model.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def model_weights(model: ModelConfig) -> Weights:
-    """Name -> weight of every parameter of the whole model (unsharded; tied output layer absent), as its state dict has them."""
+    """Return name -> weight of every parameter of the full model, with the names of its state dict.
+
+    Weights are unsharded, and a tied output layer is absent.
+    """
     outer = outer_weights(model)
     embedding = "embedding.word_embeddings.weight"
     weights: Weights = {embedding: outer.pop(embedding)}
@@ -50,12 +55,12 @@ def model_weights(model: ModelConfig) -> Weights:
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
-    """Name -> shape of every parameter of the whole model."""
+    """Return name -> shape of every parameter of the full model."""
     return {name: weight.shape for name, weight in model_weights(model).items()}
 
 
 def component(name: str) -> str:
-    """The part of the model a parameter is counted under, one of COMPONENTS."""
+    """Return the component, one of COMPONENTS, to which a parameter belongs."""
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("output_layer."):
@@ -68,7 +73,7 @@ def component(name: str) -> str:
 
 
 def count_by_component(model: ModelConfig) -> dict[str, int]:
-    """Component -> number of parameters of the whole model."""
+    """Return component -> number of parameters of the full model."""
     counts: dict[str, int] = {}
     for name, shape in parameter_shapes(model).items():
         counts[component(name)] = counts.get(component(name), 0) + math.prod(shape)
@@ -76,9 +81,10 @@ def count_by_component(model: ModelConfig) -> dict[str, int]:
 
 
 def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
-    """Parameters that one rank of each pipeline stage holds, exactly; a tied embedding is held by the first and the last stage.
+    """Return the exact number of parameters of one rank of each pipeline stage.
 
-    muons: those alone that Muon updates.
+    A tied embedding counts on the first and the last stage. muons: count only the parameters that
+    Muon updates.
     """
     layout, model = config.parallel, config.model
     stages = layout.pipeline_model_parallel_size
@@ -109,10 +115,12 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
 def forward_flops(
     model: ModelConfig, seq_length: int, pieces: Pieces | None = None
 ) -> dict[str, float]:
-    """FLOPs of one token's forward pass, by component: matrix products alone, a multiply-add counted as two.
+    """Return component -> FLOPs of one token's forward pass.
 
-    Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average. Each mixer's own products are in its
-    ``Shape.flops``. pieces: of documents that are read apart, each by its own length; the tokens that fill their rows up are not counted.
+    Only matrix products are counted; a multiply-add counts as two. Attention is counted over the
+    causal half: a token reads (seq_length + 1) / 2 keys on average. Each mixer's own products are
+    in its ``Shape.flops``. pieces: documents that are read separately, each counted by its own
+    length; padding tokens are not counted.
     """
     flops: dict[str, float] = {}
     for block, count in model.kinds:
@@ -129,17 +137,25 @@ def _block_flops(block: BlockShape, seq_length: int, pieces: Pieces | None) -> d
 
 
 def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
-    """Bytes of one sequence's decoding state after ``length`` tokens, over all layers, activations of ``element`` bytes."""
+    """Return the bytes of one sequence's decoding state after ``length`` tokens.
+
+    The sum is over all layers; ``element``: bytes of an activation.
+    """
     return sum(block.state_bytes(length, element) for block in model.blocks())
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Model FLOPs of training on one token, over whole sequences: forward plus twice as much backward; recompute is not counted."""
+    """Return the model FLOPs of training on one token, over full sequences.
+
+    These are the forward pass plus twice as much for the backward pass; recompute is not counted.
+    """
     return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
 
 
 def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
-    """FLOPs that recompute adds for a token, by component: of the layers' ``forward`` pass all that runs twice."""
+    """Return component -> FLOPs per token that recompute adds: the part of the layers' ``forward``
+    pass that runs twice.
+    """
     once = {
         "none": set(forward),
         "selective": {"mixer projections", "conditioner"},
@@ -153,10 +169,11 @@ def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str,
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs. Sizes in bytes, FLOPs per token.
+    """Requirements of a run. Sizes are in bytes, FLOPs per token.
 
-    train_flops, the MFU's numerator, and hardware_flops, recompute counted too, are by ``pieces`` where documents are read apart and data
-    is here that tells their lengths.
+    train_flops is the numerator of the MFU; hardware_flops also counts recompute. Both use
+    ``pieces``, the lengths of the documents, if documents are read separately and the data is
+    available.
     """
 
     config: RunConfig
@@ -174,17 +191,21 @@ class Plan:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Of the whole model, by COMPONENTS."""
+        """Component -> number of parameters of the full model."""
         return count_by_component(self.config.model)
 
     @property
     def dense_flops(self) -> float:
-        """As ``train_flops``, over whole sequences."""
+        """FLOPs like ``train_flops``, but over full sequences."""
         return flops_per_token(self.config)
 
     @property
     def transformer_parameters(self) -> int:
-        """Of a Transformer of the same width; they do not depend on its heads, and one head fits any width."""
+        """Number of parameters of a Transformer of the same width.
+
+        The number does not depend on the number of heads; one head is used because it fits any
+        width.
+        """
         twin = replace(
             self.config.model,
             mixer=BASELINE,
@@ -204,17 +225,17 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint."""
+        """Bytes of one checkpoint."""
         return checkpoint_bytes(self.config)
 
     @property
     def total_parameters(self) -> int:
-        """Of the whole model, tied weights once."""
+        """Number of parameters of the full model; tied weights count once."""
         return sum(self.parameters.values())
 
     @property
     def non_embedding_parameters(self) -> int:
-        """Without the embedding and the output layer."""
+        """Number of parameters without the embedding and the output layer."""
         return sum(
             count
             for name, count in self.parameters.items()
@@ -223,14 +244,16 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens the run consumes, whole steps."""
+        """Number of tokens that the run consumes, in full steps."""
         return self.schedule.steps * self.schedule.step_tokens
 
     @property
     def save_memory(self) -> int:
-        """Bytes of host memory for a save, on the rank with most to write: a copy of its part, and 1/32 more in the blocks of a GPU's.
+        """Bytes of host memory for a save, on the rank with the most data.
 
-        Of the blocks of `fem_megatron.megatron.staging` up to 2.2% stay empty, for models of 1.3B to 70B parameters.
+        This is a copy of its part; on a GPU it is 1/32 larger, because the staging blocks are not
+        completely filled. Up to 2.2% of the blocks of `fem_megatron.megatron.staging` stay empty
+        for models of 1.3B to 70B parameters.
         """
         ranks, parts = (
             self.data_parallel * self.config.parallel.context_parallel_size,
@@ -248,16 +271,17 @@ class Plan:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Bytes of the rank that needs most memory."""
         return max(stage.total for stage in self.memory)
 
 
 def make_plan(
     config: RunConfig, world_size: int, facts: DataFacts | None = None, *, cuda: bool = True
 ) -> Plan:
-    """The plan of a validated configuration on ``world_size`` processes; ``cuda`` picks the memory model of a GPU or of a CPU.
+    """Return the plan of a validated configuration on ``world_size`` processes.
 
-    ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data.facts.fill_from_data``).
+    ``cuda`` selects the memory model of a GPU or of a CPU. ``model.vocab_size`` must be known
+    (given, or filled in by ``pretrain.data.facts.fill_from_data``).
     """
     layout = config.parallel
     data_parallel = world_size // layout.model_parallel
@@ -293,7 +317,7 @@ def make_plan(
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of one checkpoint."""
+    """Return the size of one checkpoint in bytes."""
     muons = config.optimizer.name == "muon"
     weights = model_weights(config.model).values()
     return sum(
@@ -303,9 +327,12 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def stored_bytes(config: RunConfig) -> int:
-    """Bytes that a checkpoint holds of one parameter: the weight in the training precision and the optimizer's fp32 state.
+    """Return the bytes that a checkpoint contains per parameter: the weight and the optimizer's
+    fp32 state.
 
-    Megatron's distributed optimizer stores its fp32 parameters beside the two moments in either precision; the plain one only in bf16.
+    The weight has the training precision. Megatron's distributed optimizer stores its fp32
+    parameters with the two moments in either precision; the plain optimizer stores them only in
+    bf16.
     """
     bf16 = config.train.precision == "bf16"
     main_parameter = 4 if bf16 or config.parallel.use_distributed_optimizer else 0
@@ -313,7 +340,7 @@ def stored_bytes(config: RunConfig) -> int:
 
 
 def render(plan: Plan) -> str:
-    """The plan as text for a console."""
+    """Return the plan as text for the console."""
     return "\n".join(
         line
         for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines)
@@ -322,7 +349,10 @@ def render(plan: Plan) -> str:
 
 
 def memory_excess(plan: Plan) -> str | None:
-    """What is wrong where the fullest rank needs more memory than log.device has; None where it fits, or nobody says what it has."""
+    """Return an error text if the rank with the highest peak needs more memory than log.device has.
+
+    Returns None if the memory is sufficient or the device's memory is unknown.
+    """
     device = plan.config.log.device
     room = memory_gib(device) if device else None
     if room is None or plan.peak_memory <= room * 2**30:
@@ -464,7 +494,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
 
 
 def _zero_lines(plan: Plan) -> Iterator[str]:
-    """The same rank under every stage and offload, the run's own marked."""
+    """Yield the memory of the same rank under every ZeRO stage and offload; the run's own is
+    marked.
+    """
     (own,) = plan.memory
     host = plan.cuda
     yield "under DeepSpeed's stages (the peak is below the sum: gradients come while activations go)"

@@ -1,4 +1,4 @@
-"""A rehearsal as text, as JSON and as a picture."""
+"""Output of a rehearsal as text, JSON and figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 12
 
 
 def text(told: Rehearsal) -> str:
-    """For a console."""
+    """Return the rehearsal as text for the console."""
     room = memory_gib(told.device)
     lines = [
         f"{told.config.name} on {told.plan.world_size} x {told.device}{'' if room is None else f', {room} GiB each'}: one step, rehearsed "
@@ -68,7 +68,7 @@ def _table(rows: list[list[str]], left: list[int] | None = None) -> Iterator[str
 
 
 def _by_part(rank: Rank) -> dict[str, int]:
-    """Part of the model -> bytes of activations; layers that hold alike are one."""
+    """Return part of the model -> bytes of activations; layers with the same size are combined."""
     parts: dict[str, int] = defaultdict(int)
     for each in rank.peak.held:
         if holder(each) == ACTIVATIONS:
@@ -83,7 +83,9 @@ def _by_part(rank: Rank) -> dict[str, int]:
 
 
 def _largest(rank: Rank) -> list[tuple[str, str, int, int]]:
-    """(what holds it, where it is made, tensors, bytes) of the places whose tensors hold most at the peak."""
+    """Return (holder, place of creation, tensors, bytes) of the places with the most memory at the
+    peak.
+    """
     sizes, numbers = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each in rank.peak.held:
         key = holder(each), f"{each.operation}, {each.place}"
@@ -93,7 +95,9 @@ def _largest(rank: Rank) -> list[tuple[str, str, int, int]]:
 
 
 def _sent(rank: Rank) -> list[tuple[tuple[str, str, str], int, int]]:
-    """((phase, kind, group), calls, bytes in all) of collectives over several ranks, in the order of the step."""
+    """Return ((phase, kind, group), calls, total bytes) of collectives over several ranks, in the
+    order of the step.
+    """
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for each in rank.collectives:
         if len(each.group) > 1:
@@ -108,7 +112,7 @@ def _sent(rank: Rank) -> list[tuple[tuple[str, str, str], int, int]]:
 
 
 def as_json(told: Rehearsal) -> dict[str, Any]:
-    """All numbers; sizes in bytes, of one rank."""
+    """Return all numbers as a JSON value; sizes are in bytes, of one rank."""
     return {
         "name": told.config.name,
         "device": told.device,
@@ -154,7 +158,9 @@ def _planned(stage: StageMemory) -> dict[str, int]:
 
 
 def draw(told: Rehearsal, file: Path) -> None:
-    """Writes ``file`` as PNG: for each kind of rank, what holds its memory through the step."""
+    """Write ``file`` as a PNG figure of the memory by holder through the step, for each kind of
+    rank.
+    """
     figure = new_figure((9.0, 1.0 + 2.6 * len(told.ranks)))
     room = memory_gib(told.device)
     for axes, rank in zip(
@@ -178,7 +184,9 @@ def draw(told: Rehearsal, file: Path) -> None:
 
 
 def _through_the_step(rank: Rank) -> tuple[list[int], list[list[float]]]:
-    """(ticks from the step's begin, GiB of each of HOLDERS then); a few thousand points at most."""
+    """Return (ticks from the beginning of the step, GiB of each of HOLDERS), a few thousand points
+    at most.
+    """
     changes = [(each.born, holder(each), each.bytes) for each in rank.held]
     changes += [
         (each.gone, holder(each), -each.bytes) for each in rank.held if each.gone is not None

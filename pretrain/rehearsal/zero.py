@@ -1,6 +1,8 @@
-"""DeepSpeed's ZeRO in a rehearsal: its own set-up and step on tensors without numbers, and which of its tensors hold what.
+"""DeepSpeed's ZeRO in a rehearsal: its own set-up and step on meta tensors, and the holders of its
+tensors.
 
-All that stands in for something of DeepSpeed is here, each with its reason and where upstream (0.19.8) the need arises.
+This module contains every replacement of a DeepSpeed function, each with its reason and the place
+upstream (0.19.8).
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from pretrain.rehearsal.record import (
 
 
 def prepare(config: RunConfig) -> None:
-    """Import DeepSpeed, which looks for this machine's own device, before another one is played.
+    """Import DeepSpeed, which detects the device of this machine, before another device is
+    simulated.
 
     Raises:
-        ConfigError: it is not installed, or the run offloads or has Muon.
+        ConfigError: DeepSpeed is not installed, or the run uses offloading or Muon.
     """
     if config.engine.offload_optimizer:  # as every offload has it
         raise ConfigError(
@@ -52,7 +55,9 @@ def prepare(config: RunConfig) -> None:
 
 @contextmanager
 def on_paper() -> Iterator[None]:
-    """DeepSpeed within `fem_megatron.megatron.paper.machine`; what it keeps for the process is this process's own again at the end."""
+    """Run DeepSpeed within `fem_megatron.megatron.paper.machine`, and restore its process-wide
+    state at the end.
+    """
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.runtime import bf16_optimizer
@@ -78,7 +83,9 @@ def _gpu() -> Any:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     class Gpu(CUDA_Accelerator):
-        """Without the profiler's marks, which a torch without CUDA lacks (cuda_accelerator.py:248)."""
+        """CUDA accelerator without profiler ranges, which a torch without CUDA lacks
+        (cuda_accelerator.py:248).
+        """
 
         range_push = range_pop = lambda *_, **__: None
 
@@ -86,7 +93,11 @@ def _gpu() -> Any:
 
 
 def _alike(utils: Any) -> dict[str, Any]:
-    """ZeRO-3 compares the order of its modules with rank 0's (zero/utils.py:81 and 99): sent and read here, too, and always the same."""
+    """Return replacements of ZeRO-3's comparisons of the module order with rank 0 (zero/utils.py:81
+    and 99).
+
+    They send and read like the originals, but always report equality.
+    """
     length, numbers = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0
 
     def same_length(given: list[int]) -> None:
@@ -101,7 +112,7 @@ def _alike(utils: Any) -> dict[str, Any]:
 
 
 def follow(engine: Any, recorder: Recorder) -> None:
-    """Have the recorder know the phases of an engine's steps, and what holds the memory of DeepSpeed's tensors."""
+    """Set the phases of the engine's steps and the holders of DeepSpeed's tensors in the recorder."""
     trace, inner = recorder.trace, engine.engine
     reduce, update = inner.allreduce_gradients, inner._take_model_step
 
@@ -125,7 +136,10 @@ def follow(engine: Any, recorder: Recorder) -> None:
 
 
 def _gradient_told(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
-    """A hook for a parameter whose gradient is there; DeepSpeed's own has run, and may have moved it into a bucket."""
+    """Return a hook for a parameter whose gradient exists.
+
+    DeepSpeed's own hook has run before it and may have moved the gradient into a bucket.
+    """
 
     def told(parameter: Any) -> None:
         recorder.known(_buckets(engine.engine.optimizer), WORKSPACE)
@@ -139,7 +153,10 @@ def _buckets(optimizer: Any) -> list[Any]:
 
 
 def tell(engine: Any, recorder: Recorder) -> None:
-    """Tell the recorder what holds the memory that is there now. The first name counts: in stage 0 the optimizer updates the weights."""
+    """Set the holders of the memory that exists now.
+
+    The first holder counts: in stage 0 the optimizer updates the weights directly.
+    """
     optimizer, parameters, flat = (
         engine.engine.optimizer,
         list(engine.model.parameters()),

@@ -1,7 +1,8 @@
-"""``python -m pretrain.report.evaluation_process PARENT COMMAND...`` becomes the command: niced, and ended with its parent, a rank.
+"""``python -m pretrain.report.evaluation_process PARENT COMMAND...``: run a command niced, and end
+it with its parent.
 
-Standard library and the table of exit codes alone. It replaces itself, so that the process that was started is the command and not its
-keeper.
+The parent is a rank. The process replaces itself by the command, so that the process that was
+started is the command and not a wrapper. It imports only the standard library and the exit codes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _NICENESS = 19
 
 
 def main(words: list[str]) -> int:
-    """Runs the command in this process's place; returns only where it cannot be started: 127."""
+    """Replace this process by the command. Return 127 if the command cannot be started, 0 if the
+    parent has ended.
+    """
     parent, command = int(words[0]), words[1:]
     for number in (
         signal.SIGUSR1,
