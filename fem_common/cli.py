@@ -32,18 +32,19 @@ from fem_common.text import nearest
 
 CODES = """exit codes:
     0  done
-    1  a fault, or a check found one: the same command may do
+    1  a fault, or a failed check: the same command may succeed later
     2  wrong input
     3  loss or gradient stayed non-finite
-   75  another process has the folder: the same command may do later
+   75  another process uses the folder: the same command may succeed later
   130  Ctrl-C; 143  SIGTERM"""
-KEPT = "the same command goes on where it was"
+KEPT = "the same command continues where it stopped"
 _ENDS: dict[int, str] = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
     signal.SIGHUP: "the terminal hung up",
 }
-# Want of memory in errors of another type: by zstd, lz4, C++, zlib, the dynamic linker and Python's threads.
+# Texts of out-of-memory errors of other types: of zstd, lz4, C++, zlib, the dynamic linker and
+# Python's threads.
 _MEMORY = (
     "not enough memory",
     "allocation_failed",
@@ -74,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         given.setdefault("allow_abbrev", False)
         given["epilog"] = "\n\n".join(filter(None, (given.get("epilog"), CODES)))
         super().__init__(**given)
-        self.register("type", Path, _path)  # of every type=Path
+        self.register("type", Path, _path)  # for every argument with type=Path
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
@@ -149,7 +150,7 @@ def parse(
             continue
         place, _, function = verb.place.partition(":")
         module = importlib.import_module(place)
-        # What the module's docstring says after the verb's name.
+        # The part of the module's docstring after the verb's name.
         said = (module.__doc__ or "").partition("``: ")[2].replace("``", "") or verb.purpose
         called = group.add_parser(name, help=verb.purpose, description=said[:1].upper() + said[1:])
         module.add_arguments(called)
@@ -162,7 +163,7 @@ def parse(
     if odd:
         parser.error(f"unrecognized arguments: {' '.join(odd)}")
     if words is not None:
-        arguments.words = [*words, *more]  # those that stand after options
+        arguments.words = [*words, *more]  # words after options
     if rest is not None:
         arguments.rest = rest
     return arguments
@@ -186,7 +187,8 @@ def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> in
             return end(
                 program,
                 Fault(
-                    "not enough memory: give the same command again where there is more; what is finished is kept"
+                    "not enough memory: run the same command again with more memory; finished "
+                    "work is kept"
                 ),
             )
         if isinstance(error, OSError):
@@ -194,9 +196,8 @@ def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> in
         raise
     except KeyboardInterrupt as interrupt:
         number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
-        logging.getLogger(
-            "asyncio"
-        ).disabled = True  # it would report the requests that a store's client had under way
+        # asyncio would report the unfinished requests of a store's client.
+        logging.getLogger("asyncio").disabled = True
         _tell_if_possible(f"{program}: {_ENDS[number]}; {kept}")
         return 128 + number
 

@@ -32,13 +32,12 @@ COMMAND_LINE = "command line"
 _HUGE = {int: 2.0**63, float: 1e300}
 _NUMBER = re.compile(r"[+-]?((0|[1-9]\d*(_\d+)*)(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 _EXPONENT = re.compile(r"[+-]?[\d_.]+[eE][+-]?\d{1,3}")
-_KINDS = (
-    "str int float bool null timestamp merge value seq map".split()
-)  # what YAML may take a value for
+# Tags that YAML may assign to a plain value.
+_KINDS = "str int float bool null timestamp merge value seq map".split()
 _hints = functools.cache(typing.get_type_hints)  # evaluates every annotation of a class
 
 Mistake = tuple[str, ConfigError]
-"""The section of the configuration that it is in, "" where nobody knows, and what is wrong."""
+"""Section of the configuration ("" if unknown), and the error."""
 
 
 class ConfigErrors(ConfigError):
@@ -161,7 +160,7 @@ def dump_yaml(config: Any) -> str:
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
 
 
-# --- the schema ----------------------------------------------------------------------------------------------------------------
+# --- the schema ----------------------------------------------------------------------------------
 
 
 def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
@@ -253,7 +252,7 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
     return kind, False
 
 
-# --- files ---------------------------------------------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ class Node:
 
     value: dict[str, Node] | list[Node] | str
     where: str
-    tag: str = "str"  # of a scalar: what YAML takes it for
+    tag: str = "str"  # the tag that YAML assigns to a scalar
     quoted: bool = False
 
     def __str__(self) -> str:
@@ -289,7 +288,7 @@ def node_of(value: Any, where: str) -> Node:
         )
     if isinstance(value, list | tuple):
         return Node([node_of(entry, where) for entry in value], where, "seq")
-    if isinstance(value, str):  # YAML 1.1 took 1e-4 for text
+    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
         return Node(value, where, "str", quoted=not _EXPONENT.fullmatch(value))
     return Node(_plainly(value), where, "null" if value is None else type(value).__name__)
 
@@ -316,7 +315,8 @@ def _file(path: Path) -> Node:
     node = _parse(text, str(path))
     if not isinstance(node.value, dict):
         raise ConfigError(
-            f"{path}: expected a mapping of keys to values, got {'nothing' if node.tag == 'null' else node}"
+            f"{path}: expected a mapping of keys to values, got "
+            f"{'an empty file' if node.tag == 'null' else node}"
         )
     return node
 
@@ -368,11 +368,13 @@ def _parse(text: str, where: str) -> Node:
         for token in yaml.scan(text) if "*" in text else ():
             if isinstance(token, yaml.AliasToken):
                 raise ConfigError(
-                    f"{place(token.start_mark)}: alias *{token.value}: write the value out, or put it in a base"
+                    f"{place(token.start_mark)}: alias *{token.value}: write the value out, or "
+                    "put it in a base"
                 )
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
-            f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {error.problem or error.context}"
+            f"{place(error.problem_mark or error.context_mark)}: not valid YAML: "
+            f"{error.problem or error.context}"
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
@@ -412,7 +414,10 @@ def _under(
 
 
 def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> Node:
-    """Rename the moved keys in the tree of one file. A key stays if its new name is also present."""
+    """Rename the moved keys in the tree of one file.
+
+    A key stays if its new name is also present.
+    """
     for old, new in names.items():
         found, rest = _taken(node, old)
         if found is not None and _taken(node, new)[0] is None:
@@ -470,7 +475,7 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
     raise ConfigError(f"{COMMAND_LINE}: unknown key {name}: {'.'.join(above)} is a single value")
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------
 
 
 class _Reader:
@@ -516,7 +521,7 @@ class _Reader:
             given = _mapping(tree)
             values = dict(given)
             for key in self.sections & given.keys():
-                values[key] = Node({}, tree.where, "map")  # where it is wrong
+                values[key] = Node({}, tree.where, "map")  # used if the section is invalid
                 with self.noted(key):
                     values[key] = self.over_base(given[key], key, self.path.parent)
             tree = replace(tree, value=values)
@@ -535,7 +540,7 @@ class _Reader:
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
-        """Return the assignment with moved keys taken out, plus one assignment for each moved key."""
+        """Return the assignment without moved keys, plus one assignment for each moved key."""
         found = []
         for old, new in self.moved.items():
             if list(old) == keys:
@@ -556,7 +561,7 @@ class _Reader:
             f"{section}.base",
         )
         if not section:
-            what, key = "the name of a file beside this one, or a path", "base"
+            what, key = "the name of a file in the same folder, or a path", "base"
         if (
             section
             and isinstance(node.value, str)
@@ -598,12 +603,17 @@ class _Reader:
         file = next((place for place in places if place.is_file()), places[0])
         if os.path.abspath(file) in chain:
             raise ConfigError(
-                f"{base.where}: {key} = '{name}' goes round in a circle: {' -> '.join((*chain, os.path.abspath(file)))}"
+                f"{base.where}: {key} = '{name}' is circular: "
+                f"{' -> '.join((*chain, os.path.abspath(file)))}"
             )
         if not file.is_file():
-            named = f"{section or 'base'} names the {'file' if by_path else 'part' if section else 'file'} '{name}'"
+            named = (
+                f"{section or 'base'} names the "
+                f"{'file' if by_path else 'part' if section else 'file'} '{name}'"
+            )
             raise ConfigError(
-                f"{base.where}: {named}, but there is no file {file}{_hint(name, places, by_path, here)}"
+                f"{base.where}: {named}, but there is no file "
+                f"{file}{_hint(name, places, by_path, here)}"
             )
         under = _renamed(_file(file), _under(self.moved, [section]) if section else self.moved)
         return _merged(
@@ -621,7 +631,8 @@ class _Reader:
             with self.noted(here[0]):
                 if key not in known:
                     raise ConfigError(
-                        f"{value.where}: unknown key {'.'.join(here)}; {self.suggestion(path, key, list(known))}"
+                        f"{value.where}: unknown key {'.'.join(here)}; "
+                        f"{self.suggestion(path, key, list(known))}"
                     )
                 said = spec(known[key])
                 values[key] = self.convert(
@@ -668,7 +679,7 @@ class _Reader:
                 self.convert(entry, item, (*path, str(number)), said)
                 for number, item in enumerate(node.value)
             )
-        if origin is dict and isinstance(node.value, dict):  # null takes a base's entry away
+        if origin is dict and isinstance(node.value, dict):  # null removes an entry of the base
             return {
                 name: self.convert(entry, item, (*path, name), said)
                 for name, item in node.value.items()
@@ -689,7 +700,8 @@ class _Reader:
         ):
             choices = [str(choice) for choice in said.choices]
             raise ConfigError(
-                f"{node.where}: {name} = {node} is not a choice; {did_you_mean(str(value), choices)}"
+                f"{node.where}: {name} = {node} is not a choice; "
+                f"{did_you_mean(str(value), choices)}"
             )
         if fault := said.fault(value):
             raise ConfigError(f"{node.where}: {name} = {node}: {fault}")
@@ -702,7 +714,7 @@ def _mapping(node: Node) -> dict[str, Node]:
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
-    """Return the suggestion of the nearest existing file, written in the form that the user used."""
+    """Return a suggestion of the nearest existing file, in the form that the user used."""
     if not by_path and (here / f"{name}.yaml").is_file():
         return f"; did you mean {name}.yaml, the file in {here.absolute()}?"
     near = nearest(places[0].stem, [stem for place in places for stem in _stems(place.parent)], 0.4)

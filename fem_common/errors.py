@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from fem_common.exits import Exit
 
-# What the operating system says of a wrong path, or of another's. All else (no space, a stale handle, an I/O error) is the file system's.
+# Errors of the operating system for a wrong or foreign path. All other errors (no space, a stale
+# handle, an I/O error) are faults of the file system.
 MISTAKES = (
     FileNotFoundError,
     FileExistsError,
@@ -24,7 +25,7 @@ MISTAKES = (
     NotADirectoryError,
     IsADirectoryError,
 )
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, whoever's limit it is
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or a limit on space
 
 
 class CommandError(Exception):
@@ -80,9 +81,9 @@ def reason(error: OSError) -> str:
     For a full disk the text also contains what to do.
     """
     said = error.strerror or str(error) or type(error).__name__
-    if error.errno in FULL:  # the file's name is often a temporary one
+    if error.errno in FULL:  # the file's name is often temporary
         folder = f"{Path(error.filename).parent}: " if isinstance(error.filename, str) else ""
-        return f"{folder}{said}; make room and give the same command again"
+        return f"{folder}{said}; free some space and run the same command again"
     return f"{error.filename}: {said}" if error.filename else said
 
 
@@ -120,6 +121,6 @@ def end(program: str, error: CommandError | OSError) -> Exit:
         return Exit.READER_GONE
     if isinstance(error, OSError):
         error = told(error)
-    for line in str(error).splitlines() or [""]:  # one, or one for each mistake of several
+    for line in str(error).splitlines() or [""]:  # one line per mistake
         print(f"{program}: error: {line}", file=sys.stderr, flush=True)
     return error.code

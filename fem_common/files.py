@@ -32,7 +32,8 @@ def expand_home(text: str) -> str:
         return text
     if os.path.lexists(name):
         raise ConfigError(
-            f"{text} may be below the home directory or {name} in the working directory: write ./{text}, or the whole path"
+            f"{text} can mean the home directory or {name} in the working directory: write "
+            f"./{text}, or the full path"
         )
     if (path := os.path.expanduser(text)) == text:
         raise ConfigError(
@@ -193,7 +194,7 @@ def remove_leftovers(folder: Path, process: int | None = None) -> None:
             if gone:
                 remove(path)
         except FileNotFoundError:
-            continue  # its owner, or another process that tidies up, was faster
+            continue  # removed by its owner or by another process meanwhile
 
 
 def _alive(process: str) -> bool:
@@ -237,14 +238,13 @@ def locked(
             )
             held = True
         except BlockingIOError:
-            raise InUse(busy or f"another process has {path.parent}: wait for it") from None
+            raise InUse(busy or f"another process uses {path.parent}: wait for it") from None
         except OSError:
             held = False
         yield held
     finally:
-        if (
-            os.getpid() == owner
-        ):  # what was forked meanwhile has the descriptor as well, and may end later
+        # A process that was forked meanwhile also has the descriptor and may end later.
+        if os.getpid() == owner:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -255,8 +255,7 @@ def _opened(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         try:
-            return os.open(
-                path, os.O_RDONLY
-            )  # another user's, or on a file system that is read only
+            # The file belongs to another user or is on a read-only file system.
+            return os.open(path, os.O_RDONLY)
         except OSError:
             raise told(error, f"cannot write in {path.parent} (", ")") from None

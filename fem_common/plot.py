@@ -13,7 +13,7 @@ from typing import Any
 
 from fem_common.files import write_whole
 
-# Okabe and Ito's colours; the yellow, too faint for a line on white, left out.
+# Colours of Okabe and Ito without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 INK, QUIET, GRID = "#222222", "#555555", "#e6e6e6"

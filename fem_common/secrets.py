@@ -7,23 +7,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-SHORTEST = (
-    8  # a value with fewer characters is not looked for in output: it would be found everywhere
-)
+# Shorter values are not searched in output, because they would match everywhere.
+SHORTEST = 8
 SECRET_ENDINGS = ("KEY", "KEYS", "TOKEN", "TOKENS", "JWT", "PASSPHRASE")
 SECRET_PARTS = ("SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _HARMLESS_WORDS = {"PKEY"}  # InfiniBand's partition key, a number: NCCL_IB_PKEY
 _PASSWORD_IN_URL = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s/@:]*:([^\s/@]+)@")
 
-# What explains how a run behaved, and no more: names, and beginnings of names.
+# Allow-list of variables that explain the behaviour of a run: names, and beginnings of names.
 _HARMLESS_NAMES = frozenset(
-    "CONDA_DEFAULT_ENV CONDA_PREFIX GROUP_RANK HF_HOME HOME HOSTNAME LANG LD_LIBRARY_PATH LOADEDMODULES LOCAL_RANK LOCAL_WORLD_SIZE"
-    " LOGNAME MASTER_ADDR MASTER_PORT MODULEPATH PATH PWD RANK ROLE_RANK SHELL TMPDIR TOKENIZERS_PARALLELISM TZ USER VIRTUAL_ENV"
-    " WORLD_SIZE XDG_CACHE_HOME".split()
+    "CONDA_DEFAULT_ENV CONDA_PREFIX GROUP_RANK HF_HOME HOME HOSTNAME LANG LD_LIBRARY_PATH "
+    "LOADEDMODULES LOCAL_RANK LOCAL_WORLD_SIZE LOGNAME MASTER_ADDR MASTER_PORT MODULEPATH PATH "
+    "PWD RANK ROLE_RANK SHELL TMPDIR TOKENIZERS_PARALLELISM TZ USER VIRTUAL_ENV WORLD_SIZE "
+    "XDG_CACHE_HOME".split()
 )
 _HARMLESS_BEGINNINGS = tuple(
-    "CUBLAS_ CUDA_ CUDNN_ EFA_ FI_ GLOO_ GOMP_ KMP_ LC_ MKL_ NCCL_ NVIDIA_ NVTE_ OFI_ OMP_ OPENBLAS_ PYTHON PYTORCH_ RDMAV_ SLURM_"
-    " TORCH TRITON_ UCX_".split()
+    "CUBLAS_ CUDA_ CUDNN_ EFA_ FI_ GLOO_ GOMP_ KMP_ LC_ MKL_ NCCL_ NVIDIA_ NVTE_ OFI_ OMP_ "
+    "OPENBLAS_ PYTHON PYTORCH_ RDMAV_ SLURM_ TORCH TRITON_ UCX_".split()
 )
 
 

@@ -17,18 +17,17 @@ class Spec:
     """
 
     doc: str = ""
-    choices: tuple[Any, ...] | None = None  # "fla.*" stands for any name after the dot
-    check: Callable[[Any], str | None] | None = None  # what is wrong with a value, or None
+    choices: tuple[Any, ...] | None = None  # "fla.*" allows any name after the dot
+    check: Callable[[Any], str | None] | None = None  # returns the error text of a value, or None
     least: float | None = None
     above: float | None = None
     below: float | None = None
-    expand: Callable[[Any], Any] | None = (
-        None  # a short way to write the value: `config.Node` -> the node of the whole way
-    )
+    # Expands a short form of the value: `config.Node` -> the node of the full form.
+    expand: Callable[[Any], Any] | None = None
     path: bool = False  # a path, or a URL: a leading ~ is expanded
 
     def fault(self, value: Any) -> str | None:
-        """Return the error text for a number or text that violates the range or ``check``, or None."""
+        """Return the error text of a value that violates the range or ``check``, or None."""
         wanted = self.range()
         for limit, holds in (
             (self.least, lambda: value >= self.least),

@@ -17,7 +17,7 @@ from fem_common.text import nearest
 
 Say = Callable[[str], None]
 LONGEST_PAUSE = 60.0  # seconds between two attempts
-_UNWRITTEN = {"http", "https", "memory", "data"}  # kinds of places that keep nothing
+_UNWRITTEN = {"http", "https", "memory", "data"}  # places that cannot store files
 _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "s3": {
@@ -51,7 +51,8 @@ def refusal(place: str, folder: Path | None) -> str | None:
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
         return (
-            "has a password in it, which would stand in files; give credentials in the environment"
+            "contains a password, which would be written to files; set credentials in the "
+            "environment"
         )
     if (
         re.match(r"[a-z0-9+]+:/(?!/)|(s3a?|gc?s)//", place)
@@ -65,7 +66,10 @@ def refusal(place: str, folder: Path | None) -> str | None:
         return _unknown(place, kind)
     there, here = local.resolve(), folder.resolve()
     if there.is_relative_to(here) or here.is_relative_to(there):
-        return f"= {place} and the folder {folder} lie one in the other, and files would be written over: choose another place"
+        return (
+            f"= {place} and the folder {folder} overlap, and files would be overwritten: choose "
+            "another place"
+        )
     return None
 
 
@@ -85,7 +89,10 @@ def _unknown(place: str, kind: str) -> str | None:
         )
     near = nearest(kind.lower(), known)
     meant = f"; did you mean {near}://{place.partition('://')[2]}?" if near else ""
-    return f"= {place}: nothing can be sent to {kind}://{meant or '; as in s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder'}"
+    return (
+        f"= {place}: {kind}:// is not "
+        f"supported{meant or '; use s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder'}"
+    )
 
 
 def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
@@ -113,9 +120,8 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
-    store.retries = (
-        1  # s3fs's and gcsfs's own, in whose long pauses nothing is told: `until_it_works` does it
-    )
+    # `until_it_works` repeats attempts; the retries of s3fs and gcsfs pause without messages.
+    store.retries = 1
     return store, root, url
 
 
@@ -154,7 +160,7 @@ def until_it_works(
             work()
         except ConfigError:
             raise
-        except Exception as error:  # what fsspec's file systems raise has no common kind
+        except Exception as error:  # fsspec's file systems have no common error type
             note(said(error))
             if over(pause * random.uniform(0.5, 1.0)):
                 return error

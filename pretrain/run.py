@@ -57,9 +57,8 @@ from pretrain.stages import Part, facts_of, parts_of
 from pretrain.trainer import Outcome, Trainer
 from pretrain.validate import Prepared
 
-_LONG_TO_READ = (
-    10**8
-)  # bytes; tenths of a second from a local disk, many seconds from a busy network's
+# Bytes; reading takes tenths of a second from a local disk, many seconds from a busy network disk.
+_LONG_TO_READ = 10**8
 
 
 def train(prepared: Prepared, received: Received) -> Outcome:
@@ -81,9 +80,10 @@ def train(prepared: Prepared, received: Received) -> Outcome:
             stack.callback(run.reader.close)
             if not from_rank_0(lambda: stack.enter_context(claimed(run.folder))):
                 raise InUse(
-                    f"{run.folder} is in use by another process; wait for it, end it, or choose another run_dir"
+                    f"{run.folder} is in use by another process; wait for it, end it, or choose "
+                    "another run_dir"
                 )
-            if run.first:  # elsewhere warnings alone come through, to stderr
+            if run.first:  # other ranks print only warnings, to stderr
                 stack.enter_context(kernels_told(run.say))
             with _failure_told(run.file):
                 return run.attempt()
@@ -117,8 +117,10 @@ def build_index(prepared: Prepared) -> None:
             data = run.data(run.samples_to_order(part.resumed(last.progress) if last else None))
             valid = f" and {len(data.valid):,} of validation" if data.valid is not None else ""
             run.say(
-                f"index cache {data.cache}: {'' if data.built else 'unchanged, '}{len(data.train):,} samples of training{valid}, "
-                f"{run.config.data.seq_length} tokens each; {time.monotonic() - started:.1f} s, {time.process_time():.1f} CPU s with the "
+                f"index cache {data.cache}: "
+                f"{'' if data.built else 'unchanged, '}{len(data.train):,} samples of "
+                f"training{valid}, {run.config.data.seq_length} tokens each; "
+                f"{time.monotonic() - started:.1f} s, {time.process_time():.1f} CPU s with the "
                 f"start, {platform.peak_resident_bytes() / 2**30:.2f} GiB of memory at most"
             )
     finally:
@@ -145,7 +147,7 @@ def make_engine(
         config, parallel=config.parallel.settled(config.engine, cuda=platform.has_cuda())
     )
     try:
-        if config.engine.name == "deepspeed":  # not installed everywhere
+        if config.engine.name == "deepspeed":  # imported late: an optional package
             from pretrain.engines.deepspeed import DeepSpeedEngine
 
             return DeepSpeedEngine(config, schedule, say, draw=draw)
@@ -232,13 +234,15 @@ class Run:
         )
         if told:
             self.say(
-                f"{'other than the parent' if start.forked else 'changed since the last attempt'}: {told}"
+                f"{'different from the parent' if start.forked else 'changed since the last attempt'}: "
+                f"{told}"
             )
         step, steps = start.progress.step, self.schedule.last_step
+        # The state is "complete" after the last validation.
         complete = before is not None and (before.get("state"), before.get("step")) == (
             "complete",
             step,
-        )  # its last validation done
+        )
         if start.own and (step > steps or (step == steps and complete)):
             return self._nothing_left(checkpoints, start)
         try:
@@ -263,7 +267,8 @@ class Run:
         checkpoints.enter(self.config)
         if part.name:
             self.say(
-                f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps {part.begin_step + 1} to {part.end_step}"
+                f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps "
+                f"{part.begin_step + 1} to {part.end_step}"
             )
         engine = make_engine(self.config, self.schedule, self.say, draw=fresh)
         try:
@@ -272,9 +277,8 @@ class Run:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
-            checkpoints.alert = partial(
-                alert, callbacks, "checkpoint not written"
-            )  # not the trainer's method: it holds the engine
+            # A method of the trainer would keep a reference to the engine.
+            checkpoints.alert = partial(alert, callbacks, "checkpoint not written")
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
             return trainer.run()
@@ -326,7 +330,8 @@ class Run:
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
             self.say(
-                f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their manifests"
+                f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their "
+                "manifests"
             )
         return from_rank_0(lambda: check_contents(self.all_facts))
 
@@ -347,11 +352,13 @@ class Run:
                 checkpoints.load(engine, start.found, model_only=not (start.own or start.forked))
                 at = f" at step {start.progress.step}" if start.own or start.forked else ""
                 self.say(
-                    f"{'resumed' if start.own else 'forked' if start.forked else 'weights taken'} from {start.found.path}{at}"
+                    f"{'resumed' if start.own else 'forked' if start.forked else 'weights taken'} "
+                    f"from {start.found.path}{at}"
                 )
                 if start.forked and start.progress.order_begin == start.progress.consumed_samples:
                     self.say(
-                        "its data are others than the parent's: their order begins at its first sample"
+                        "its data differs from the parent's: the data order begins at its first "
+                        "sample"
                     )
                 break
             except DamagedCheckpoint as error:
@@ -372,14 +379,16 @@ class Run:
         data = self.data(start.progress.order_samples)
         cut = f"CP {layout.context_parallel_size}, " if layout.context_parallel_size > 1 else ""
         self.say(
-            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.schedule.steps - self.part.begin_step} steps of "
-            f"{self.schedule.step_tokens} tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
-            f"PP {layout.pipeline_model_parallel_size}, {cut}DP {plan.data_parallel}, {config.train.precision})"
+            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, "
+            f"{self.schedule.steps - self.part.begin_step} steps of {self.schedule.step_tokens} "
+            f"tokens on {self.world_size} x {platform.device_name()} (TP "
+            f"{layout.tensor_model_parallel_size}, PP {layout.pipeline_model_parallel_size}, "
+            f"{cut}DP {plan.data_parallel}, {config.train.precision})"
         )
         if plan.pieces is not None:
             self.say(
-                f"training FLOPs per token: {si(plan.train_flops)}FLOP by the documents' lengths, which TFLOP/s and MFU count; dense, over "
-                f"whole sequences: {si(plan.dense_flops)}FLOP"
+                f"training FLOPs per token: {si(plan.train_flops)}FLOP by the documents' lengths, "
+                f"used for TFLOP/s and MFU; dense, over full sequences: {si(plan.dense_flops)}FLOP"
             )
         meter = Meter(
             step_tokens=self.schedule.step_tokens,
@@ -467,15 +476,15 @@ class Run:
         """
         step = start.progress.step
         self.say(
-            f"{self.config.name} is complete at step {step}; raise train.steps or train.tokens to continue it, or start another run "
-            "with another run_dir"
+            f"{self.config.name} is complete at step {step}; raise train.steps or train.tokens to "
+            "continue it, or start another run with another run_dir"
         )
         self.file.tell("complete")
         if self.first and self.config.evaluate.wanted:
             late = self._evaluations(
                 checkpoints, [Console(self.config.log.interval, self.schedule.last_step)], step
             )
-            if late.running is not None:  # else no logger opens anything
+            if late.running is not None:  # else no logger is opened
                 late.loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
                 for callback in (late, *late.loggers):
                     callback.on_end()
@@ -496,22 +505,24 @@ def _check_packages(config: RunConfig) -> None:
     if config.engine.name == "deepspeed":
         if find_spec("deepspeed") is None:
             raise ConfigError(
-                "engine.name = deepspeed needs a package that is not installed: pip install -c constraints.txt -e .[deepspeed]"
+                "engine.name = deepspeed needs a package that is not installed: pip install -c "
+                "constraints.txt -e .[deepspeed]"
             )
-        obstacle = check_ops(
-            config.engine.offload_optimizer
-        )  # it compiles for itself, which must be possible
+        # DeepSpeed compiles its operations, which must be possible.
+        obstacle = check_ops(config.engine.offload_optimizer)
         if obstacle:
             raise ConfigError(f"engine.name = deepspeed: {obstacle}")
     for name in dict.fromkeys(catalogue.mixer_names(config.model)):
         package = catalogue.describe(name).package
         if package is not None and not platform.has_cuda():
             raise ConfigError(
-                f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet and mamba2 run without"
+                f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet "
+                "and mamba2 run without one"
             )
         if package is not None and find_spec(package) is None:
             raise ConfigError(
-                f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]"
+                f"model.mixer: {name} needs a package that is not installed: pip install -c "
+                "constraints.txt -e .[gpu]"
             )
 
 

@@ -26,7 +26,8 @@ from fem_common.stores import folder_of
 from pretrain.config import RunConfig, load_run
 
 FORK = "fork.json"
-RUN_ID = "run_id.json"  # the run's id, and the run directory's absolute path when it was written
+# The run's id, and the absolute path of the run directory at the time of writing.
+RUN_ID = "run_id.json"
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
 
 
@@ -94,13 +95,13 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             return config
         if named:
             raise ConfigError(
-                f"{given} and run_dir = {config.run_dir} are two run directories: give one, or --fork {config.run_dir}"
+                f"{given} and run_dir = {config.run_dir} are two run directories: give one, or "
+                f"--fork {config.run_dir}"
             )
         return replace(config, run_dir=str(given))
     config = load_run(given, overrides)
-    here = (
-        given.parent.parent if given.parent.name == "launch" else given.parent
-    )  # launch/ has the launcher's copy
+    # launch/ contains the launcher's copy.
+    here = given.parent.parent if given.parent.name == "launch" else given.parent
     place = run_directory(config)
     if (
         given.name == "config.yaml"
@@ -109,8 +110,9 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         and not _same_folder(place, here)
     ):
         raise ConfigError(
-            f"{given} is in the run directory {here.absolute()}, but its run_dir is {place.absolute()}, where training would start from "
-            f"other checkpoints or none; to continue the run here: pretrain {here}; to train elsewhere: run_dir=FOLDER"
+            f"{given} is in the run directory {here.absolute()}, but its run_dir is "
+            f"{place.absolute()}, where training would start from other checkpoints or none; to "
+            f"continue the run here: pretrain {here}; to train elsewhere: run_dir=FOLDER"
         )
     return config
 
@@ -134,10 +136,10 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
     for file in (*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")):
         saved = list[float]()
         for manifest in file.parent.glob("checkpoints/step_*/manifest.json"):
-            with suppress(FileNotFoundError):  # that run deletes it at this moment
+            with suppress(FileNotFoundError):  # the run deletes it meanwhile
                 saved.append(manifest.stat().st_mtime)
         if saved and file.parent.resolve() != but.resolve():
-            with suppress(ConfigError):  # of another version
+            with suppress(ConfigError):  # written by another version
                 other = load_run(file)
                 vocabulary = config.model.vocab_size or other.model.vocab_size
                 if (other.name, other.model) == (
@@ -173,7 +175,8 @@ def check_writable(folder: Path, mirror: str | None = None) -> None:
             raise ConfigError(f"{key} = {place}: {there} is not a folder; choose another {key}")
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"{key} = {place}: {there} is not writable; choose another {key}, or make it so"
+                f"{key} = {place}: {there} is not writable; choose another {key}, or change its "
+                "permissions"
             )
 
 
@@ -266,11 +269,14 @@ def relaunch_command(world_size: int) -> str:
     start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', world_size)}"
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if nodes > 1:
-        start += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+        start += (
+            f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port "
+            "$MASTER_PORT"
+        )
     program = (
         f"{start} -m pretrain" if world_size > 1 else f"{shlex.quote(sys.executable)} -m pretrain"
     )
-    # Where a launcher let the code come from elsewhere than the folder.
+    # Set if a launcher runs the code from another folder.
     paths = "".join(
         f"{name}={shlex.quote(os.environ[name])} "
         for name in ("PYTHONPATH", "PYTHONSAFEPATH")

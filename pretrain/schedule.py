@@ -12,32 +12,33 @@ from itertools import pairwise
 
 from pretrain.config import RunConfig
 
-Samples = int | Fraction  # a fraction where earlier steps are counted in samples of another length
+Samples = int | Fraction  # a fraction if earlier steps had samples of another length
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Lengths of a run in optimizer steps and in samples (sequences).
 
-    The learning rate follows positions in its schedule: warm-up first, up to ``rate_end``. A position is the number of samples since
-    ``rate_samples``. After a change of the batch size, the schedule keeps the lengths of the batch size with which it began, and
-    ``knots`` map consumed samples to its positions.
+    The learning rate is a function of the position in its schedule, which begins with warm-up and
+    ends at ``rate_end``. A position is the number of samples since ``rate_samples``. After a change
+    of the batch size, the schedule keeps the lengths of the batch size with which it began, and
+    ``knots`` map consumed samples to positions.
     """
 
     steps: int
     batch_samples: int
     sample_tokens: int
     warmup_samples: Samples
-    decay_samples: Samples  # of WSD's final decay; otherwise 0
-    rate_samples: Samples = 0  # consumed where the learning rate's schedule begins
-    begin_step: int = 0  # where steps and batches begin to be these: the last change of the batch size, or a fork's first step
-    begin_samples: int = 0  # consumed until then
-    rate_end: Samples = 0  # consumed where the learning rate's schedule ends
-    run_steps: int = 0  # of all stages, where there are some
+    decay_samples: Samples  # final decay of WSD; otherwise 0
+    rate_samples: Samples = 0  # samples consumed when the learning-rate schedule begins
+    # Step of the last change of the batch size, or the first step of a fork.
+    begin_step: int = 0
+    begin_samples: int = 0  # samples consumed until begin_step
+    rate_end: Samples = 0  # samples consumed when the learning-rate schedule ends
+    run_steps: int = 0  # steps of all stages; 0 without stages
     run_tokens: int = 0
-    knots: tuple[
-        tuple[Samples, Samples], ...
-    ] = ()  # (consumed samples, position), linear between them
+    # (consumed samples, position), with linear interpolation between them.
+    knots: tuple[tuple[Samples, Samples], ...] = ()
 
     @property
     def total_samples(self) -> int:
@@ -118,7 +119,8 @@ class Schedule:
             begin = samples + (optimizer.from_step - step) * batch if optimizer.from_step else 0
             return replace(made, rate_samples=begin, rate_end=max(end, begin + batch))
         at, whole = before._position(samples), before.rate_end - before.rate_samples
-        # A warm-up that is longer than the run was planned with the earlier batch size ends in the middle of that plan.
+        # A warm-up that is longer than the run planned with the earlier batch size ends in the
+        # middle of that plan.
         peak = Fraction(whole, 2) if before.warmup_samples >= whole else before.warmup_samples
         knots: list[tuple[Samples, Samples]] = [(samples, at)]
         for there, position in (

@@ -43,9 +43,8 @@ def noted() -> Iterator[Received]:
     def note(number: int, _: object) -> None:
         received.append(number)
         if number == signal.SIGINT and os.getpid() == owner:
-            signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            )  # also where Python's handlers have to wait for a collective
+            # The default handler also works while Python's handlers wait for a collective.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
                 os.write(_STDERR, _HEARD)
 

@@ -17,13 +17,15 @@ from pretrain.checkpoint.resume import changes
 from pretrain.config import RunConfig, TrainConfig
 
 Recent = tuple[float, ...]
-"""() or (steps seen, the loss's mean and variance, the mean and variance of the norm's logarithm)."""
+"""() or (steps, mean and variance of the loss, mean and variance of the norm's logarithm)."""
 
-# Deviations are no less: of the loss in nats, of the norm's logarithm. Smaller ones are of no harm, however rare.
+# Minimum standard deviations of the loss in nats and of the norm's logarithm. Deviations from the
+# mean that are small in absolute terms are harmless, even if they are rare.
 _LEAST = (0.02, 0.2)
 
-# Keys that decide what a step's loss is a mean of, or what its gradient descends: another value gives loss or norm another distribution.
-# Rates, precision and layout are left out: a jump after a change of these is a spike, or rounding.
+# Keys that determine the averaged tokens or the objective of a step: a changed value changes the
+# distribution of loss or norm. Rates, precision and layout are not listed: a jump after a change of
+# these is a spike, or rounding.
 _MEANING = re.compile(
     r"data\.(train\..*weight|seq_length|packing|documents|reset_positions|eod_loss)$"
     r"|train\.(global_batch_size|z_loss)$|model\.rope_scaling\b"
@@ -63,7 +65,10 @@ class Spikes:
             beyond = (value - mean) / max(math.sqrt(variance), least)
             if beyond > self.deviations:
                 usual = mean if name == "loss" else math.exp(mean)
-                return f"{name} {seen:.4g}, {beyond:.1f} deviations above the last {self.window} steps' {usual:.4g}"
+                return (
+                    f"{name} {seen:.4g}, {beyond:.1f} deviations above the last {self.window} "
+                    f"steps' {usual:.4g}"
+                )
         return None
 
     def learned(self, recent: Recent, loss: float, grad_norm: float) -> Recent:
@@ -94,7 +99,10 @@ def carried_over(found: Found, config: RunConfig, *, other_data: bool = False) -
 def check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield the mistakes in the settings of the guard."""
     if config.train.on_spike == "rewind" and not config.checkpoint.interval:
-        yield "train.on_spike = rewind goes back to a checkpoint, but checkpoint.interval = 0; set one, or on_spike=skip"
+        yield (
+            "train.on_spike = rewind goes back to a checkpoint, but checkpoint.interval = 0; set "
+            "an interval, or on_spike=skip"
+        )
 
 
 def rewinds_to(step: int, interval: int, back: int) -> int:

@@ -47,9 +47,9 @@ class Part:
     begin_tokens: int = 0
     run: tuple[int, int] = (0, 0)
     own_rates: bool = True
-    first: Schedule | None = (
-        None  # of the first stage and of the last, whose steps warm-up and decay of the whole run are told in
-    )
+    # Schedules of the first and the last stage; their steps are the units of the run's warm-up and
+    # decay.
+    first: Schedule | None = None
     last: Schedule | None = None
 
     @cached_property
@@ -150,7 +150,7 @@ def parts_of(config: RunConfig) -> list[Part]:
         )
         step, tokens = part.end_step, tokens + part.own.steps * part.own.step_tokens
         parts.append(part)
-    # In steps of these two: the schedule of the whole run, as it begins and as it ends.
+    # Schedules of the full run in steps of the first and of the last stage.
     optimizer = config.optimizer
     first, last = (
         Schedule.of(
@@ -181,17 +181,32 @@ def check_stages(config: RunConfig) -> Iterator[str]:
     """Yield the mistakes in the list of stages."""
     for key in ("steps", "tokens"):
         if (value := getattr(config.train, key)) is not None:
-            yield f"train.{key} = {value}, but stages say how long the run is; set train.{key}=null"
+            yield (
+                f"train.{key} = {value}, but stages determine the length of the run; set "
+                f"train.{key}=null"
+            )
     if config.checkpoint.fork is not None:
-        yield f"checkpoint.fork = {config.checkpoint.fork} and stages are both given: a fork has none; set stages=[]"
+        yield (
+            f"checkpoint.fork = {config.checkpoint.fork} and stages are both given: a fork cannot "
+            "have stages; set stages=[]"
+        )
     if config.optimizer.from_step:
-        yield f"optimizer.from_step = {config.optimizer.from_step} is a fork's; a stage has a schedule of its own with stages.N.schedule"
+        yield (
+            f"optimizer.from_step = {config.optimizer.from_step} applies only to a fork; use "
+            "stages.N.schedule to give a stage its own schedule"
+        )
     for number, stage in enumerate(config.stages):
         if (stage.steps is None) == (stage.tokens is None):
             state = "neither is given" if stage.steps is None else "both are given"
-            yield f"stages.{number}.steps and stages.{number}.tokens say how long {stage.name} is, and {state}: give one"
+            yield (
+                f"stages.{number}.steps and stages.{number}.tokens set the length of "
+                f"{stage.name}, and {state}: give one"
+            )
         if stage.name in [other.name for other in config.stages[:number]]:
-            yield f"stages.{number}.name = {stage.name} is an earlier stage's, too; choose another"
+            yield (
+                f"stages.{number}.name = {stage.name} is also the name of an earlier stage; "
+                "choose another"
+            )
 
 
 def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
@@ -208,8 +223,9 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
             else "the run's schedule"
         )
         lines.append(
-            f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} tokens, batches of {schedule.batch_samples} x "
-            f"{schedule.sample_tokens}, {rates}, documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
+            f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} "
+            f"tokens, batches of {schedule.batch_samples} x {schedule.sample_tokens}, {rates}, "
+            f"documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
             f"{gib(plan.peak_memory)}; {blend}"
         )
     return "\n".join(lines)
@@ -231,7 +247,8 @@ def check_stages_data(config: RunConfig) -> DataFacts:
             check_document_ends(part.config, told[-1])
             if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
                 raise ConfigError(
-                    "data: another tokenizer than the first stage's; all sources of a run need the same one"
+                    "data: the tokenizer differs from the first stage's; all sources of a run "
+                    "need the same one"
                 )
     sources = {
         (source.split, source.prefix): source
@@ -239,7 +256,7 @@ def check_stages_data(config: RunConfig) -> DataFacts:
         for source in reversed(facts.sources)
     }
     made = replace(told[0], sources=tuple(reversed(sources.values())))
-    check_distinct(made.sources)  # copies in different stages
+    check_distinct(made.sources)  # detects copies in different stages
     return made
 
 

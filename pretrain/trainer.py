@@ -65,10 +65,10 @@ class Trainer:
     profiler: Profiler
     stragglers: Stragglers
     progress_file: ProgressFile
-    redraw: Callable[
-        [int], Datasets
-    ]  # the data, the training order drawn for so many samples as far as it begins alike; collective
-    received: list[int]  # numbers of the signals that asked this process to stop, so far
+    # Returns the data with a training order for the given number of samples, which is longer only
+    # if it begins with the present order; collective.
+    redraw: Callable[[int], Datasets]
+    received: list[int]  # numbers of the stop signals received so far
 
     def run(self) -> Outcome:
         """Run the training loop and return its outcome.
@@ -140,7 +140,8 @@ class Trainer:
             return bool(found)
 
         def beside() -> list[float]:
-            # While the device still computes; but the times of a timed step are to have its reading in them.
+            # Read ahead while the device computes, unless the next step is timed: its time must
+            # include the reading.
             if before.step + 1 < self.schedule.steps and not self.stragglers.due(before.step + 2):
                 stream.ahead()
             return self._beside()
@@ -149,7 +150,7 @@ class Trainer:
         result = self.engine.train_step(
             stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None
         )
-        recent = before.recent if spikes else ()  # outdated by the time a guard is set
+        recent = before.recent if spikes else ()  # outdated if a guard is set later
         if spikes and not result.skipped:
             recent = spikes.learned(recent, result.loss, result.grad_norm)
         self.progress = replace(
@@ -189,7 +190,10 @@ class Trainer:
             at.rewound[1] + 1 if at.rewound and at.step <= at.rewound[0] + train.spike_rewind else 1
         )
         last = at.consumed_samples - at.order_begin + at.passed_over - 1
-        told = f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to {last}, its documents: "
+        told = (
+            f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to "
+            f"{last}, its documents: "
+        )
         stage = f"{self.config.stages[-1].name}:" if self.config.stages else ""
         of_sample = told + self._look_up("--sample", f"{stage}{last}")
         target = (
@@ -199,7 +203,10 @@ class Trainer:
         )
         if times > train.max_bad_steps:
             self.checkpoints.close()
-            back = f"training has gone back {times - 1} times from about here: lower optimizer.lr, or look at the data"
+            back = (
+                f"training has gone back {times - 1} times from about this step: lower "
+                "optimizer.lr, or inspect the data"
+            )
             raise TooManyBadSteps(f"step {at.step}, {of_sample}; {back}")
         batch_began = max((step for step, _ in at.batch_changes), default=0)
         found = (
@@ -222,7 +229,10 @@ class Trainer:
             )
             self._tell_progress()
             self._tell(lambda callback: callback.on_restart(kept.step))
-            text = f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed over so far"
+            text = (
+                f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed "
+                "over so far"
+            )
             text = "; ".join(filter(None, (text, self._reach_the_end())))
         self._tell(lambda callback: callback.on_message(text))
         alert(self.callbacks, "spike", text)
@@ -243,8 +253,8 @@ class Trainer:
             self.progress = replace(at, order_samples=self.data.train_samples)
         short = needed - len(self.data.train)
         return (
-            f"the data order ends {short} samples before the run, whose last steps will read its first samples again"
-            * (short > 0)
+            f"the data order ends {short} samples before the end of the run: the last steps will "
+            "read its first samples again" * (short > 0)
         )
 
     def _compare_ranks(self, times: StepTimes) -> None:
@@ -293,7 +303,7 @@ class Trainer:
         )
 
     def _tell_progress(self) -> None:
-        """Write the state "running" to progress.json if it or the last complete checkpoint changed."""
+        """Write "running" to progress.json if the state or the last checkpoint changed."""
         self._note_progress()
         if self.progress_file.told != ("running", self.checkpoints.last):
             self.progress_file.tell("running")
@@ -355,20 +365,21 @@ class Trainer:
         back = (
             f"go back to checkpoint {good}, the newest from before them"
             if good
-            else "no checkpoint is from before them: start anew"
+            else "no checkpoint is from before them: start again"
         )
         if last is not None and last != good:
             there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
             back += f" (remove the later ones, up to {last}{there})"
         first = max(record.step - bad, self.progress.begin_step) + 1
         level = (
-            "; where the loss is to stay at this level, resume once with train.on_spike=none"
+            "; if the loss is expected to stay at this level, resume once with train.on_spike=none"
             if spike
             else ""
         )
         return (
-            f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
-            f"look at the data from step {first} on: {self._look_up('--step', first)}{level}"
+            f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a "
+            f"lower optimizer.lr, or inspect the data from step {first} on: "
+            f"{self._look_up('--step', first)}{level}"
         )
 
     def _look_up(self, *which: object) -> str:

@@ -32,9 +32,8 @@ from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
 from pretrain.stages import check_stages, check_stages_data, parts_of
 
-_CONSTANT = OptimizerConfig(
-    schedule="constant"
-)  # of a stage in the run's schedule, which is checked as a whole
+# Used for a stage without its own schedule; the schedule of the run is checked once for all stages.
+_CONSTANT = OptimizerConfig(schedule="constant")
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,12 @@ def prepare(
     """
     world_size = planned_world_size(config) if launched is None else launched
     mistakes, facts = [*before, *_mistakes(config, world_size, before)], None
+    # Only rank 0 writes to the run directory.
     if (
         not plan_only
         and os.environ.get("RANK", "0") == "0"
         and not _wrong(mistakes, "run_dir name model")
-    ):  # rank 0 alone writes there
+    ):
         with noted(mistakes, "run_dir"):
             check_writable(run_directory(config), mirror_of(config))
     without_data = (
@@ -180,13 +180,16 @@ def _check_device(config: RunConfig, world_size: int) -> Iterator[str]:
     device = config.log.device
     if device is not None and peak_tflops(device) is None:
         known = list(DEVICE_PEAK_TFLOPS)
-        yield f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})"
+        yield (
+            f"log.device = '{device}' has no known peak; the nearest: "
+            f"{nearest(device, known, 0.0)} (of {', '.join(known)})"
+        )
 
 
 def _check_profile(config: RunConfig, world_size: int) -> Iterator[str]:
     for rank in config.log.profile.ranks:
         if rank >= world_size:
-            yield f"log.profile.ranks has rank {rank}, and the run has ranks 0 to {world_size - 1}"
+            yield f"log.profile.ranks has rank {rank}, but the run has ranks 0 to {world_size - 1}"
 
 
 def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -205,7 +208,10 @@ def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
         )
         return
     if not model.causal:
-        yield "model.causal = false: next-token training would see its answers; set model.causal=true"
+        yield (
+            "model.causal = false: the model could read the tokens that it is trained to predict; "
+            "set model.causal=true"
+        )
 
 
 def _fits(model: ModelConfig) -> bool:
@@ -222,9 +228,15 @@ def _check_mixer_limits(config: RunConfig, world_size: int) -> Iterator[str]:
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
         longest = block.mixer.max_length()
         if longest is not None and length > longest:
-            yield f"data.seq_length = {length}: {name} takes no more than {longest} tokens; set data.seq_length={longest}"
+            yield (
+                f"data.seq_length = {length}: {name} takes no more than {longest} tokens; set "
+                f"data.seq_length={longest}"
+            )
         if tensor > 1 and "TP" not in describe(name).layouts.split():
-            yield f"parallel.tensor_model_parallel_size = {tensor}: {name} cannot be split; set it to 1"
+            yield (
+                f"parallel.tensor_model_parallel_size = {tensor}: {name} cannot be split; set it "
+                "to 1"
+            )
 
 
 def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -232,8 +244,9 @@ def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     needed = layout.model_parallel
     if layout.world_size is not None and layout.world_size != world_size:
         yield (
-            f"parallel.world_size = {layout.world_size}, but {_started(world_size)}; start it with: "
-            f"torchrun --nproc-per-node {layout.world_size} -m pretrain ..., or set parallel.world_size={world_size}"
+            f"parallel.world_size = {layout.world_size}, but {_started(world_size)}; start it "
+            f"with: torchrun --nproc-per-node {layout.world_size} -m pretrain ..., or set "
+            f"parallel.world_size={world_size}"
         )
     elif world_size % needed:
         wanted = max(1, round(world_size / needed)) * needed
@@ -243,9 +256,10 @@ def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
             else ""
         )
         yield (
-            f"parallel.tensor_model_parallel_size = {layout.tensor_model_parallel_size} x parallel.pipeline_model_parallel_size = "
-            f"{layout.pipeline_model_parallel_size}{cut} needs a multiple of {needed} processes, but {_started(world_size)}; "
-            f"the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
+            f"parallel.tensor_model_parallel_size = {layout.tensor_model_parallel_size} x "
+            f"parallel.pipeline_model_parallel_size = {layout.pipeline_model_parallel_size}{cut} "
+            f"needs a multiple of {needed} processes, but {_started(world_size)}; the nearest: "
+            f"torchrun --nproc-per-node {wanted} -m pretrain ..."
         )
     if layout.overlap_param_gather and (
         not layout.use_distributed_optimizer or layout.overlap_grad_reduce is False
@@ -283,7 +297,8 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, size = config.parallel, config.parallel.tensor_model_parallel_size
     if layout.sequence_parallel and size == 1:
         yield (
-            "parallel.sequence_parallel = true needs parallel.tensor_model_parallel_size of 2 or more; set parallel.sequence_parallel=false"
+            "parallel.sequence_parallel = true needs parallel.tensor_model_parallel_size of 2 or "
+            "more; set parallel.sequence_parallel=false"
         )
     fault = _tensor_parallel_fault(config, size)
     if fault:
@@ -292,7 +307,10 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
         near = _closest(
             heads, size, lambda count: possible(count) and not _tensor_parallel_fault(config, count)
         )
-        yield f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest that divides all: {near}"
+        yield (
+            f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest "
+            f"that divides all: {near}"
+        )
 
 
 def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
@@ -333,7 +351,10 @@ def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     elif layers % (stages * chunks):
         near = _closest(_divisors(layers // stages), chunks, lambda count: count > 1)
         hint = f"the nearest that does: {near}" if near else "leave it null"
-        yield f"{key} x parallel.pipeline_model_parallel_size = {stages} does not divide model.num_layers = {layers}; {hint}"
+        yield (
+            f"{key} x parallel.pipeline_model_parallel_size = {stages} does not divide "
+            f"model.num_layers = {layers}; {hint}"
+        )
 
 
 def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -348,16 +369,17 @@ def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
     if batch % (micro * data_parallel):
         near = max(1, round(batch / (micro * data_parallel))) * micro * data_parallel
         yield (
-            f"train.global_batch_size = {batch} is not a multiple of train.micro_batch_size = {micro} x {data_parallel} data-parallel "
-            f"ranks; the nearest that is: {near}"
+            f"train.global_batch_size = {batch} is not a multiple of train.micro_batch_size = "
+            f"{micro} x {data_parallel} data-parallel ranks; the nearest that is: {near}"
         )
         return
     count = batch // (micro * data_parallel)
     if interleaved and count % stages:
         near = max(1, round(count / stages)) * stages * micro * data_parallel
         yield (
-            f"train.global_batch_size = {batch} makes {count} micro-batches a step, and the interleaved schedule needs a multiple of "
-            f"parallel.pipeline_model_parallel_size = {stages}; the nearest global batch: {near}"
+            f"train.global_batch_size = {batch} makes {count} micro-batches a step, and the "
+            "interleaved schedule needs a multiple of parallel.pipeline_model_parallel_size = "
+            f"{stages}; the nearest global batch: {near}"
         )
 
 
@@ -366,7 +388,10 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
     one_length = (train.steps is None) != (train.tokens is None)
     if not one_length:
         state = "both are given" if train.steps is not None else "neither is given"
-        yield f"train.steps and train.tokens say how long the run is, and {state}: give one (and null for the other)"
+        yield (
+            f"train.steps and train.tokens set the length of the run, and {state}: give one (and "
+            "null for the other)"
+        )
     given = [
         name
         for name in ("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens")
@@ -376,23 +401,32 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
         name for name in ("warmup", "decay") if {f"{name}_steps", f"{name}_tokens"} <= set(given)
     ]
     for name in doubled:
-        yield f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and null for the other)"
+        yield (
+            f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and "
+            "null for the other)"
+        )
     idle = next(
         (name for name in given if name.startswith("decay") and optimizer.schedule != "wsd"), None
     )
     if idle:
         yield (
-            f"optimizer.{idle} is given, but optimizer.schedule = {optimizer.schedule} decays over the whole run; "
-            f"set optimizer.schedule=wsd, or optimizer.{idle}=null"
+            f"optimizer.{idle} is given, but optimizer.schedule = {optimizer.schedule} decays "
+            f"over the whole run; set optimizer.schedule=wsd, or optimizer.{idle}=null"
         )
     if optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; at most {optimizer.lr}"
+        yield (
+            f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; at "
+            f"most {optimizer.lr}"
+        )
     if not one_length or doubled or idle:
         return
     schedule = Schedule.of(config)
     room = schedule.steps - optimizer.from_step
     if room < 1:
-        yield f"optimizer.from_step = {optimizer.from_step} leaves no step of a run of {schedule.steps}; at most {schedule.steps - 1}"
+        yield (
+            f"optimizer.from_step = {optimizer.from_step} leaves no step of a run of "
+            f"{schedule.steps}; at most {schedule.steps - 1}"
+        )
         return
     warmup, decay = (
         schedule.warmup_samples // schedule.batch_samples,
@@ -407,7 +441,10 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
 def _too_long(name: str, steps: int, room: int, tokens: int | None, schedule: Schedule) -> str:
     given, largest = (steps, room) if tokens is None else (tokens, room * schedule.step_tokens)
     key = f"optimizer.{name}_{'steps' if tokens is None else 'tokens'}"
-    return f"{key} = {given} does not fit: {steps} steps of {name} in a run of {schedule.steps} steps; the largest that fits: {largest}"
+    return (
+        f"{key} = {given} does not fit: {steps} steps of {name} in a run of {schedule.steps} "
+        f"steps; the largest that fits: {largest}"
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -432,20 +469,32 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
     """Check that the evaluation settings agree with the checkpoints that are written and kept."""
     every, saved = config.evaluate.interval, config.checkpoint.interval
     if every and not saved:
-        yield f"evaluate.interval = {every}, but checkpoint.interval = 0: nothing to evaluate; set checkpoint.interval={every}"
+        yield (
+            f"evaluate.interval = {every}, but checkpoint.interval = 0: no checkpoint to "
+            f"evaluate; set checkpoint.interval={every}"
+        )
     elif every and every % saved:
         near = max(1, round(every / saved)) * saved
-        yield f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the nearest: {near}"
+        yield (
+            f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the "
+            f"nearest: {near}"
+        )
     merged, kept = config.evaluate.merge, config.checkpoint.keep_last
     if merged and merged > kept:
-        yield f"evaluate.merge = {merged} checkpoints, but checkpoint.keep_last = {kept} are kept; set checkpoint.keep_last={merged}"
+        yield (
+            f"evaluate.merge = {merged} checkpoints, but checkpoint.keep_last = {kept} are kept; "
+            f"set checkpoint.keep_last={merged}"
+        )
     if not config.evaluate.suite:
         yield "evaluate.suite is empty: name a suite, such as quick, or the path of its YAML"
 
 
 def _check_fork(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.checkpoint.fork is not None and config.checkpoint.load is not None:
-        yield f"checkpoint.fork = {config.checkpoint.fork} and checkpoint.load are both given: keep one (load takes weights alone)"
+        yield (
+            f"checkpoint.fork = {config.checkpoint.fork} and checkpoint.load are both given: keep "
+            "one (load takes only the weights)"
+        )
 
 
 def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -458,16 +507,19 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
     if mirror is None:
         if given.mirror_keep_last is not None:
             keep = f"checkpoint.mirror_keep_last = {given.mirror_keep_last}"
-            yield f"{keep} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
+            yield f"{keep} requires a mirror; set one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
     elif wrong := refusal(mirror, run_directory(config)):
         yield f"checkpoint.mirror {wrong}"
     elif most is not None and most < apart:
-        yield f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are {apart} steps apart; at least {apart}"
+        yield (
+            f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are "
+            f"{apart} steps apart; at least {apart}"
+        )
     elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:
         near = max(1, round(given.mirror_interval / given.interval)) * given.interval
         yield (
-            f"checkpoint.mirror_interval = {given.mirror_interval} is not a multiple of checkpoint.interval = {given.interval}; "
-            f"the nearest: {near}"
+            f"checkpoint.mirror_interval = {given.mirror_interval} is not a multiple of "
+            f"checkpoint.interval = {given.interval}; the nearest: {near}"
         )
 
 
@@ -477,22 +529,22 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
         (
             "run_dir",
             config.run_dir,
-            "a run writes in a folder, and checkpoint.mirror=URL sends it there",
+            "it must be a folder; checkpoint.mirror=URL copies checkpoints to a store",
         ),
         (
             "data.store_cache",
             config.data.store_cache,
-            "it is the folder that keeps what is read of stores",
+            "it must be a folder, which caches files read from stores",
         ),
         (
             "checkpoint.load",
             config.checkpoint.load,
-            "bring it first: python -m tools.checkpoint fetch FOLDER URL",
+            "copy it to a folder first: python -m tools.checkpoint fetch FOLDER URL",
         ),
         (
             "checkpoint.fork",
             config.checkpoint.fork,
-            "bring it first: python -m tools.checkpoint fetch FOLDER URL",
+            "copy it to a folder first: python -m tools.checkpoint fetch FOLDER URL",
         ),
     ):
         if place and is_url(place):
@@ -504,12 +556,18 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
                 source.prefix.partition("://"),
             )
             if secrets.hides_a_password(source.prefix):
-                yield f"{key} has a password in it, which would stand in files; give credentials in the environment"
+                yield (
+                    f"{key} contains a password, which would be written to files; set credentials "
+                    "in the environment"
+                )
             elif mark and not all(place.rpartition("/")[::2]):
-                yield f"{key} = {source.prefix} names no pair in a folder; as in {kind}://BUCKET/FOLDER/train"
+                yield (
+                    f"{key} = {source.prefix} does not name a .bin/.idx pair in a folder; as in "
+                    f"{kind}://BUCKET/FOLDER/train"
+                )
 
 
-# Each with the sections that it reads.
+# Each check with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
     (_check_profile, "log"),

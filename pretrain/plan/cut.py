@@ -102,17 +102,23 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
     kind, key = layout.context_parallel_kind, f"parallel.context_parallel_size = {size}"
     if size == 1:
         if kind is not None:
-            yield f"parallel.context_parallel_kind = {kind} needs parallel.context_parallel_size of 2 or more"
+            yield (
+                f"parallel.context_parallel_kind = {kind} needs parallel.context_parallel_size of "
+                "2 or more"
+            )
         return
     if kind in ("all_gather", "ring") and config.data.documents == "separate":
-        yield f"parallel.context_parallel_kind = {kind}: data.documents = separate is read by whole heads; leave it out"
+        yield (
+            f"parallel.context_parallel_kind = {kind} does not support data.documents = separate, "
+            "which reads complete heads; leave it out"
+        )
         return
     uncut = next(
         (name for name in mixer_names(config.model) if "CP" not in describe(name).layouts.split()),
         None,
     )
     if uncut is not None:
-        yield f"{key}: the sequences of {uncut} cannot be cut; set it to 1"
+        yield f"{key}: {uncut} does not support context parallelism; set it to 1"
         return
     part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     if length % (size * part):
@@ -122,13 +128,16 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
             if part == 2
             else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
         )
-        yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
+        yield (
+            f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that "
+            f"is: {near}"
+        )
     try:
         found = kinds_of_cut(config).values()
         if kind in (wanted := {"all_gather": "gathers", "ring": "ring"}) and not any(
             getattr(each, wanted[kind]) for each in found
         ):
-            yield f"parallel.context_parallel_kind = {kind}: no layer's reads can be made so; leave it out"
+            yield f"parallel.context_parallel_kind = {kind}: no layer supports it; leave it out"
     except ValueError as error:
         others = layout.model_parallel // size
         fit = [

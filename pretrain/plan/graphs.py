@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from fem_megatron.catalogue import mixer_names
 from pretrain.config import RunConfig
 
-_OWN = 3  # hidden states that a layer's graph has of its own: its input and the gradients of both its ends
+# Hidden states that a layer's graph owns: its input and the gradients of its input and output.
+_OWN = 3
 
 
 def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -22,52 +23,59 @@ def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
             "engine.name",
             config.engine.name,
             "megatron",
-            "DeepSpeed keeps gradients where a micro-batch's replay writes the next ones",
+            "DeepSpeed keeps gradients in memory that the replay of the next micro-batch "
+            "overwrites",
         ),
         (
             "parallel.pipeline_model_parallel_size",
             layout.pipeline_model_parallel_size,
             1,
-            "a graph has room for one micro-batch under way",
+            "a graph supports one micro-batch in flight",
         ),
         (
             "parallel.context_parallel_size",
             layout.context_parallel_size,
             1,
-            "the exchange of a cut sequence has not been captured yet",
+            "graphs do not support the exchange between context-parallel ranks yet",
         ),
         (
             "train.recompute",
             train.recompute,
             "none",
-            "a graph keeps all that it computes with, to the end of the run",
+            "a graph keeps all its tensors until the end of the run",
         ),
         (
             "train.offload_activations",
             train.offload_activations,
             False,
-            "a graph's activations stay where they are",
+            "the activations of a graph cannot be moved",
         ),
         (
             "data.documents",
             data.documents,
             "joined",
-            "documents that are read apart have other sizes in every micro-batch",
+            "separate documents have different sizes in every micro-batch",
         ),
         (
             "data.reset_positions",
             bool(data.reset_positions),
             False,
-            "a graph has the positions that it was captured with",
+            "a graph always uses the positions with which it was captured",
         ),
     ):
         if value != wanted:
-            yield f"train.cuda_graphs = true: {why}; set {key}={_written(wanted)}, or train.cuda_graphs=false"
+            yield (
+                f"train.cuda_graphs = true: {why}; set {key}={_written(wanted)}, or "
+                "train.cuda_graphs=false"
+            )
     for name, block in dict(
         zip(mixer_names(config.model), config.model.blocks(), strict=True)
     ).items():
         if reason := block.mixer.uncapturable():
-            yield f"train.cuda_graphs = true: {name}: {reason}; take another mixer (model.*), or train.cuda_graphs=false"
+            yield (
+                f"train.cuda_graphs = true: {name}: {reason}; take another mixer (model.*), or "
+                "train.cuda_graphs=false"
+            )
 
 
 def graph_bytes(config: RunConfig, hidden_state: float) -> int:

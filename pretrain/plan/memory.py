@@ -75,11 +75,13 @@ class StageMemory:
     optimizer: int
     activations: int
     workspace: int
-    host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads, and what the layers keep
-    apart: int = (
-        0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
-    )
-    muons: int = 0  # of the parameters, those of which the optimizer keeps one moment alone
+    # Bytes of host memory: offloaded DeepSpeed tensors and offloaded activations of the layers.
+    host: int = 0
+    # Bytes by which the sum exceeds the peak: DeepSpeed's gradients appear while activations are
+    # freed.
+    apart: int = 0
+    # Number of parameters with only one moment in the optimizer.
+    muons: int = 0
 
     @property
     def total(self) -> int:
@@ -115,8 +117,8 @@ def stage_memory(
     sharded = -(-parameters // ranks) if layout.use_distributed_optimizer else parameters
     single = -(-muons // ranks) if layout.use_distributed_optimizer else muons
     activations = stage_activations(config, stage, data_parallel, cuda=cuda)
-    # When the activations are gone: gloo reduces and scatters a copy of all gradients, which lives until the weights are
-    # gathered (CPU). AdamW is fused and makes no temporaries.
+    # After the activations are freed, gloo reduces and scatters a copy of all gradients, which
+    # exists until the weights are gathered (CPU). AdamW is fused and makes no temporaries.
     step = WIDE * parameters if layout.use_distributed_optimizer and not cuda else 0
     step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(
         config, parameters, data_parallel
@@ -252,7 +254,7 @@ def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
     softmax = WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size
     return {
         "final norm": (e if cuda else WIDE * 2) * hidden / s,
-        "output layer": e * hidden / s,  # its input, or with train.loss_chunk that one's gradient
+        "output layer": e * hidden / s,  # its input, or with train.loss_chunk the input's gradient
         "softmax": 0.0 if config.train.loss_chunk else softmax,
     }
 
@@ -349,9 +351,15 @@ def beside_told(
     ]
     if any(sizes):
         node = f"{gib(ranks * max(sizes))} a node of {ranks} ranks"
-        yield f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory comes in powers of two, so up to twice that"
+        yield (
+            f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory is "
+            "allocated in powers of two, so it may be up to twice that"
+        )
     if size := copied_weights(config, max(stage.parameters for stage in memory), data_parallel):
-        yield f"  log.diagnostics has tensors: at those steps {gib(size)} more after the backward pass, a copy of what the rank updates"
+        yield (
+            f"  log.diagnostics includes tensors: at those steps {gib(size)} more after the "
+            "backward pass, for a copy of the weights that the rank updates"
+        )
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
@@ -382,8 +390,8 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
         if cuda
         else e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
     )
-    # Under recompute what was not kept of a layer is made again; on a CPU in bf16 its fp32 parts have fp32 gradients, about as much as it
-    # has activations (seen, not derived).
+    # Recompute makes the missing activations of a layer again. On a CPU in bf16 the fp32 parts of a
+    # layer have fp32 gradients of about the size of its activations (measured, not derived).
     plain = replace(config, train=replace(train, recompute="none"))
     whole = max(
         sum(layer_activations(plain, block, cuda=cuda).values()) for block, _ in model.kinds
@@ -415,7 +423,7 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
             + _residual(config) * tokens
         )
     else:
-        # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
+        # Megatron's fused loss (on a GPU in bf16) turns the softmax into its gradient in place.
         wide = 0 if cuda and not train.z_loss else WIDE
         loss = (
             rows * (e + wide) * (e < WIDE) + e * model.hidden_size

@@ -11,8 +11,11 @@ from fem_megatron.shape import Weight
 from pretrain.config import RunConfig
 
 STEPS = 5
-ROUND = 2**26  # elements of whole maps that a rank works on at a time, where no map has more
-TENSORS = 6  # of them at once: the directions, whole maps, two in the iteration, its result, what is sent back
+# Elements of unsharded maps that a rank processes at a time, unless one map has more.
+ROUND = 2**26
+# Tensors of that size at once: the directions, the unsharded maps, two in the iteration, its
+# result, and the returned updates.
+TENSORS = 6
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
@@ -52,4 +55,7 @@ def told(config: RunConfig, weights: Iterable[Weight], data_parallel: int, train
         step_flops(muons) * (1 if split else data_parallel),
     )
     size = sum(one.size for one in muons)
-    return f"Muon: {size:,} parameters in {maps:,} maps, {si(flops)}FLOP a step, {100 * flops / training:.2g}% of training"
+    return (
+        f"Muon: {size:,} parameters in {maps:,} maps, {si(flops)}FLOP a step, "
+        f"{100 * flops / training:.2g}% of training"
+    )

@@ -36,7 +36,7 @@ COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer
 Shapes = dict[str, tuple[int, ...]]
 
 
-# --- parameters ----------------------------------------------------------------------------------------------------------------
+# --- parameters ----------------------------------------------------------------------------------
 
 
 def model_weights(model: ModelConfig) -> Weights:
@@ -98,9 +98,8 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
             // (1 if weight.split is None else layout.tensor_model_parallel_size)
         )
 
-    for layer, block in enumerate(
-        model.blocks()
-    ):  # interleaving deals the layers out in another order, but as many to each stage
+    # Interleaving assigns the layers in another order, but the same number to each stage.
+    for layer, block in enumerate(model.blocks()):
         counts[layer * stages // model.num_layers] += sum(map(own, block.weights().values()))
     for name, weight in outer_weights(model).items():
         ends = {0, stages - 1} if model.tie_embeddings else {0}
@@ -109,7 +108,7 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
     return counts
 
 
-# --- FLOPs ---------------------------------------------------------------------------------------------------------------------
+# --- FLOPs ---------------------------------------------------------------------------------------
 
 
 def forward_flops(
@@ -164,7 +163,7 @@ def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str,
     return {part: value for part, value in forward.items() if part not in once | {"output layer"}}
 
 
-# --- the plan ------------------------------------------------------------------------------------------------------------------
+# --- the plan ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -289,9 +288,8 @@ def make_plan(
     counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
     pieces = None
     if facts is not None and config.data.documents == "separate":
-        from pretrain.data.pieces import (
-            pieces_of,
-        )  # numpy: a plan of whole sequences starts without
+        # Imported late, because it imports numpy, which a plan of full sequences does not need.
+        from pretrain.data.pieces import pieces_of
 
         pieces = pieces_of(config, facts)
     forward = forward_flops(config.model, config.data.seq_length, pieces)
@@ -364,8 +362,9 @@ def memory_excess(plan: Plan) -> str | None:
     )
     enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
     return (
-        f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
-        f"train.recompute=full or train.loss_chunk, or split the model further (parallel.*, engine.*)"
+        f"log.device = {device} has {room} GiB of memory, and a rank needs "
+        f"{gib(plan.peak_memory)}: lower train.micro_batch_size, set train.recompute=full or "
+        "train.loss_chunk, or split the model further (parallel.*, engine.*)"
         + (f"; the smallest parallel.context_parallel_size that fits: {enough}" if enough else "")
     )
 
@@ -375,29 +374,48 @@ def _model_lines(plan: Plan) -> Iterator[str]:
     names, blocks = mixer_names(model), model.blocks()
     again = f", each applied {model.recurrence} times" if model.recurrence > 1 else ""
     what = " ".join(model.pattern or (model.mixer,))
-    yield f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads{again}"
+    yield (
+        f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, "
+        f"{model.num_attention_heads} heads{again}"
+    )
     for name, block in dict(zip(names, blocks, strict=True)).items():
-        yield f"  {name}: {', '.join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)}"
+        yield (
+            f"  {name}: "
+            f"{', '.join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)}"
+        )
     yield f"  vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
     if model.parametrization == "mup":
-        yield f"  muP: m = {width_ratio(model):g}, from a base of width {model.mup.base_hidden_size}"
+        yield (
+            f"  muP: m = {width_ratio(model):g}, from a base of width {model.mup.base_hidden_size}"
+        )
     yield "parameters"
     for name in COMPONENTS:
         if name in plan.parameters:
             count = plan.parameters[name]
             yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
-    yield f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and output layer)"
+    yield (
+        f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and "
+        "output layer)"
+    )
     if any(block.mixer.external for block in blocks):
-        yield "  without those inside flash-linear-attention's layers, which the package alone knows"
+        yield (
+            "  without the parameters inside flash-linear-attention's layers, whose number is "
+            "unknown"
+        )
     elif set(names) != {BASELINE}:
         excess = 100 * (total / plan.transformer_parameters - 1)
-        yield f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has {excess:+.2f}%"
+        yield (
+            f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has "
+            f"{excess:+.2f}%"
+        )
 
 
 def _cost_lines(plan: Plan) -> Iterator[str]:
     config, forward = plan.config, sum(plan.forward_flops.values())
     half = "causal half" if plan.pieces is None else "causal half of each document's part"
-    yield f"FLOPs per token (matrix products; attention over the {half} of {config.data.seq_length})"
+    yield (
+        f"FLOPs per token (matrix products; attention over the {half} of {config.data.seq_length})"
+    )
     for name, value in plan.forward_flops.items():
         yield f"  {name:<18} {si(value):>11}FLOP  {100 * value / forward:5.1f}%"
     yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
@@ -411,35 +429,54 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
         yield f"  {_documents_told(plan)}"
     if config.optimizer.name == "muon":
         weights = model_weights(config.model).values()
-        yield f"  {muon.told(config, weights, plan.data_parallel, plan.train_flops * plan.schedule.step_tokens)}"
+        yield (
+            "  "
+            f"{muon.told(config, weights, plan.data_parallel, plan.train_flops * plan.schedule.step_tokens)}"
+        )
     length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
-    yield f"  decoding state of {length:,} tokens: {gib(decoding_state_bytes(config.model, length, element))} a sequence"
+    yield (
+        f"  decoding state of {length:,} tokens: "
+        f"{gib(decoding_state_bytes(config.model, length, element))} a sequence"
+    )
     schedule = plan.schedule
     yield "length"
-    yield f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {si(plan.tokens)}tokens ({plan.tokens:,})"
+    yield (
+        f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {si(plan.tokens)}tokens "
+        f"({plan.tokens:,})"
+    )
     warmup = schedule.warmup_samples // schedule.batch_samples
     yield f"  warm-up {warmup:,} steps; training compute {si(plan.tokens * plan.train_flops)}FLOP"
     if plan.train_data_tokens is not None:
-        yield f"  training data {plan.train_data_tokens:,} tokens: {plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
+        yield (
+            f"  training data {plan.train_data_tokens:,} tokens: "
+            f"{plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
+        )
 
 
 def _documents_told(plan: Plan) -> str:
     pieces = plan.pieces
     if pieces is None:
-        return "counted over whole sequences: documents are read apart, but no data is here that tells their lengths"
+        return (
+            "counted over full sequences: documents are separate, but their lengths are unknown "
+            "without the data"
+        )
     read = (
         ""
         if pieces.read == pieces.documents
         else f" ({pieces.read:,} of {pieces.documents:,} were read)"
     )
-    return f"by documents of {pieces.mean:,.0f} tokens on average{read}; over whole sequences training {si(plan.dense_flops)}FLOP"
+    return (
+        f"by documents of {pieces.mean:,.0f} tokens on average{read}; over full sequences "
+        f"training {si(plan.dense_flops)}FLOP"
+    )
 
 
 def _layout_lines(plan: Plan) -> Iterator[str]:
     layout, train = plan.config.parallel, plan.config.train
     chunks = layout.virtual_pipeline_model_parallel_size
     words = [
-        f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP {layout.tensor_model_parallel_size}",
+        f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP "
+        f"{layout.tensor_model_parallel_size}",
         f"x PP {layout.pipeline_model_parallel_size}"
         + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
         *([f"x CP {layout.context_parallel_size}"] if layout.context_parallel_size > 1 else []),
@@ -448,8 +485,9 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
     yield "layout"
     yield "  " + " ".join(words) + (", sequence parallel" if layout.sequence_parallel else "")
     yield (
-        f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {train.micro_batch_size} x "
-        f"{plan.config.data.seq_length} tokens on each data-parallel rank, {train.precision}, recompute {train.recompute}"
+        f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of "
+        f"{train.micro_batch_size} x {plan.config.data.seq_length} tokens on each data-parallel "
+        f"rank, {train.precision}, recompute {train.recompute}"
     )
     yield from cut.told(plan.config, plan.data_parallel, cuda=plan.cuda)
 
@@ -461,15 +499,14 @@ def _split_words(config: RunConfig) -> str:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    rows = (
-        plan.config.data.documents == "separate"
-    )  # a little longer than the documents, and kept beside what they were copied from
+    # Rows of separate documents are padded copies, which exist in addition to their sources.
+    rows = plan.config.data.documents == "separate"
     estimated = (
         "; activations estimated, to about 25%"
         if rows or is_estimated(plan.config, cuda=plan.cuda)
         else ""
     )
-    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
+    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, without the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:
@@ -482,13 +519,16 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     if excess := memory_excess(plan):
         yield f"DOES NOT FIT: {excess}"
     checkpoint = plan.config.checkpoint
-    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {checkpoint.keep_last + len(checkpoint.keep)} kept"
-    meanwhile = "while training goes on" if checkpoint.async_save else "while training waits"
+    yield (
+        f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; "
+        f"{checkpoint.keep_last + len(checkpoint.keep)} kept"
+    )
+    meanwhile = "while training continues" if checkpoint.async_save else "while training waits"
     speed = checkpoint.gb_per_second
     took = (
         f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s"
         if speed
-        else "(checkpoint.gb_per_second tells in how long)"
+        else "(set checkpoint.gb_per_second for an estimate of the duration)"
     )
     yield f"  written {took} {meanwhile}, from up to {gib(plan.save_memory)} of host memory a rank"
 
@@ -499,7 +539,10 @@ def _zero_lines(plan: Plan) -> Iterator[str]:
     """
     (own,) = plan.memory
     host = plan.cuda
-    yield "under DeepSpeed's stages (the peak is below the sum: gradients come while activations go)"
+    yield (
+        "under DeepSpeed's stages (the peak is below the sum, because gradients replace "
+        "activations)"
+    )
     titles = (
         "weights",
         "gradients",

@@ -5,14 +5,16 @@ of a reduction bucket. All optimizer state of ZeRO is fp32: a copy of the weight
 moments, 12 P / d, also in fp32 training (stage 0 has only the moments, 8 P). Parameters updated by
 Muon have one moment, which is 4 bytes less.
 
-    stage 0          weights eP      gradients 4P             reduction 4b stage 1, fp32    weights
-    eP      gradients 4P + 4P/d      reduction 4b stage 1, bf16    weights eP      gradients 4P + eP
-    *      reduction 4b stage 2          weights eP      gradients 4P/d, twice    reduction eb, in
-    bf16 4b more (conversion) stage 3          weights eP/d    gradients 4P/d *         reduction 4b
-    + 4g (gloo: 8b + 4g), update 4g
+    stage 0          weights eP      gradients 4P             reduction 4b
+    stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
+    stage 1, bf16    weights eP      gradients 4P + eP *      reduction 4b
+    stage 2          weights eP      gradients 4P/d, twice    reduction eb (in bf16 4b more)
+    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g, update 4g
 
-The update makes no temporaries, because both Adam implementations are fused. Stage 3 updates g
-elements at a time, the smaller of P/d and sub_group_size, and flattens their gradients first.
+In stage 2 the 4b more in bf16 are the converted gradients. In stage 3 with gloo the reduction is
+8b + 4g. The update makes no temporaries, because both Adam implementations are fused. Stage 3
+updates g elements at a time, the smaller of P/d and sub_group_size, and flattens their gradients
+first.
 
 Gradients marked * exist from the start; the others appear while activations are freed, unless a
 step has several micro-batches. Stage 3 always holds a bucket, 4b, and L unsharded elements in
@@ -34,7 +36,7 @@ from pretrain.config import EngineConfig, RunConfig
 WIDE = 4  # bytes of fp32
 BUCKET = 500_000_000  # elements, DeepSpeed's default
 LIVE = 1_000_000_000  # DeepSpeed's max_live_parameters and max_reuse_distance
-SUB_GROUP = 1_000_000_000  # and its sub_group_size
+SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size
 
 
 @dataclass(frozen=True)

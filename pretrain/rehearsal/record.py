@@ -35,7 +35,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = (
     "activations",
     "workspace",
 )
-"""What holds memory; activations were made by a forward pass, workspace by a backward pass or the update, or before the step."""
+"""Holders of memory. Activations are made by a forward pass; workspace by a backward pass, by the
+update, or before the step."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Held:
     place: str
     born: int
     gone: int | None = None
-    kind: str = ""  # of HOLDERS, where that is known
+    kind: str = ""  # one of HOLDERS; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -218,4 +219,4 @@ NAMES = {
     "broadcast": "broadcast",
     "recv": "receive",
 }
-"""torch's name of a collective -> the field's."""
+"""Name of a collective in torch -> common name."""

@@ -22,8 +22,8 @@ def text(told: Rehearsal) -> str:
     """Return the rehearsal as text for the console."""
     room = memory_gib(told.device)
     lines = [
-        f"{told.config.name} on {told.plan.world_size} x {told.device}{'' if room is None else f', {room} GiB each'}: one step, rehearsed "
-        "without numbers"
+        f"{told.config.name} on {told.plan.world_size} x "
+        f"{told.device}{'' if room is None else f', {room} GiB each'}: rehearsal of one step"
     ]
     for rank in told.ranks:
         lines += _rank_lines(told, rank)
@@ -35,8 +35,10 @@ def text(told: Rehearsal) -> str:
 def _rank_lines(told: Rehearsal, rank: Rank) -> Iterator[str]:
     peak, plan = rank.peak, told.plan.memory[rank.stage]
     yield (
-        f"rank {rank.rank}, stage {rank.stage + 1} of {told.config.parallel.pipeline_model_parallel_size}: {gib(peak.bytes)} at the peak, "
-        f"{peak.phase} of {peak.part}; the plan says {gib(plan.total)}, {100 * (plan.total / peak.bytes - 1):+.0f}% ({rank.seconds:.0f} s)"
+        f"rank {rank.rank}, stage {rank.stage + 1} of "
+        f"{told.config.parallel.pipeline_model_parallel_size}: {gib(peak.bytes)} at the peak, "
+        f"{peak.phase} of {peak.part}; planned {gib(plan.total)}, "
+        f"{100 * (plan.total / peak.bytes - 1):+.0f}% ({rank.seconds:.0f} s)"
     )
     rows = [["", "rehearsed", "planned"]]
     rows += [[name, gib(size), gib(getattr(plan, name))] for name, size in peak.by_holder().items()]
@@ -58,7 +60,7 @@ def _rank_lines(told: Rehearsal, rank: Rank) -> Iterator[str]:
     )
     forward, backward = (rank.flops(backward=which) for which in (False, True))
     yield f"  {len(rank.launches):,} kernels, which move {size_of(rank.moved)}"
-    yield f"  {si(forward)}FLOP forward and {si(backward)}FLOP backward, Triton's own aside"
+    yield f"  {si(forward)}FLOP forward and {si(backward)}FLOP backward, without Triton kernels"
     yield f"  {counted(len(rank.reads), 'host read')}: {', '.join(rank.reads)}"
     yield "  " + ", ".join(f"{name}: {chosen}" for name, chosen in sorted(rank.chosen.items()))
 
@@ -170,7 +172,10 @@ def draw(told: Rehearsal, file: Path) -> None:
         axes.stackplot(places, levels, labels=HOLDERS, colors=COLOURS, step="post", linewidth=0)
         axes.axhline(rank.peak.bytes / 2**30, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlim(0, places[-1])
-        title = f"rank {rank.rank}, stage {rank.stage + 1}: {gib(rank.peak.bytes)} in {rank.peak.phase} of {rank.peak.part}"
+        title = (
+            f"rank {rank.rank}, stage {rank.stage + 1}: {gib(rank.peak.bytes)} in "
+            f"{rank.peak.phase} of {rank.peak.part}"
+        )
         axes.set_title(
             title + ("" if room is None else f", of {room} GiB"), loc="left", fontsize=10
         )
@@ -178,7 +183,8 @@ def draw(told: Rehearsal, file: Path) -> None:
         axes.legend(loc="upper right", fontsize=8, ncols=len(HOLDERS), frameon=False)
         axes.set_ylim(0, 1.25 * rank.peak.bytes / 2**30)
     axes.set_xlabel(
-        f"tensors made and freed in one step of {told.config.name} on {told.plan.world_size} x {told.device}"
+        f"tensors made and freed in one step of {told.config.name} on {told.plan.world_size} x "
+        f"{told.device}"
     )
     save(figure, file)
 

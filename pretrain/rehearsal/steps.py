@@ -127,9 +127,8 @@ class Rank:
 
 def holder(held: Held) -> str:
     """Return the holder, one of HOLDERS, of a tensor's memory."""
-    kept = held.phase == FORWARD and not held.place.startswith(
-        "deepspeed/"
-    )  # where it gathers weights
+    # DeepSpeed gathers weights during the forward pass.
+    kept = held.phase == FORWARD and not held.place.startswith("deepspeed/")
     return held.kind or (ACTIVATIONS if kept else WORKSPACE)
 
 
@@ -151,8 +150,9 @@ class Rehearsal:
         if room is None or most.peak.bytes <= room * 2**30:
             return None
         return (
-            f"{self.device} has {room} GiB of memory, and rank {most.rank} needs {gib(most.peak.bytes)}: lower train.micro_batch_size, set "
-            "train.recompute=full or train.loss_chunk, or split the model further (parallel.*)"
+            f"{self.device} has {room} GiB of memory, and rank {most.rank} needs "
+            f"{gib(most.peak.bytes)}: lower train.micro_batch_size, set train.recompute=full or "
+            "train.loss_chunk, or split the model further (parallel.*)"
         )
 
 
@@ -165,7 +165,8 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
     """
     if config.train.offload_activations:
         raise ConfigError(
-            "train.offload_activations = true cannot be rehearsed, whose memory is the device's alone; set it to false"
+            "train.offload_activations = true cannot be rehearsed, because a rehearsal covers "
+            "only the device's memory; set it to false"
         )
     if config.engine.name == "deepspeed":
         zero.prepare(config)
@@ -182,13 +183,11 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
     of the last one.
     """
     began = time.monotonic()
-    trace = StepTrace(
-        number=(1 + 2 * config.optimizer.clip_grad) ** 2
-    )  # the gradient's squared norm, among others
+    # The number replaces values read from tensors, among others the squared norm of the gradient.
+    trace = StepTrace(number=(1 + 2 * config.optimizer.clip_grad) ** 2)
     recorder = Recorder(trace)
-    rank = stage * (
-        world_size // config.parallel.pipeline_model_parallel_size
-    )  # Megatron's order: tp, cp, dp, pp
+    # Megatron's order of ranks: tp, cp, dp, pp.
+    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)
     with (
         paper.machine(device, rank, world_size, trace, recorder.fused),
         recorder,
@@ -220,7 +219,8 @@ def recorded_steps(
     (zero.follow if deepspeed else _follow)(engine, recorder)
     peaks = [0.0] * world_size
     begin = launches = collectives = reads = 0
-    # ZeRO-3 notes the order of the modules in its first micro-batch, and compares it between the ranks in the second.
+    # ZeRO-3 records the order of the modules in its first micro-batch, and compares it between the
+    # ranks in the second.
     for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
         gc.collect()
         begin, launches, collectives, reads = (
@@ -342,7 +342,7 @@ def _engine_on_paper(config: RunConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def _built_without_numbers() -> Iterator[None]:
-    """Build the model directly with meta tensors, instead of building it on the host and moving it."""
+    """Build the model directly with meta tensors, instead of moving it from the host."""
     build = fem_model.build
 
     def built(*args: Any, **named: Any) -> Any:

@@ -35,15 +35,16 @@ def prepare(config: RunConfig) -> None:
     Raises:
         ConfigError: DeepSpeed is not installed, or the run uses offloading or Muon.
     """
-    if config.engine.offload_optimizer:  # as every offload has it
+    if config.engine.offload_optimizer:  # set with every kind of offload
         raise ConfigError(
-            "engine.offload_optimizer = true cannot be rehearsed: DeepSpeed's update on the host reads numbers by their address; set it to "
-            "false (--plan knows what it needs)"
+            "engine.offload_optimizer = true cannot be rehearsed: DeepSpeed's update on the host "
+            "reads tensors by their address; set it to false (--plan estimates its memory)"
         )
     if config.optimizer.name == "muon":
         raise ConfigError(
-            "optimizer.name = muon cannot be rehearsed under engine.name=deepspeed: each rank tells the others what it updates, and here "
-            "are none; set optimizer.name=adamw, or engine.name=megatron"
+            "optimizer.name = muon cannot be rehearsed under engine.name=deepspeed: each rank "
+            "sends its updates to other ranks, which a rehearsal does not have; set "
+            "optimizer.name=adamw, or engine.name=megatron"
         )
     if obstacle := check_ops(offload_optimizer=False):
         raise ConfigError(f"engine.name = deepspeed: {obstacle}")
@@ -68,12 +69,14 @@ def on_paper() -> Iterator[None]:
         stack.callback(set_accelerator, get_accelerator())
         if platform.has_cuda():
             set_accelerator(_gpu())
-        # The default group and its clone (comm/comm.py:44, utils/groups.py:46) are of a process, not of an engine.
+        # The default group and its clone (comm/comm.py:44, utils/groups.py:46) belong to a process,
+        # not to an engine.
         stack.enter_context(mock.patch.object(deepspeed.comm.comm, "cdb", None))
         stack.enter_context(mock.patch.multiple(groups, _WORLD_GROUP=None, mpu=None))
-        # Which operations could be compiled here (ops/__init__.py:27): it starts compilers, and none of them runs.
+        # The check for compilable operations (ops/__init__.py:27) starts compilers, and a rehearsal
+        # runs none of these operations.
         stack.enter_context(mock.patch.dict(vars(deepspeed.ops), {"__compatible_ops__": {}}))
-        # It prints this process's memory, whatever is asked for (bf16_optimizer.py:54).
+        # This function always prints the process's memory (bf16_optimizer.py:54).
         stack.enter_context(mock.patch.object(bf16_optimizer, "see_memory_usage"))
         stack.enter_context(mock.patch.multiple(utils, **_alike(utils)))
         yield
@@ -112,7 +115,7 @@ def _alike(utils: Any) -> dict[str, Any]:
 
 
 def follow(engine: Any, recorder: Recorder) -> None:
-    """Set the phases of the engine's steps and the holders of DeepSpeed's tensors in the recorder."""
+    """Set the recorder's phases of the engine's steps and the holders of DeepSpeed's tensors."""
     trace, inner = recorder.trace, engine.engine
     reduce, update = inner.allreduce_gradients, inner._take_model_step
 
@@ -127,7 +130,8 @@ def follow(engine: Any, recorder: Recorder) -> None:
         update(*args, **kwargs)
 
     inner.allreduce_gradients, inner._take_model_step = reduced, updated
-    # Shapes that it keeps as tensors of "meta" (zero/stage_1_and_2.py:485), which in a rehearsal look like memory.
+    # DeepSpeed stores shapes as meta tensors (zero/stage_1_and_2.py:485), which a rehearsal would
+    # count as memory.
     recorder.forget(getattr(inner.optimizer, "round_robin_bit16_meta", []))
     for parameter in engine.model.parameters():
         parameter.register_post_accumulate_grad_hook(_gradient_told(engine, recorder))

@@ -1,1 +1,1 @@
-"""Reporting of a run: loggers, metrics, progress file, slow ranks, and evaluations during training."""
+"""Reporting of a run: loggers, metrics, progress file, slow ranks and evaluations."""

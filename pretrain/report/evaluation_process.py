@@ -23,10 +23,8 @@ def main(words: list[str]) -> int:
     parent has ended.
     """
     parent, command = int(words[0]), words[1:]
-    for number in (
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):  # a queue sends them to all processes of a job: they are the ranks' business
+    # A queue sends these signals to all processes of a job; only the ranks handle them.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     if sys.platform == "linux":
@@ -34,7 +32,7 @@ def main(words: list[str]) -> int:
             _PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), *map(ctypes.c_ulong, (0, 0, 0))
         )
     if os.getppid() != parent:
-        return 0  # it ended before it could be watched
+        return 0  # the parent ended before the death signal was set
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -32,6 +32,7 @@ from pretrain.report.metrics import StepRecord
 NAME = "evaluations.jsonl"
 FOLDER = "evaluations"
 _ROOT = Path(__file__).resolve().parents[2]
+# Prefixes of variables that would make the evaluation a rank of the training.
 _LAUNCHERS = (
     "TORCHELASTIC_",
     "TORCH_NCCL_",
@@ -39,14 +40,14 @@ _LAUNCHERS = (
     "PET_",
     "ROLE_",
     "GROUP_",
-)  # variables that would make it a rank of the training
-_AVERAGE = re.compile(
-    r"-last_(\d+)$"
-)  # what tools.evaluate names the average of a run's newest checkpoints by
+)
+# Suffix that tools.evaluate gives the average of a run's newest checkpoints.
+_AVERAGE = re.compile(r"-last_(\d+)$")
 _RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _POLL_SECONDS = 0.2
-_WORD_SECONDS = 300.0  # between lines while the end of training waits: a supervisor that hears nothing takes it for a hang
-_END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+# Interval of messages while the end of training waits; without output a supervisor assumes a hang.
+_WORD_SECONDS = 300.0
+_END_SECONDS = 10.0  # between SIGTERM and SIGKILL
 
 
 class Store(Protocol):
@@ -92,11 +93,10 @@ class Evaluations(Callback):
         self.checkpoints, self.loggers, self.received = checkpoints, loggers, received
         self.running: _Running | None = None
         self.waiting: tuple[int, Path] | None = None
-        self.seen: Path | None = None  # the newest checkpoint that was looked at
+        self.seen: Path | None = None  # the newest checkpoint that was considered
         newest = _newest(checkpoints)
-        self.ended = {
-            number for number in _ended(folder / NAME) if number <= newest
-        }  # later ones were of weights that are no more
+        # Later evaluations were of weights that no longer exist.
+        self.ended = {number for number in _ended(folder / NAME) if number <= newest}
         self.step = step
         self._look()
 
@@ -117,7 +117,8 @@ class Evaluations(Callback):
                 if time.monotonic() - told > _WORD_SECONDS:
                     told = time.monotonic()
                     self._say(
-                        f"waiting for the evaluation of step {self.running.step} ({(told - self.running.started) / 60:.0f} minutes)"
+                        f"waiting for the evaluation of step {self.running.step} "
+                        f"({(told - self.running.started) / 60:.0f} minutes)"
                     )
                 time.sleep(_POLL_SECONDS)
                 self._look()
@@ -130,9 +131,10 @@ class Evaluations(Callback):
             self._take()
             if self.checkpoints.last != self.seen:
                 self.seen = self.checkpoints.last
+                # Training may have rewound.
                 self.ended = {
                     number for number in self.ended if number <= _newest(self.checkpoints)
-                }  # training may have gone back
+                }
                 self._note_due()
             if self.running is None and self.waiting is not None:
                 (step, checkpoint), self.waiting = self.waiting, None
@@ -153,7 +155,8 @@ class Evaluations(Callback):
             return
         if self.waiting is not None:
             self._say(
-                f"evaluation of step {self.waiting[0]} is left out: that of step {busy[0]} still runs, and step {step} is due"
+                f"evaluation of step {self.waiting[0]} is skipped: that of step {busy[0]} still "
+                f"runs, and step {step} is due"
             )
         elif busy:
             self._say(f"evaluation of step {step} waits: that of step {busy[0]} still runs")
@@ -161,7 +164,8 @@ class Evaluations(Callback):
         self._note_use()
 
     def _is_due(self, step: int) -> bool:
-        # Older ones were evaluated, or left out for a newer one; a later one than the newest good one is damaged.
+        # Older checkpoints were evaluated or skipped; later ones than the newest good one are
+        # damaged.
         if not max(self.ended, default=0) < step <= _newest(self.checkpoints):
             return False
         return bool(self.settings.interval and step % self.settings.interval == 0) or (
@@ -185,7 +189,7 @@ class Evaluations(Callback):
                 stdout=log,
                 stderr=log,
                 env=environment(os.environ, self.settings.device),
-                start_new_session=True,  # Ctrl-C at the training's terminal is not for it
+                start_new_session=True,  # Ctrl-C at the training's terminal does not stop it
             )
         self.running = _Running(step, checkpoint, process, time.monotonic())
         self._note_use()
@@ -207,19 +211,21 @@ class Evaluations(Callback):
         self.ended.add(running.step)
         self._note_use()
         out = self._out(running.checkpoint)
-        scores = (
-            _scores(out, running.checkpoint) if code in (0, 1) and not late else {}
-        )  # 1: a task failed, the others have theirs
+        # With exit code 1 a task failed, and the other tasks have scores.
+        scores = _scores(out, running.checkpoint) if code in (0, 1) and not late else {}
         fault = (
             f"not done within {self.settings.timeout_minutes:g} minutes"
             if late
             else _fault(code, out / "log")
         )
         if code == 0:
-            fault = "" if scores else "it wrote no scores"
+            fault = "" if scores else "no scores were written"
         line: dict[str, Any] = {
-            "step": running.step, "checkpoint": running.checkpoint.name, "suite": self.settings.suite, "seconds": round(seconds, 1)
-        }  # fmt: skip
+            "step": running.step,
+            "checkpoint": running.checkpoint.name,
+            "suite": self.settings.suite,
+            "seconds": round(seconds, 1),
+        }
         if scores:
             values = {f"evaluation/{label}": score["value"] for label, score in scores.items()}
             for logger in self.loggers:
@@ -245,7 +251,8 @@ class Evaluations(Callback):
         for checkpoint in undone:
             command = shlex.join(["python", *self._command(checkpoint)[1:]])
             self._say(
-                f"evaluation of step {_step(checkpoint)} is not done; a resumed training starts it again, or: {command}"
+                f"evaluation of step {_step(checkpoint)} is not finished; resuming the training "
+                f"starts it again, or run: {command}"
             )
 
     def _command(self, checkpoint: Path) -> list[str]:
@@ -259,7 +266,8 @@ class Evaluations(Callback):
             "--device",
             settings.device,
         ]
-        options.append("--retry")  # results of a step that was trained anew are of other weights
+        # A step that is trained again has other weights, so earlier results are invalid.
+        options.append("--retry")
         options += ["--merge", str(settings.merge)] if self._averaged(checkpoint) else []
         return [sys.executable, "-m", "tools.evaluate", str(checkpoint), *options, *limit]
 
@@ -405,7 +413,7 @@ def check_suite(settings: EvaluateConfig) -> None:
         env=environment(os.environ, "cpu"),
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1].removeprefix(
+        last = (done.stderr.strip().splitlines() or ["no error output"])[-1].removeprefix(
             "tools.evaluate: error: "
         )
         raise ConfigError(f"evaluate.suite = '{settings.suite}': {last}")

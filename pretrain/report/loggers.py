@@ -64,7 +64,9 @@ class Callback:
 
 
 Watch = Callable[[int], AbstractContextManager[dict[str, float]]]
-"""What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_values` tells."""
+"""Context manager around a step on every rank, given the number of the step.
+
+When it ends, its dictionary contains on rank 0 the values for `on_values`."""
 
 
 def alert(callbacks: Iterable[Callback], title: str, text: str) -> None:
@@ -94,10 +96,12 @@ class Console(Callback):
         note = "  SPIKE" if math.isfinite(record.grad_norm) else "  NOT FINITE"
         note = f"{note}, step skipped" if record.skipped else ""
         print(
-            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {count(record.consumed_tokens)}"
-            f"  loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {record.grad_norm:.3f}"
-            f"  {count(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{dense}{mfu}"
-            f"  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA {_duration(record.eta_seconds)}{note}",
+            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens "
+            f"{count(record.consumed_tokens)}  loss {record.loss:.4f}  lr {record.lr:.2e}  grad "
+            f"norm {record.grad_norm:.3f}  {count(record.tokens_per_second)} tok/s  "
+            f"{record.tflops_per_device:.3g} TFLOP/s{dense}{mfu}  peak "
+            f"{record.peak_memory_bytes / 2**30:.2f} GiB  ETA "
+            f"{_duration(record.eta_seconds)}{note}",
             flush=True,
         )
 
@@ -143,7 +147,7 @@ class TensorBoard(Callback):
     def on_restart(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        # What SummaryWriter(purge_step=...) writes, which a rewind needs in the middle of a file.
+        # SummaryWriter(purge_step=...) writes this event; a rewind needs it within a file.
         self.writer._get_file_writer().add_event(
             Event(session_log=SessionLog(status=SessionLog.START)), step + 1
         )
@@ -179,7 +183,7 @@ class Wandb(Callback):
         import wandb
 
         settings, id_file = config.log.wandb, folder / "wandb_id"
-        if not id_file.exists():  # one id a run directory: a resumed run continues the same curves
+        if not id_file.exists():  # one id per run directory: a resumed run continues its curves
             write_whole(id_file, uuid.uuid4().hex[:8])
         try:
             self.run = wandb.init(
@@ -202,7 +206,8 @@ class Wandb(Callback):
         self.interval = config.log.interval
         if self.run.offline:
             print(
-                f"Weights & Biases: offline; upload with: wandb sync {folder / 'wandb' / 'offline-run-*'}",
+                "Weights & Biases: offline; upload with: wandb sync "
+                f"{folder / 'wandb' / 'offline-run-*'}",
                 flush=True,
             )
         elif not self.run.disabled:

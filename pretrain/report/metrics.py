@@ -14,23 +14,22 @@ class StepRecord:
 
     step: int
     consumed_tokens: int
-    loss: float  # nats a token
+    loss: float  # nats per token
     lr: float
     grad_norm: float
     skipped: bool
     step_seconds: float
     tokens_per_second: float
-    tflops_per_device: float  # model FLOPs (recompute not counted), per process; by the documents' lengths where these are read apart
-    mfu: float | None  # share of the named device's peak; None where no peak is named (CPU)
+    # Model FLOPs per process, without recompute; by document lengths if documents are separate.
+    tflops_per_device: float
+    mfu: float | None  # share of the device's peak; None if the peak is unknown (CPU)
     peak_memory_bytes: int  # largest over the ranks
     eta_seconds: float
-    dense_tflops_per_device: float | None = (
-        None  # over whole sequences; None where that is what tflops_per_device counts
-    )
-    dense_mfu: float | None = None  # as mfu, of that
-    passed_over: int = (
-        0  # samples before this step's that no step learnt from, going back from spikes
-    )
+    # Over full sequences; None if tflops_per_device counts full sequences itself.
+    dense_tflops_per_device: float | None = None
+    dense_mfu: float | None = None  # MFU of dense_tflops_per_device
+    # Number of earlier samples that rewinds after spikes have skipped.
+    passed_over: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as a dictionary for loggers."""
@@ -100,7 +99,7 @@ class Meter:
         }
 
     def _spent(self, rate: float, flops_per_token: float) -> tuple[float, float | None]:
-        """Return the TFLOP/s per process at ``rate`` tokens per second, and its share of the peak."""
+        """Return the TFLOP/s per process at ``rate`` tokens/s, and the share of the peak."""
         tflops = rate * flops_per_token / self.world_size / 1e12
         return tflops, tflops / self.peak_tflops if self.peak_tflops else None
 

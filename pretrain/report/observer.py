@@ -76,7 +76,7 @@ def _from_every_stage(found: dict[str, float]) -> dict[str, float]:
     here = torch.distributed.get_rank() == first
     everyone: list[dict[str, float]] = [{}] * group.size()
     torch.distributed.gather_object(found, everyone if here else None, dst=first, group=group)
-    # Interleaved stages hold layers by turns; within a layer the order is the look's.
+    # Interleaved stages have alternating layers; within a layer the order of values is kept.
     return dict(
         sorted(
             (pair for stage in everyone for pair in stage.items()),

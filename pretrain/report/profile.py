@@ -49,7 +49,7 @@ class Profiler:
         ):
             with torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
                 yield told
-            # The trace first: a snapshot may take long, and whatever ends it leaves the trace.
+            # The trace is written first, because a snapshot can take long and may be interrupted.
             export = trace.export_chrome_trace
             told.append(
                 _written("trace", name.with_suffix(".json.gz"), lambda path: export(str(path)))

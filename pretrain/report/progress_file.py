@@ -82,7 +82,7 @@ class ProgressFile:
         except OSError:
             if state != "failed":
                 raise
-            # A full file system has room where the old file is; spaces make up the length.
+            # On a full file system the old file can still be overwritten; spaces keep its length.
             with (self.folder / NAME).open("r+b") as file:
                 file.write(text.ljust((self.folder / NAME).stat().st_size))
                 file.flush()

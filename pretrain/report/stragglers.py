@@ -29,7 +29,7 @@ from fem_megatron.megatron import platform
 from pretrain.engines import StepTimes
 
 NAME = "ranks.jsonl"
-_PRODUCTS = 5  # the fastest counts
+_PRODUCTS = 5  # the fastest one counts
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Slowest:
 
     rank: int
     host: str
-    ratio: float  # of `seconds` to `median`
+    ratio: float  # ratio of `seconds` to `median`
     seconds: float
-    median: float  # of the ranks it is compared with; the lower of two
-    compared: int  # how many these are
-    group: tuple[int, ...]  # the ranks of its replica, itself among them
-    matmul_ratio: float  # its matrix product's time to all ranks' median
-    by: str  # what `ratio` compares: "step" or, where there is one replica, "matmul"
+    median: float  # of the compared ranks; the lower of two middle values
+    compared: int  # number of compared ranks
+    group: tuple[int, ...]  # ranks of its replica, including itself
+    matmul_ratio: float  # ratio of its matrix product's time to the median of all ranks
+    by: str  # measure of `ratio`: "step", or "matmul" with a single replica
 
     def message(self, limit: float) -> str:
         """Return one line for the console."""
@@ -72,7 +72,10 @@ class Slowest:
             if self.matmul_ratio >= _half(limit)
             else "by matrix products alone none of them is slow"
         )
-        return f"{who}: with ranks {_ranges(self.group)}, which wait for each other, {times} {against}; {which}"
+        return (
+            f"{who}: with ranks {_ranges(self.group)}, which wait for each other, {times} "
+            f"{against}; {which}"
+        )
 
 
 def find_slowest(

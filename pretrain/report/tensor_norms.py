@@ -1,4 +1,4 @@
-"""Norms of every parameter's weight, gradient, update and moments at an interval, over all ranks."""
+"""Norms of every parameter's weight, gradient, update and moments, over all ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Sums:
 
     def __init__(self, rows: dict[str, int]) -> None:
         self.rows = rows
-        # Beside each sum how many elements it is of: none of a moment that is not kept.
+        # Each sum has its number of elements next to it: 0 for a moment that does not exist.
         self.sums = torch.zeros(
             len(rows), len(KINDS), 2, dtype=torch.float64, device=platform.device()
         )

@@ -188,7 +188,7 @@ def test_a_leading_tilde_is_expanded_in_every_path(
         load_run(path, ["run_dir=~nobody_here/x"])
     Path("~").mkdir()  # as older versions made it
     with pytest.raises(
-        ConfigError, match="may be below the home directory or ~ in the working directory"
+        ConfigError, match="can mean the home directory or ~ in the working directory"
     ):
         load_run(path, ["run_dir=~/x"])
 

@@ -91,7 +91,7 @@ def test_another_validation_set_or_none_changes_no_training_step(
     assert fork(pretrain, pretrain.run_dir, tmp_path / "fork", *base, "train.steps=4", another) == 0
     assert (
         losses(tmp_path / "fork") == {step: wanted[step] for step in (3, 4)}
-        and "its data are others" not in pretrain.out
+        and "its data differs" not in pretrain.out
     )
     assert pretrain(*base, "train.steps=4", none) == 0, pretrain.err
     manifest = step_of(pretrain.run_dir, 4) / MANIFEST

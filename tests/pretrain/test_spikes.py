@@ -241,7 +241,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     assert len(set(read)) == (60 if blended else 48), (
         "of twelve steps, and three that were gone back from"
     )
-    again = "the data order ends 12 samples before the run, whose last steps will read its first samples again"
+    again = "the data order ends 12 samples before the end of the run: the last steps will read its first samples again"
     assert (again in pretrain.out) is not blended
     wanted = losses(pretrain.run_dir)
     shutil.rmtree(pretrain.checkpoints / "step_00000012")
