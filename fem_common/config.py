@@ -198,13 +198,10 @@ def reference(cls: type) -> Iterator[Row]:
     for key, item, kind in walk(cls):
         said = spec(item)
         words = ", ".join(map(str, said.choices)) if said.choices else describe(kind)
-        default = (
-            _plainly(
-                plain(item.default if item.default_factory is MISSING else item.default_factory())
-            )
-            if not required(item)
-            else None
-        )
+        default = None
+        if not required(item):
+            value = item.default if item.default_factory is MISSING else item.default_factory()
+            default = _plainly(plain(value))
         yield Row(
             key,
             is_dataclass(kind),
@@ -242,7 +239,9 @@ def _entry(kind: Any) -> Any:
     """Return ``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
     kind = _strip_optional(kind)[0]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    return arguments[0] if origin is tuple else arguments[1] if origin is dict else None
+    if origin is tuple:
+        return arguments[0]
+    return arguments[1] if origin is dict else None
 
 
 def _strip_optional(kind: Any) -> tuple[Any, bool]:
@@ -269,13 +268,9 @@ class Node:
     def __str__(self) -> str:
         """Return the value as shown in a message."""
         if not isinstance(self.value, str):
-            return (
-                ("a mapping" if isinstance(self.value, dict) else "a list")
-                if self.value
-                else "{}"
-                if self.value == {}
-                else "[]"
-            )
+            if not self.value:
+                return "{}" if isinstance(self.value, dict) else "[]"
+            return "a mapping" if isinstance(self.value, dict) else "a list"
         text = repr(self.value) if self.quoted or self.tag == "str" else self.value or "null"
         return text if len(text) <= 60 else text[:57] + "..."
 
@@ -484,13 +479,11 @@ class _Reader:
     def __init__(
         self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]
     ) -> None:
-        self.cls, self.path, self.parts, self.shipped, self.absent = (
-            cls,
-            path,
-            parts,
-            shipped,
-            absent,
-        )
+        self.cls = cls
+        self.path = path
+        self.parts = parts
+        self.shipped = shipped
+        self.absent = absent
         hints = _hints(cls)
         self.known = set(hints)
         self.sections = (
@@ -556,10 +549,8 @@ class _Reader:
 
         A base given as a path is relative to the third argument, a folder.
         """
-        what, key = (
-            f"the name of a part in {section}/ or the path of a .yaml file",
-            f"{section}.base",
-        )
+        what = f"the name of a part in {section}/ or the path of a .yaml file"
+        key = f"{section}.base"
         if not section:
             what, key = "the name of a file in the same folder, or a path", "base"
         if (
@@ -590,16 +581,13 @@ class _Reader:
             raise ConfigError(f"{base.where}: {key} = {base}: expected {what}")
         name = expand_home(base.value)
         by_path = "/" in name or name.endswith((".yaml", ".yml"))
-        folders = (
-            [self.path.parent.parent / section]
-            if section
-            else [here, *([self.shipped] if self.shipped else [])]
-        )
-        places = (
-            [Path(os.path.normpath(here / name))]
-            if by_path
-            else [folder / f"{name}.yaml" for folder in folders]
-        )
+        if by_path:
+            places = [Path(os.path.normpath(here / name))]
+        elif section:
+            places = [self.path.parent.parent / section / f"{name}.yaml"]
+        else:
+            folders = [here, self.shipped] if self.shipped else [here]
+            places = [folder / f"{name}.yaml" for folder in folders]
         file = next((place for place in places if place.is_file()), places[0])
         if os.path.abspath(file) in chain:
             raise ConfigError(
@@ -607,10 +595,8 @@ class _Reader:
                 f"{' -> '.join((*chain, os.path.abspath(file)))}"
             )
         if not file.is_file():
-            named = (
-                f"{section or 'base'} names the "
-                f"{'file' if by_path else 'part' if section else 'file'} '{name}'"
-            )
+            kind = "part" if section and not by_path else "file"
+            named = f"{section or 'base'} names the {kind} '{name}'"
             raise ConfigError(
                 f"{base.where}: {named}, but there is no file "
                 f"{file}{_hint(name, places, by_path, here)}"
@@ -731,16 +717,14 @@ def _as_written(node: Node) -> Any:
         return [_as_written(entry) for entry in node.value]
     if node.tag == "null":
         return None
-    kinds = (
-        []
-        if node.quoted
-        else [bool]
-        if node.tag == "bool"
-        else [float]
-        if re.search("[.eE]", node.value)
-        else [int]
-    )
-    return next((value for kind in kinds if (value := _scalar(kind, node)) is not None), node.value)
+    if node.quoted:
+        return node.value
+    if node.tag == "bool":
+        kind: type = bool
+    else:
+        kind = float if re.search("[.eE]", node.value) else int
+    value = _scalar(kind, node)
+    return node.value if value is None else value
 
 
 def _matches(value: Any, choice: Any) -> bool:
@@ -777,10 +761,7 @@ def _scalar(kind: Callable[..., Any], node: Node) -> Any:
         return None
     if kind is float:
         return float(text)
-    return (
-        int(text)
-        if text.lstrip("+-").replace("_", "").isdigit()
-        else int(float(text))
-        if float(text) == int(float(text))
-        else None
-    )
+    if text.lstrip("+-").replace("_", "").isdigit():
+        return int(text)
+    number = float(text)
+    return int(number) if number == int(number) else None

@@ -105,10 +105,8 @@ def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> Non
     may lose both. Raises OSError with ``path`` as its file name; the temporary file is removed in
     that case.
     """
-    unfinished, raw = (
-        temporary(path),
-        content.encode("utf-8") if isinstance(content, str) else content,
-    )
+    unfinished = temporary(path)
+    raw = content.encode("utf-8") if isinstance(content, str) else content
     try:
         write_synced(unfinished, raw) if synced else unfinished.write_bytes(raw)
         os.replace(unfinished, path)

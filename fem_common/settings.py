@@ -47,13 +47,11 @@ class Spec:
             f"{limit:g}" if isinstance(limit, float) else str(limit)
             for limit in (self.least, self.above, self.below)
         )
-        low = (
-            f"{least} or more"
-            if self.least is not None
-            else f"more than {above}"
-            if self.above is not None
-            else ""
-        )
+        low = ""
+        if self.least is not None:
+            low = f"{least} or more"
+        elif self.above is not None:
+            low = f"more than {above}"
         high = f"less than {below}" if self.below is not None else ""
         return " and ".join(filter(None, (low, high)))
 

@@ -290,10 +290,8 @@ def _forked(options: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"--fork {new} is the parent's run directory: choose another one")
     if any(new.glob("checkpoints/step_*")) and read_fork(new) is None:
         raise ConfigError(f"--fork {new} contains a run that is not a fork: choose another folder")
-    mirror, named = (
-        config.checkpoint.mirror,
-        any(text.startswith("checkpoint.mirror=") for text in options.overrides),
-    )
+    mirror = config.checkpoint.mirror
+    named = any(text.startswith("checkpoint.mirror=") for text in options.overrides)
     if mirror and "{name}" not in mirror and not named:
         raise ConfigError(
             f"--fork {new} cannot use the parent's mirror: give checkpoint.mirror=URL, or "

@@ -167,11 +167,9 @@ class ParallelConfig:
         Overlap is chosen for Megatron and for ZeRO-3 on a GPU. ZeRO-1 and ZeRO-2 would need a
         second bucket for it, and DeepSpeed's own default is off.
         """
-        megatron, reduce, gather = (
-            engine.name == "megatron",
-            self.overlap_grad_reduce,
-            self.overlap_param_gather,
-        )
+        megatron = engine.name == "megatron"
+        reduce = self.overlap_grad_reduce
+        gather = self.overlap_param_gather
         if reduce is None:
             reduce = bool(gather) or (cuda and (megatron or engine.zero_stage == 3))
         if gather is None:

@@ -53,13 +53,10 @@ def page() -> str:
         name = row.key.partition(".")[0] if "." in row.key else ""
         if not row.section:
             titles.setdefault(row.key, row.doc)  # title of a section whose entries form a list
-            default = (
-                "required"
-                if row.default is None
-                else f"`{row.default}`"
-                if row.default
-                else "empty"
-            )
+            if row.default is None:
+                default = "required"
+            else:
+                default = f"`{row.default}`" if row.default else "empty"
             sections.setdefault(name, []).append(
                 f"| `{row.key}` | {row.wanted} | {default} | {_cell(row.doc)} |"
             )

@@ -187,10 +187,8 @@ class Run:
         the stage.
         """
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
-        self.facts, self.contents = (
-            facts_of(part, self.all_facts),
-            contents_of(self.parts, part, self.all_contents),
-        )
+        self.facts = facts_of(part, self.all_facts)
+        self.contents = contents_of(self.parts, part, self.all_contents)
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -233,10 +231,10 @@ class Run:
             if change.rule == TOLD or (start.forked and change.rule != FREE)
         )
         if told:
-            self.say(
-                f"{'different from the parent' if start.forked else 'changed since the last attempt'}: "
-                f"{told}"
+            heading = (
+                "different from the parent" if start.forked else "changed since the last attempt"
             )
+            self.say(f"{heading}: {told}")
         step, steps = start.progress.step, self.schedule.last_step
         # The state is "complete" after the last validation.
         complete = before is not None and (before.get("state"), before.get("step")) == (
@@ -350,11 +348,12 @@ class Run:
         while start.found is not None:
             try:
                 checkpoints.load(engine, start.found, model_only=not (start.own or start.forked))
-                at = f" at step {start.progress.step}" if start.own or start.forked else ""
-                self.say(
-                    f"{'resumed' if start.own else 'forked' if start.forked else 'weights taken'} "
-                    f"from {start.found.path}{at}"
-                )
+                if start.own or start.forked:
+                    done = "resumed" if start.own else "forked"
+                    at = f" at step {start.progress.step}"
+                else:
+                    done, at = "weights taken", ""
+                self.say(f"{done} from {start.found.path}{at}")
                 if start.forked and start.progress.order_begin == start.progress.consumed_samples:
                     self.say(
                         "its data differs from the parent's: the data order begins at its first "

@@ -129,10 +129,8 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
     direct parent if no folder on the path has that name. The folder ``but`` is excluded.
     """
     own = run_directory(config)
-    folder, found = (
-        next((folder for folder in own.parents if folder.name == config.name), own.parent),
-        dict[Path, float](),
-    )
+    folder = next((folder for folder in own.parents if folder.name == config.name), own.parent)
+    found = dict[Path, float]()
     for file in (*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")):
         saved = list[float]()
         for manifest in file.parent.glob("checkpoints/step_*/manifest.json"):

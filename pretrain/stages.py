@@ -122,10 +122,8 @@ class Part:
         extra samples per source.
         """
         sources, length = self.config.data.train, self.config.data.seq_length
-        whole, more = (
-            sum(source.weight for source in sources),
-            len(sources) if len(sources) > 1 else 0,
-        )
+        whole = sum(source.weight for source in sources)
+        more = len(sources) if len(sources) > 1 else 0
         return {
             source.prefix: (math.ceil(self.samples * source.weight / whole) + more) * length + 1
             for source in sources

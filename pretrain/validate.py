@@ -325,10 +325,8 @@ def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
 
 def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, layers = config.parallel, config.model.num_layers
-    stages, chunks = (
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size,
-    )
+    stages = layout.pipeline_model_parallel_size
+    chunks = layout.virtual_pipeline_model_parallel_size
     if layers % stages:
         near = _closest(
             _divisors(layers),
@@ -358,11 +356,9 @@ def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
-    layout, batch, micro = (
-        config.parallel,
-        config.train.global_batch_size,
-        config.train.micro_batch_size,
-    )
+    layout = config.parallel
+    batch = config.train.global_batch_size
+    micro = config.train.micro_batch_size
     stages = layout.pipeline_model_parallel_size
     data_parallel = world_size // layout.model_parallel
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
@@ -428,10 +424,8 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{schedule.steps}; at most {schedule.steps - 1}"
         )
         return
-    warmup, decay = (
-        schedule.warmup_samples // schedule.batch_samples,
-        schedule.decay_samples // schedule.batch_samples,
-    )
+    warmup = schedule.warmup_samples // schedule.batch_samples
+    decay = schedule.decay_samples // schedule.batch_samples
     if warmup >= room and warmup:
         yield _too_long("warmup", warmup, room - 1, optimizer.warmup_tokens, schedule)
     if optimizer.schedule == "wsd" and warmup + decay > room:
@@ -551,10 +545,8 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
             yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"
     for split in SPLITS:
         for number, source in enumerate(getattr(config.data, split)):
-            key, (kind, mark, place) = (
-                f"data.{split}.{number}.prefix",
-                source.prefix.partition("://"),
-            )
+            key = f"data.{split}.{number}.prefix"
+            (kind, mark, place) = source.prefix.partition("://")
             if secrets.hides_a_password(source.prefix):
                 yield (
                     f"{key} contains a password, which would be written to files; set credentials "

@@ -94,11 +94,9 @@ def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, 
 
 def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield the mistakes in the run's context parallelism, each with the nearest valid value."""
-    layout, length, size = (
-        config.parallel,
-        config.data.seq_length,
-        config.parallel.context_parallel_size,
-    )
+    layout = config.parallel
+    length = config.data.seq_length
+    size = config.parallel.context_parallel_size
     kind, key = layout.context_parallel_kind, f"parallel.context_parallel_size = {size}"
     if size == 1:
         if kind is not None:

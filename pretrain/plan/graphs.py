@@ -86,10 +86,8 @@ def graph_bytes(config: RunConfig, hidden_state: float) -> int:
     """
     if not config.train.cuda_graphs:
         return 0
-    ranks, element = (
-        config.parallel.tensor_model_parallel_size,
-        2 if config.train.precision == "bf16" else 4,
-    )
+    ranks = config.parallel.tensor_model_parallel_size
+    element = 2 if config.train.precision == "bf16" else 4
     weights = [
         (weight, count)
         for block, count in config.model.kinds

@@ -170,10 +170,8 @@ def _zero_stage_memory(
     copy = copied_weights(replace(config, engine=engine), parameters, data_parallel)
     there = "host" if engine.offload_optimizer and cuda else "reduction"
     kept = replace(kept, **{there: getattr(kept, there) + copy})
-    activations, workspace = (
-        stage_activations(config, 0, data_parallel, cuda=cuda),
-        backward_workspace(config, 0, cuda=cuda),
-    )
+    activations = stage_activations(config, 0, data_parallel, cuda=cuda)
+    workspace = backward_workspace(config, 0, cuda=cuda)
     sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
     return StageMemory(
         stage=0,
@@ -265,10 +263,8 @@ def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
     The schedules are Megatron's 1F1B and interleaved schedules.
     """
     layout, train = config.parallel, config.train
-    stages, chunks = (
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size or 1,
-    )
+    stages = layout.pipeline_model_parallel_size
+    chunks = layout.virtual_pipeline_model_parallel_size or 1
     micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel)
     if chunks == 1:
         return min(stages - stage, micro_batches)
@@ -377,12 +373,10 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     its own activations, on a CPU in bf16 the same amount again; and the temporary memory of its
     mixer (``Shape.moment_bytes``).
     """
-    model, train, e, t = (
-        config.model,
-        config.train,
-        _element(config),
-        config.parallel.tensor_model_parallel_size,
-    )
+    model = config.model
+    train = config.train
+    e = _element(config)
+    t = config.parallel.tensor_model_parallel_size
     tokens = train.micro_batch_size * _own_length(config)
     inner, packed = model.ffn_size / t, max(_packed_width(block) for block, _ in model.kinds) / t
     per_token = (

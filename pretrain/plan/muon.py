@@ -50,10 +50,8 @@ def told(config: RunConfig, weights: Iterable[Weight], data_parallel: int, train
         else config.parallel.use_distributed_optimizer
     )
     muons = [one for one in weights if one.orthogonal]
-    maps, flops = (
-        sum(len([*one.linear_maps()]) for one in muons),
-        step_flops(muons) * (1 if split else data_parallel),
-    )
+    maps = sum(len([*one.linear_maps()]) for one in muons)
+    flops = step_flops(muons) * (1 if split else data_parallel)
     size = sum(one.size for one in muons)
     return (
         f"Muon: {size:,} parameters in {maps:,} maps, {si(flops)}FLOP a step, "

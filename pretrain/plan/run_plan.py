@@ -254,19 +254,12 @@ class Plan:
         completely filled. Up to 2.2% of the blocks of `fem_megatron.megatron.staging` stay empty
         for models of 1.3B to 70B parameters.
         """
-        ranks, parts = (
-            self.data_parallel * self.config.parallel.context_parallel_size,
-            33 if self.cuda else 32,
+        ranks = self.data_parallel * self.config.parallel.context_parallel_size
+        parts = 33 if self.cuda else 32
+        most = max(
+            stage.parameters * stored_bytes(self.config) - 4 * stage.muons for stage in self.memory
         )
-        return (
-            max(
-                stage.parameters * stored_bytes(self.config) - 4 * stage.muons
-                for stage in self.memory
-            )
-            // ranks
-            * parts
-            // 32
-        )
+        return most // ranks * parts // 32
 
     @property
     def peak_memory(self) -> int:
@@ -379,10 +372,8 @@ def _model_lines(plan: Plan) -> Iterator[str]:
         f"{model.num_attention_heads} heads{again}"
     )
     for name, block in dict(zip(names, blocks, strict=True)).items():
-        yield (
-            f"  {name}: "
-            f"{', '.join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)}"
-        )
+        shapes = [shape for shape in (block.mixer, block.mlp) if shape is not None]
+        yield f"  {name}: {', '.join(shape.summary() for shape in shapes)}"
     yield f"  vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
     if model.parametrization == "mup":
         yield (
@@ -429,10 +420,8 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
         yield f"  {_documents_told(plan)}"
     if config.optimizer.name == "muon":
         weights = model_weights(config.model).values()
-        yield (
-            "  "
-            f"{muon.told(config, weights, plan.data_parallel, plan.train_flops * plan.schedule.step_tokens)}"
-        )
+        step_flops = plan.train_flops * plan.schedule.step_tokens
+        yield f"  {muon.told(config, weights, plan.data_parallel, step_flops)}"
     length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
     yield (
         f"  decoding state of {length:,} tokens: "

@@ -144,11 +144,9 @@ def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
 
 def zero_name(engine: EngineConfig) -> str:
     """Return the name of a stage with its offload."""
-    offloaded = (
-        ", all offloaded"
-        if engine.offload_parameters
-        else ", optimizer offloaded"
-        if engine.offload_optimizer
-        else ""
-    )
+    offloaded = ""
+    if engine.offload_parameters:
+        offloaded = ", all offloaded"
+    elif engine.offload_optimizer:
+        offloaded = ", optimizer offloaded"
     return f"stage {engine.zero_stage}{offloaded}"

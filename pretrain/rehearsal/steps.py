@@ -223,12 +223,10 @@ def recorded_steps(
     # ranks in the second.
     for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
         gc.collect()
-        begin, launches, collectives, reads = (
-            recorder.tick,
-            len(trace.launches),
-            len(trace.collectives),
-            len(trace.reads),
-        )
+        begin = recorder.tick
+        launches = len(trace.launches)
+        collectives = len(trace.collectives)
+        reads = len(trace.reads)
         trace.stage = FORWARD
         engine.train_step(
             batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks]

@@ -161,11 +161,9 @@ def tell(engine: Any, recorder: Recorder) -> None:
 
     The first holder counts: in stage 0 the optimizer updates the weights directly.
     """
-    optimizer, parameters, flat = (
-        engine.engine.optimizer,
-        list(engine.model.parameters()),
-        engine.state.flat(),
-    )
+    optimizer = engine.engine.optimizer
+    parameters = list(engine.model.parameters())
+    flat = engine.state.flat()
     recorder.known(_buckets(optimizer), WORKSPACE)
     recorder.known(
         [getattr(parameter, "ds_tensor", parameter) for parameter in parameters], WEIGHTS

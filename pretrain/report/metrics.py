@@ -56,11 +56,9 @@ class Meter:
         peak_tflops: float | None,
         dense_flops: float | None = None,
     ) -> None:
-        self.step_tokens, self.flops_per_token, self.dense_flops = (
-            step_tokens,
-            flops_per_token,
-            dense_flops,
-        )
+        self.step_tokens = step_tokens
+        self.flops_per_token = flops_per_token
+        self.dense_flops = dense_flops
         self.world_size, self.peak_tflops = world_size, peak_tflops
         self.last = time.monotonic()
         self.mean: float | None = None

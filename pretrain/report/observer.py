@@ -69,10 +69,8 @@ def _from_every_stage(found: dict[str, float]) -> dict[str, float]:
     """Gather the values of all pipeline stages on the first stage, in the order of the layers;
     other stages return {}.
     """
-    group, first = (
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_first_rank(),
-    )
+    group = parallel_state.get_pipeline_model_parallel_group()
+    first = parallel_state.get_pipeline_model_parallel_first_rank()
     here = torch.distributed.get_rank() == first
     everyone: list[dict[str, float]] = [{}] * group.size()
     torch.distributed.gather_object(found, everyone if here else None, dst=first, group=group)

@@ -57,10 +57,8 @@ class Slowest:
 
     def message(self, limit: float) -> str:
         """Return one line for the console."""
-        who, times = (
-            f"slowest rank {self.rank} on node {self.host}",
-            f"{self.ratio:.2f} times the median of {self.compared} ranks",
-        )
+        who = f"slowest rank {self.rank} on node {self.host}"
+        times = f"{self.ratio:.2f} times the median of {self.compared} ranks"
         against = f"({self.seconds:.3g} s against {self.median:.3g} s)"
         if self.by == "matmul":
             return f"{who}: {times} in a matrix product by itself {against}"
