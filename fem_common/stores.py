@@ -37,7 +37,7 @@ def is_url(place: str) -> bool:
 
 
 def folder_of(place: str) -> Path | None:
-    """Return the folder of a path or of a file:// URL; None for other URLs."""
+    """Return the folder of a path or of a URL with the scheme file; None for other URLs."""
     kind, mark, rest = place.partition("://")
     return Path(rest or kind) if not mark or kind == "file" else None
 

@@ -517,7 +517,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     took = (
         f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s"
         if speed
-        else "(set checkpoint.gb_per_second for an estimate of the duration)"
+        else "(duration: set checkpoint.gb_per_second)"
     )
     yield f"  written {took} {meanwhile}, from up to {gib(plan.save_memory)} of host memory a rank"
 
