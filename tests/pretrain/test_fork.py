@@ -121,7 +121,9 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     )
     assert fork(pretrain, pretrain.run_dir, new, *whole) == 0, pretrain.err
     told = [
-        line for line in pretrain.out.splitlines() if line.startswith(("different from", "its data"))
+        line
+        for line in pretrain.out.splitlines()
+        if line.startswith(("different from", "its data"))
     ]
     wording("\n".join(told))
     assert (
@@ -208,7 +210,9 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
     yarn = "model.rope_scaling={kind: yarn, factor: 2, original_length: 32}"
     new, loaded, plain = tmp_path / "new", tmp_path / "loaded", tmp_path / "plain"
     assert fork(pretrain, pretrain.run_dir, new, *long, yarn) == 0, pretrain.err
-    wording("\n".join(line for line in pretrain.out.splitlines() if line.startswith("different from")))
+    wording(
+        "\n".join(line for line in pretrain.out.splitlines() if line.startswith("different from"))
+    )
     assert fork(pretrain, pretrain.run_dir, plain, *long) == 0
     assert (
         pretrain(

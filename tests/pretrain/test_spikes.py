@@ -192,7 +192,7 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
     assert (
         pretrain.out.count("back at") == 2
-        and "training has gone back 2 times from about here" in pretrain.err
+        and "training has gone back 2 times from about this step" in pretrain.err
     )
 
 
