@@ -1,5 +1,6 @@
-"""Common frame of all commands: argument parser, verbs, exit codes and signals. Standard library
-only.
+"""Common frame of all commands: argument parser, verbs, exit codes and signals.
+
+The module uses only the standard library.
 
 A command creates a `Parser` and calls ``run(program, main)``. A command with verbs has a table
 ``{"plan": Verb("tools.scaling.planning", "purpose")}``. Only the module of the called verb is
@@ -56,8 +57,9 @@ _MEMORY = (
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP as an exception; ``number`` is the signal number. It ends a command like
-    Ctrl-C.
+    """SIGTERM or SIGHUP as an exception; ``number`` is the signal number.
+
+    It ends a command like Ctrl-C.
     """
 
     def __init__(self, number: int) -> None:
@@ -66,8 +68,8 @@ class Ended(KeyboardInterrupt):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser with one-line errors that suggest the nearest word, and the exit codes at the
-    end of --help.
+    """argparse parser with one-line errors that suggest the nearest word; --help lists the exit
+    codes.
     """
 
     def __init__(self, **given: Any) -> None:

@@ -55,9 +55,7 @@ class ConfigErrors(ConfigError):
 
 @contextmanager
 def noted(mistakes: list[Mistake], section: str) -> Iterator[None]:
-    """Collect the configuration errors raised in the block, so that reading continues and finds
-    further mistakes.
-    """
+    """Collect configuration errors raised in the block, so that reading continues after them."""
     try:
         yield
     except ConfigErrors as errors:
@@ -93,8 +91,9 @@ def load(
     explanation of each.
 
     Raises:
-        ConfigErrors: the configuration has mistakes. ConfigError: the file is missing or
-        unreadable. StorageError: a file system failed.
+        ConfigErrors: the configuration has mistakes.
+        ConfigError: the file is missing or unreadable.
+        StorageError: a file system failed.
     """
     path = Path(expand_home(str(path)))
     return _Reader(cls, path, parts, shipped, absent or {}).read(_file(path), overrides)
@@ -389,9 +388,7 @@ def _merged(under: Node, over: Node) -> Node:
 def _moved(
     cls: type, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield (old key, new key) from the ``moved`` tables of a configuration class and of its
-    sections.
-    """
+    """Yield (old key, new key) from the ``moved`` tables of a configuration class and its sections."""
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
     hints = _hints(cls)
@@ -442,8 +439,9 @@ def _assignment(text: str) -> tuple[list[str], Node]:
 
 
 def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
-    """Return ``node`` with one key set. A number is a list index from 0; the index after the last
-    item appends.
+    """Return ``node`` with one key set.
+
+    A number is the index of a list item, from 0; the index after the last item appends.
     """
     if not keys:
         return value

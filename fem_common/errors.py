@@ -1,7 +1,7 @@
-"""Errors that are shown to the user as one line, with their exit codes. Standard library only.
+"""Errors that are shown to the user as one line, with their exit codes.
 
 `MISTAKES` is the only rule that separates a wrong path from a failing file system, for every
-command.
+command. The module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class CommandError(Exception):
 
 
 class UserError(CommandError):
-    """Mistake that the user can correct; the message contains what is wrong, where, and the nearest
-    fix.
-    """
+    """Mistake that the user can correct; the message states what is wrong, where, and a fix."""
 
     code = Exit.WRONG_INPUT
 

@@ -1,4 +1,7 @@
-"""Exit codes of every command, for users, scripts and the launcher. Standard library only."""
+"""Exit codes of every command, for users, scripts and the launcher.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Atomic file writes (temporary name, fsync, rename), locks and hashes. Standard library only."""
+"""Atomic file writes (temporary name, fsync, rename), locks and hashes.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,10 @@ ABANDONED_SECONDS = 24 * 3600
 
 
 def expand_home(text: str) -> str:
-    """Expand a leading ``~`` or ``~user`` as a shell does; return any other text, including URLs,
-    unchanged.
+    """Expand a leading ``~`` or ``~user`` as a shell does.
 
-    Raises ConfigError if the user does not exist, or if the working directory has a file or folder
-    with that name.
+    Any other text, including URLs, is returned unchanged. Raises ConfigError if the user does not
+    exist, or if the working directory has a file or folder with that name.
     """
     name = text.partition("/")[0]
     if not name.startswith("~"):
@@ -55,7 +57,8 @@ def read_lines(path: Path) -> list[str]:
     prompts and JSON strings.
 
     Raises:
-        ConfigError: the file is missing or not UTF-8. StorageError: the file system failed.
+        ConfigError: the file is missing or not UTF-8.
+        StorageError: the file system failed.
     """
     try:
         with files_told():
@@ -151,10 +154,10 @@ def make_folder(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """Return a temporary name in the folder of ``path`` that contains the host, the process
-    namespace and the process.
+    """Return a temporary name in the folder of ``path``.
 
-    `remove_leftovers` recognizes these names.
+    The name contains the host, the process namespace and the process, which `remove_leftovers`
+    reads.
     """
     return path.with_name(f".{path.name}~{socket.gethostname()}~{_namespace()}~{os.getpid()}")
 
@@ -172,10 +175,10 @@ def _namespace() -> int:
 
 
 def remove_leftovers(folder: Path, process: int | None = None) -> None:
-    """Remove the `temporary` files of dead processes of this host, and those of other hosts that
-    are older than a day.
+    """Remove the `temporary` files of dead processes of this host and old files of other hosts.
 
-    ``process``: remove only the files of this process of this host, which must be dead.
+    Files of other hosts are removed if they are older than a day. ``process``: remove only the
+    files of this process of this host, which must be dead.
     """
     here = [socket.gethostname(), str(_namespace())]
     for path in folder.glob(".*~*~*~*"):
@@ -224,8 +227,8 @@ def locked(
     block or the process. ``shared``: take a shared lock. ``wait``: wait for the lock.
 
     Raises:
-        InUse: another process holds the lock (message ``busy``). ConfigError, StorageError: the
-        file cannot be opened.
+        InUse: another process holds the lock (message ``busy``).
+        ConfigError, StorageError: the file cannot be opened.
     """
     descriptor, owner = _opened(path), os.getpid()
     try:

@@ -1,4 +1,7 @@
-"""Free TCP ports for servers that start shortly afterwards. Standard library only."""
+"""Free TCP ports for servers that start shortly afterwards.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 

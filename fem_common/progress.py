@@ -1,6 +1,4 @@
-"""Progress of long work: one live line on a terminal (with tqdm), or a plain line at intervals in a
-log.
-"""
+"""Progress of long work: a live line on a terminal (tqdm), or a line at intervals in a log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Rules for secrets in an environment, and for the variables that may be written to files. Standard
-library only.
+"""Rules for secrets in an environment, and for the variables that may be written to files.
+
+The module uses only the standard library.
 """
 
 from __future__ import annotations

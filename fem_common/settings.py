@@ -1,5 +1,6 @@
 """Documentation and allowed values of configuration fields, stored in the fields' metadata.
-Standard library only.
+
+The module uses only the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Temporary signal handlers, and names of signals. Standard library only."""
+"""Temporary signal handlers, and names of signals.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 

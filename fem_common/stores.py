@@ -43,10 +43,10 @@ def folder_of(place: str) -> Path | None:
 
 
 def refusal(place: str, folder: Path | None) -> str | None:
-    """Return why copies of the content of ``folder`` cannot be stored at a place, judged by the
-    name of the place, or None.
+    """Return why copies of the content of ``folder`` cannot be stored at a place, or None.
 
-    If ``folder`` is None, only the form of the name is checked.
+    Only the name of the place is examined. If ``folder`` is None, only the form of the name is
+    checked.
     """
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
@@ -74,8 +74,9 @@ def refusal(place: str, folder: Path | None) -> str | None:
 
 
 def _unknown(place: str, kind: str) -> str | None:
-    """Return why a kind of place is not supported; None if fsspec supports it and the required
-    package is installed.
+    """Return why a kind of place is not supported, or None.
+
+    A kind is supported if fsspec implements it and the required package is installed.
     """
     from fsspec.registry import available_protocols, known_implementations
 
@@ -102,7 +103,7 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
 
     Raises:
         ConfigError: the kind of place is unknown, its package is not installed, or `refusal` gives
-        a reason.
+            a reason.
     """
     import fsspec
 

@@ -1,4 +1,7 @@
-"""Formatting of numbers, times and words for messages. Standard library only."""
+"""Formatting of numbers, times and words for messages.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ def count(number: float) -> str:
 
 
 def si(number: float) -> str:
-    """Format a number with an SI prefix for a following unit: ``1.234 P`` for FLOPs; without prefix
-    below a million: ``12 ``.
+    """Format a number with an SI prefix for a following unit: ``1.234 P`` for FLOPs.
+
+    Below a million the number has no prefix: ``12 ``.
     """
     for unit, prefix in (
         (1e21, "Z"),
@@ -90,15 +94,11 @@ def one_line(said: object, longest: int = 0) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the entry of ``known`` that is most similar to ``word``, or None if no entry is
-    similar.
-    """
+    """Return the entry of ``known`` most similar to ``word``, or None if no entry is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), 1, cutoff)), None)
 
 
 def did_you_mean(word: str, known: Sequence[str], otherwise: str = "choose one of") -> str:
-    """Return the end of a message about an unknown word: the nearest known word, or all known
-    words.
-    """
+    """Return the end of a message about an unknown word: the nearest known word, or all of them."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"{otherwise} {', '.join(known)}"

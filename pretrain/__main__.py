@@ -338,8 +338,9 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
 
 
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
-    """Print the rehearsal. For a run with stages, rehearse the stage with the largest planned peak
-    memory.
+    """Print the rehearsal.
+
+    For a run with stages, rehearse the stage with the largest planned peak memory.
 
     Raises ConfigError if the run cannot be rehearsed, or if --check is given and the memory does
     not fit.

@@ -1,8 +1,7 @@
-"""Configuration of a run: one dataclass per section, each field with help text and range, and the
-YAML reader. No torch.
+"""Configuration of a run: one dataclass per section, with help texts and ranges, and its reader.
 
 ``pretrain.validate`` checks conditions that involve several fields. Long, because it defines every
-key of a run.
+key of a run. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -98,8 +97,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallel layout. The data-parallel size is the world size divided by the other parallel
-    sizes.
+    """Parallel layout.
+
+    The data-parallel size is the world size divided by the other parallel sizes.
     """
 
     world_size: int | None = setting(
@@ -365,8 +365,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer and learning-rate schedule. Weight decay does not apply to norms, biases and other
-    vectors.
+    """Optimizer and learning-rate schedule.
+
+    Weight decay does not apply to norms, biases and other vectors.
     """
 
     name: str = setting(
@@ -682,8 +683,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     (`fem_common.config.load`).
 
     Raises:
-        ConfigError: the run's file is missing or unreadable. ConfigErrors: the configuration has
-        mistakes. StorageError: a file system failed.
+        ConfigError: the run's file is missing or unreadable.
+        ConfigErrors: the configuration has mistakes.
+        StorageError: a file system failed.
     """
     with _named_after(Path(path)) as named:
         return named(load(RunConfig, path, overrides, parts=True, absent=ABSENT))

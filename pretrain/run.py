@@ -135,9 +135,9 @@ def make_engine(
     draw: initialize the weights; if False they are NaN, because a checkpoint is loaded afterwards.
 
     Raises:
-        ValueError: a width is not divisible (see ``ModelConfig.blocks``). ConfigError: DeepSpeed
-        rejects the settings, another package rejects the options of its layer, or the machine
-            lacks a feature that the section train requires.
+        ValueError: a width is not divisible (see ``ModelConfig.blocks``).
+        ConfigError: DeepSpeed rejects the settings, another package rejects the options of its
+            layer, or the machine lacks a feature that the section train requires.
     """
     if config.train.fp8 != "none" and (missing := platform.lacks_fp8()):
         raise ConfigError(f"train.fp8 = {config.train.fp8} needs {missing}; set train.fp8=none")
@@ -161,8 +161,9 @@ def make_engine(
 
 
 class Run:
-    """Components of an attempt on this rank; collective. ``first`` is True on rank 0, which prints
-    and writes files.
+    """Components of an attempt on this rank; collective.
+
+    ``first`` is True on rank 0, which prints and writes files.
     """
 
     def __init__(self, prepared: Prepared, received: Received) -> None:
@@ -183,9 +184,7 @@ class Run:
         self.enter(self.parts[0])
 
     def enter(self, part: Part) -> None:
-        """Make ``part`` the current stage: set ``config``, schedule, facts and contents to those of
-        the stage.
-        """
+        """Make ``part`` the current stage: set configuration, schedule, facts and contents."""
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
         self.facts = facts_of(part, self.all_facts)
         self.contents = contents_of(self.parts, part, self.all_contents)
@@ -322,8 +321,8 @@ class Run:
         )
 
     def _read_contents(self) -> Contents:
-        """Read the content of the data on rank 0, compare it with the manifests, and share it with
-        all ranks.
+        """Read the content of the data on rank 0, compare it with the manifests, and share the
+        result.
         """
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
@@ -491,8 +490,7 @@ class Run:
 
 
 def _check_packages(config: RunConfig) -> None:
-    """Check that the required packages and the GPU exist, and that kernel overrides name existing
-    kernels.
+    """Check that required packages and the GPU exist, and that kernel overrides are valid names.
 
     Raises:
         ConfigError: a requirement is not met.

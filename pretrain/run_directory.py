@@ -64,8 +64,9 @@ def run_id(folder: Path) -> str | None:
 
 
 def identify(folder: Path) -> str:
-    """Return the id of the run in a folder; create one if it has none. The id is recorded in the
-    folder.
+    """Return the id of the run in a folder; create one if it has none.
+
+    The id is recorded in the folder.
     """
     found = run_id(folder) or uuid.uuid4().hex
     write_whole(folder / RUN_ID, record_of(found, folder))
@@ -83,7 +84,8 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
         ConfigError: see `load_run`; or the config.yaml of a run directory has another run_dir, for
-        example after a move. ConfigErrors, StorageError: see `load_run`.
+            example after a move.
+        ConfigErrors, StorageError: see `load_run`.
     """
     given = Path(expand_home(str(given)))
     named = any(text.partition("=")[0].strip() == "run_dir" for text in overrides)
@@ -122,11 +124,11 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 def newest_run(config: RunConfig, but: Path) -> Path | None:
-    """Return the run directory with the newest checkpoint among nearby runs with the same name and
-    model; None if none.
+    """Return the run directory with the newest checkpoint among nearby runs, or None.
 
-    The search covers up to two levels below the parent folder that has the run's name, or below the
-    direct parent if no folder on the path has that name. The folder ``but`` is excluded.
+    Only runs with the same name and model count. The search covers up to two levels below the
+    parent folder that has the run's name, or below the direct parent if no folder on the path has
+    that name. The folder ``but`` is excluded.
     """
     own = run_directory(config)
     folder = next((folder for folder in own.parents if folder.name == config.name), own.parent)

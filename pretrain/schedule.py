@@ -1,4 +1,5 @@
 """Steps, samples and tokens of a run: conversion of every configured length between these units.
+
 Pure arithmetic.
 """
 

@@ -1,5 +1,6 @@
-"""Signals of a training process: four request a stop; SIGUSR2 prints stacks and requests a trace of
-a step. No torch.
+"""Signals of a training process: four request a stop; SIGUSR2 prints stacks and requests a trace.
+
+The module does not import torch.
 """
 
 from __future__ import annotations

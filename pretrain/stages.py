@@ -1,8 +1,7 @@
-"""Stages: a run as a sequence of runs in one folder, each with its own data, lengths, batch and
-rates. No torch.
+"""Stages of a run: a sequence of runs in one folder, each with its own data, lengths and rates.
 
 A stage begins at the last checkpoint of the previous stage. Its reading position in a source
-follows the tokens that earlier stages read from that source.
+follows the tokens that earlier stages read from that source. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ def check_stages_data(config: RunConfig) -> DataFacts:
 
     Raises:
         ConfigError, StorageError: as the functions above; errors in the data of a stage name the
-        stage.
+            stage.
     """
     told = list[DataFacts]()
     for part in parts_of(config):

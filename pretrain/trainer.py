@@ -1,5 +1,6 @@
-"""Training loop. It uses engine, data, checkpoints and callbacks through their interfaces, and
-decides when to stop.
+"""Training loop.
+
+It uses engine, data, checkpoints and callbacks through their interfaces, and decides when to stop.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Trainer:
 
         Raises:
             TooManyBadSteps: no checkpoint is written in this case, so that every attempt restarts
-            from the same checkpoint. ConfigError, StorageError: a checkpoint cannot be written.
+                from the same checkpoint.
+            ConfigError, StorageError: a checkpoint cannot be written.
         """
         if self.progress.passed_over and (short := self._reach_the_end()):
             self._tell(lambda callback: callback.on_message(short))
@@ -178,12 +180,11 @@ class Trainer:
         return record, result.beside, found[0] if found else None
 
     def _rewound(self, spike: str) -> bool:
-        """Handle a spike: return True if training rewound to a checkpoint, False if the step was
-        only skipped.
+        """Handle a spike; return True if training rewound to a checkpoint.
 
-        After a rewind, the samples since the checkpoint are passed over. Both outcomes are
-        reported. The decision depends only on the steps, so a run that is killed before its next
-        checkpoint meets the same spike and decides the same way.
+        False means that the step was only skipped. After a rewind, the samples since the checkpoint
+        are passed over. Both outcomes are reported. The decision depends only on the steps, so a
+        run that is killed before its next checkpoint meets the same spike and decides the same way.
         """
         at, train = self.progress, self.config.train
         times = (
@@ -240,11 +241,12 @@ class Trainer:
         return found is not None
 
     def _reach_the_end(self) -> str:
-        """Extend the data order if the passed-over samples make it too short; return a message if
-        it still is. Collective.
+        """Extend the data order if the passed-over samples make it too short for the run;
+        collective.
 
-        The order is extended only if the longer order begins with the present one. Otherwise the
-        last steps read the first samples of the order again.
+        Returns a message if the order is still too short. The order is extended only if the longer
+        order begins with the present one. Otherwise the last steps read the first samples of the
+        order again.
         """
         at = self.progress
         needed = self.schedule.total_samples - at.order_begin + at.passed_over
@@ -291,8 +293,9 @@ class Trainer:
         return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
 
     def _asked_to_stop(self, sums: list[float]) -> str | None:
-        """Return the name of a stop signal that any rank had received, or None. After the last step
-        return None.
+        """Return the name of a stop signal that any rank had received, or None.
+
+        After the last step the result is None.
         """
         came = [number for number, count in zip(STOP, sums, strict=False) if count]
         return max(came).name if came and self.progress.step < self.schedule.steps else None
@@ -326,8 +329,9 @@ class Trainer:
         )
 
     def _pauses_left(self) -> dict[str, int]:
-        """Return the number of remaining saves and validations, counted from the step just
-        finished, including the last ones.
+        """Return the number of remaining saves and validations, including the last ones.
+
+        The step just finished is included.
         """
         intervals = {"save": self.config.checkpoint.interval}
         if self.data.valid is not None:

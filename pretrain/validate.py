@@ -38,8 +38,10 @@ _CONSTANT = OptimizerConfig(schedule="constant")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked run: the configuration completed from the data, the world size, and the data's
-    facts (None: no data on disk).
+    """A checked run.
+
+    config: the configuration completed from the data; facts: the facts of the data (None: no data
+    on disk).
     """
 
     config: RunConfig
@@ -447,10 +449,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool]) -> int | None:
-    """Return the candidate nearest to ``wanted`` for which ``holds`` is true, the smaller one if
-    two are equally near.
+    """Return the candidate nearest to ``wanted`` for which ``holds`` is true, or None.
 
-    Returns None if no candidate satisfies it.
+    If two candidates are equally near, the smaller one is returned.
     """
     return min(
         (value for value in candidates if holds(value)),

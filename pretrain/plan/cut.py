@@ -1,5 +1,6 @@
-"""Context parallelism of a run, from its configuration alone: communication scheme, bytes sent, and
-checks. No torch.
+"""Context parallelism of a run: communication scheme, bytes sent and checks.
+
+All values are derived from the configuration alone. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Peak performance and memory of devices by their names. No torch."""
+"""Peak performance and memory of devices by their names.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 

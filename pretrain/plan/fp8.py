@@ -1,5 +1,6 @@
-"""train.fp8 in a run, from its configuration alone: the 8-bit matrix products, and whether the
-shapes allow them. No torch.
+"""8-bit matrix products of a run (train.fp8) and their checks, from its configuration alone.
+
+The module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ TILE = 16  # every size of a GPU's 8-bit product must be a multiple of this
 
 
 def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield the mistakes that prevent 8-bit products: a model without suitable products, or an
-    unsuitable size on a rank.
-    """
+    """Yield the mistakes that prevent 8-bit products: no suitable products, or an unsuitable size."""
     layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
     if train.fp8 == "none":
         return

@@ -1,4 +1,7 @@
-"""Requirements and memory of train.cuda_graphs, from the configuration alone. No torch."""
+"""Requirements and memory of train.cuda_graphs, from the configuration alone.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 

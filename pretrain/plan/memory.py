@@ -1,5 +1,6 @@
-"""Memory of one rank in bytes, from the configuration alone. No torch. The terms were found by
-measurement of this code.
+"""Memory of one rank in bytes, from the configuration alone.
+
+The module does not import torch. The terms were found by measurement of this code.
 
 Static memory per parameter (Megatron-core): weights 2 (bf16) or 4 (fp32); gradients 4, always
 accumulated in fp32; optimizer 8 for Adam's two moments (4 for Muon's single moment) and, only in
@@ -140,9 +141,7 @@ def stage_memory(
 
 
 def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> int:
-    """Return the bytes of the copy of the fp32 weights that `TensorNorms` makes of a rank's weights
-    at its steps.
-    """
+    """Return the bytes of the copy that `TensorNorms` makes of a rank's fp32 weights at its steps."""
     if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
         return 0
     split = (

@@ -1,5 +1,6 @@
-"""Cost of Muon, from the configuration alone: FLOPs of the Newton-Schulz iteration, parameters with
-one moment. No torch.
+"""Cost of Muon, from the configuration alone: FLOPs of its Newton-Schulz iteration.
+
+The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Plan of a run, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size.
-No torch.
 
 Memory is computed in ``pretrain.plan.memory``; ``render`` formats the plan for the console.
-Parameter names and shapes are those of the built model.
+Parameter names and shapes are those of the built model. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -152,8 +151,9 @@ def flops_per_token(config: RunConfig) -> float:
 
 
 def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
-    """Return component -> FLOPs per token that recompute adds: the part of the layers' ``forward``
-    pass that runs twice.
+    """Return component -> FLOPs per token that recompute adds.
+
+    These are the parts of the layers' ``forward`` pass that run twice.
     """
     once = {
         "none": set(forward),

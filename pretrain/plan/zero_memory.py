@@ -1,4 +1,4 @@
-"""Memory of one rank under DeepSpeed's ZeRO in bytes, from the configuration alone. No torch.
+"""Memory of one rank under DeepSpeed's ZeRO in bytes, from the configuration alone.
 
 P: parameters of the rank; d: data-parallel ranks; e: bytes of the training precision; b: elements
 of a reduction bucket. All optimizer state of ZeRO is fp32: a copy of the weights and Adam's two
@@ -24,7 +24,7 @@ beyond L, DeepSpeed gathers a parameter again for every use. Offload keeps the 1
 are the e P / d of stage 3, on the host.
 
 On a CPU this is within 15% of the measured memory of processes (tests/pretrain/test_memory.py,
-docs/engines.md); it was not measured on a GPU.
+docs/engines.md); it was not measured on a GPU. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def zero_memory(
 
 
 def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
-    """Return (name, settings) of every stage and offload that the run could use in its precision,
-    with its bucket sizes.
+    """Return (name, settings) of every ZeRO stage and offload that the run could use.
+
+    The stages fit the run's precision, and the settings include its bucket sizes.
     """
     found = []
     for stage in (0, 1, 2, 3):

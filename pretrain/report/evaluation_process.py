@@ -19,8 +19,9 @@ _NICENESS = 19
 
 
 def main(words: list[str]) -> int:
-    """Replace this process by the command. Return 127 if the command cannot be started, 0 if the
-    parent has ended.
+    """Replace this process by the command.
+
+    Return 127 if the command cannot be started, 0 if the parent has ended.
     """
     parent, command = int(words[0]), words[1:]
     # A queue sends these signals to all processes of a job; only the ranks handle them.

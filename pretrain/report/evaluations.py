@@ -195,9 +195,7 @@ class Evaluations(Callback):
         self._note_use()
 
     def _take(self) -> None:
-        """Report the running evaluation if it has ended or exceeds its time limit; in the latter
-        case terminate it.
-        """
+        """Report the running evaluation if it has ended; terminate and report it if it is too slow."""
         running = self.running
         if running is None:
             return

@@ -177,8 +177,9 @@ class Wandb(Callback):
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Start or continue the wandb run. Raises ConfigError if credentials or settings are
-        invalid.
+        """Start or continue the wandb run.
+
+        Raises ConfigError if credentials or settings are invalid.
         """
         import wandb
 

@@ -65,8 +65,9 @@ class Meter:
         self.pauses: dict[str, list[float]] = {}
 
     def restart(self, pause: str | None = None) -> None:
-        """Exclude the time since the last step from the next step; if ``pause`` is given, record it
-        as a pause of that kind.
+        """Exclude the time since the last step from the next step.
+
+        pause: record the time as a pause of this kind.
         """
         now = time.monotonic()
         if pause is not None:

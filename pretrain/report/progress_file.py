@@ -1,5 +1,6 @@
-"""State of the run in ``progress.json`` in the run directory, for external monitoring programs. No
-torch.
+"""State of the run in ``progress.json`` in the run directory, for external monitoring programs.
+
+The module does not import torch.
 """
 
 from __future__ import annotations

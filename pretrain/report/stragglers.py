@@ -79,11 +79,11 @@ class Slowest:
 def find_slowest(
     places: list[Place], busy: list[float], matmul: list[float], limit: float
 ) -> Slowest:
-    """Return the slowest rank by the ``busy`` seconds of its step; ``matmul`` seconds distinguish
-    the ranks of its replica.
+    """Return the slowest rank by the ``busy`` seconds of its step.
 
-    Lists are indexed by rank. ``limit``: the ratio from which a rank is reported as slow. Within a
-    replica, half of that excess in the matrix product is enough to identify a rank.
+    Within its replica, the ranks are distinguished by their ``matmul`` seconds. Lists are indexed
+    by rank. ``limit``: the ratio from which a rank is reported as slow; within a replica, half of
+    that excess in the matrix product is enough to identify a rank.
     """
     ranks = range(len(places))
     typical = median_low(matmul)

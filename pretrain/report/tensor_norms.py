@@ -50,8 +50,9 @@ class TensorNorms:
 
 
 class _Sums:
-    """Sums of squares of tensor elements over all ranks, each element counted on one rank. An
-    `AroundUpdate`.
+    """Sums of squares of tensor elements over all ranks, each element counted on one rank.
+
+    An `AroundUpdate`.
     """
 
     def __init__(self, rows: dict[str, int]) -> None:
