@@ -388,7 +388,7 @@ def _merged(under: Node, over: Node) -> Node:
 def _moved(
     cls: type, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield (old key, new key) from the ``moved`` tables of a configuration class and its sections."""
+    """Yield (old key, new key) from the ``moved`` tables of a configuration class and sections."""
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
     hints = _hints(cls)

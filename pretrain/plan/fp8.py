@@ -18,7 +18,7 @@ TILE = 16  # every size of a GPU's 8-bit product must be a multiple of this
 
 
 def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield the mistakes that prevent 8-bit products: no suitable products, or an unsuitable size."""
+    """Yield the mistakes that prevent 8-bit products: no suitable product, or a wrong size."""
     layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
     if train.fp8 == "none":
         return

@@ -141,7 +141,7 @@ def stage_memory(
 
 
 def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> int:
-    """Return the bytes of the copy that `TensorNorms` makes of a rank's fp32 weights at its steps."""
+    """Return the bytes of the copy that `TensorNorms` makes of the fp32 weights of a rank."""
     if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
         return 0
     split = (

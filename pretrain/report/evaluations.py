@@ -195,7 +195,7 @@ class Evaluations(Callback):
         self._note_use()
 
     def _take(self) -> None:
-        """Report the running evaluation if it has ended; terminate and report it if it is too slow."""
+        """Report the running evaluation if it has ended; terminate it if it is too slow."""
         running = self.running
         if running is None:
             return
