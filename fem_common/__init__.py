@@ -1,1 +1,1 @@
-"""fem_common: the ground floor: what every room needs and one place must decide. Importing it loads the standard library alone."""
+"""Shared helpers that every package uses. Importing fem_common loads only the standard library."""

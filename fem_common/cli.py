@@ -1,8 +1,11 @@
-"""The one frame of every command and verb: a parser whose errors are one line, and what a command's end means. Standard library alone.
+"""Common frame of all commands: argument parser, verbs, exit codes and signals.
 
-A command is a `Parser` and ``run(program, main)``. A command with verbs has a table of them, ``{"plan": Verb("tools.scaling.planning",
-"what it does")}``: the module of the verb that was called, and no other, is imported; it has ``add_arguments(parser)`` and
-``main(arguments)``, and imports torch inside ``main`` alone, so that ``--help`` is quick.
+The module uses only the standard library.
+
+A command creates a `Parser` and calls ``run(program, main)``. A command with verbs has a table
+``{"plan": Verb("tools.scaling.planning", "purpose")}``. Only the module of the called verb is
+imported. That module defines ``add_arguments(parser)`` and ``main(arguments)``. It imports torch
+only inside ``main``, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -30,18 +33,19 @@ from fem_common.text import nearest
 
 CODES = """exit codes:
     0  done
-    1  a fault, or a check found one: the same command may do
+    1  a fault, or a failed check: the same command may succeed later
     2  wrong input
     3  loss or gradient stayed non-finite
-   75  another process has the folder: the same command may do later
+   75  another process uses the folder: the same command may succeed later
   130  Ctrl-C; 143  SIGTERM"""
-KEPT = "the same command goes on where it was"
+KEPT = "the same command continues where it stopped"
 _ENDS: dict[int, str] = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
     signal.SIGHUP: "the terminal hung up",
 }
-# Want of memory in errors of another type: by zstd, lz4, C++, zlib, the dynamic linker and Python's threads.
+# Texts of out-of-memory errors of other types: of zstd, lz4, C++, zlib, the dynamic linker and
+# Python's threads.
 _MEMORY = (
     "not enough memory",
     "allocation_failed",
@@ -53,7 +57,10 @@ _MEMORY = (
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, whose ``number`` it has: the end is the same as that of Ctrl-C."""
+    """SIGTERM or SIGHUP as an exception; ``number`` is the signal number.
+
+    It ends a command like Ctrl-C.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -61,17 +68,19 @@ class Ended(KeyboardInterrupt):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with its errors on one line, the nearest word in it, and the exit codes at the end of --help."""
+    """argparse parser with one-line errors that suggest the nearest word; --help lists the exit
+    codes.
+    """
 
     def __init__(self, **given: Any) -> None:
         given.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         given.setdefault("allow_abbrev", False)
         given["epilog"] = "\n\n".join(filter(None, (given.get("epilog"), CODES)))
         super().__init__(**given)
-        self.register("type", Path, _path)  # of every type=Path
+        self.register("type", Path, _path)  # for every argument with type=Path
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and leave with 2."""
+        """Print the message and exit with code 2."""
         program = self.prog.removeprefix("python -m ").split()[0]
         print(
             f"{program}: error: {message}{self._meant(message)} (see: {self.prog} --help)",
@@ -89,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {near}?" if near else ""
 
     def _options(self) -> list[str]:
-        """Its options and those of its verbs."""
+        """Return the options of this parser and of its verbs."""
         found = list(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -102,7 +111,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    """An argument that is a path; a shell leaves ``--out=~/x`` as it is."""
+    """Convert an argument to a path and expand ``~``, which a shell does not expand in
+    ``--out=~/x``.
+    """
     try:
         return Path(expand_home(text))
     except ConfigError as error:
@@ -110,7 +121,9 @@ def _path(text: str) -> Path:
 
 
 class Verb(NamedTuple):
-    """Where a verb is, ``package.module`` or ``package.module:function`` (main), and its purpose."""
+    """Location of a verb (``package.module`` or ``package.module:function``, by default main) and
+    its purpose.
+    """
 
     place: str
     purpose: str
@@ -124,10 +137,11 @@ def parse(
     *,
     epilog: str = "",
 ) -> argparse.Namespace:
-    """The command line as a namespace whose ``main`` does the verb.
+    """Parse the command line and return a namespace whose ``main`` runs the verb.
 
-    A verb that declares the positional ``words`` (``nargs="*"``) takes them between and after its options, too. One that has a default of
-    ``rest`` gets in it the words after ``--``.
+    If a verb declares the positional ``words`` (``nargs="*"``), words between and after its options
+    belong to it too. If a verb has a default for ``rest``, ``rest`` receives the words after
+    ``--``.
     """
     parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
     group = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
@@ -138,7 +152,7 @@ def parse(
             continue
         place, _, function = verb.place.partition(":")
         module = importlib.import_module(place)
-        # What the module's docstring says after the verb's name.
+        # The part of the module's docstring after the verb's name.
         said = (module.__doc__ or "").partition("``: ")[2].replace("``", "") or verb.purpose
         called = group.add_parser(name, help=verb.purpose, description=said[:1].upper() + said[1:])
         module.add_arguments(called)
@@ -151,16 +165,17 @@ def parse(
     if odd:
         parser.error(f"unrecognized arguments: {' '.join(odd)}")
     if words is not None:
-        arguments.words = [*words, *more]  # those that stand after options
+        arguments.words = [*words, *more]  # words after options
     if rest is not None:
         arguments.rest = rest
     return arguments
 
 
 def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> int:
-    """Do ``main()``: its exit code, with one line where it failed. ``kept``: what a person who stops it is told.
+    """Run ``main()`` and return the exit code; print one line if it fails.
 
-    SIGTERM and SIGHUP end it as Ctrl-C does: what has to be closed or removed is. A mistake of ours keeps its traceback (code 1).
+    ``kept`` is the text that is shown after an interruption. SIGTERM and SIGHUP act like Ctrl-C, so
+    that cleanup code runs. Unexpected exceptions (bugs) keep their traceback and give code 1.
     """
     try:
         with signals_as_interrupt():
@@ -174,7 +189,8 @@ def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> in
             return end(
                 program,
                 Fault(
-                    "not enough memory: give the same command again where there is more; what is finished is kept"
+                    "not enough memory: run the same command again with more memory; finished "
+                    "work is kept"
                 ),
             )
         if isinstance(error, OSError):
@@ -182,9 +198,8 @@ def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> in
         raise
     except KeyboardInterrupt as interrupt:
         number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
-        logging.getLogger(
-            "asyncio"
-        ).disabled = True  # it would report the requests that a store's client had under way
+        # asyncio would report the unfinished requests of a store's client.
+        logging.getLogger("asyncio").disabled = True
         _tell_if_possible(f"{program}: {_ENDS[number]}; {kept}")
         return 128 + number
 
@@ -197,7 +212,7 @@ def verb_main(
     *,
     kept: str = KEPT,
 ) -> int:
-    """`parse` and `run` of a command that is nothing but its verbs."""
+    """`parse` and `run` a command that consists only of verbs."""
 
     def main() -> int:
         arguments = parse(program, description, verbs, sys.argv[1:] if argv is None else argv)
@@ -208,9 +223,11 @@ def verb_main(
 
 @contextmanager
 def signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `Ended` meanwhile, in the main thread. They end a process that is forked meanwhile at once.
+    """Raise `Ended` on SIGTERM and SIGHUP inside the block, in the main thread.
 
-    An exception could be lost there: Python swallows one that is raised before its hooks of a fork are done.
+    In a process that is forked inside the block, these signals terminate the process at once. An
+    exception could be lost in the child, because Python swallows exceptions that are raised before
+    its fork hooks have finished.
     """
     own = os.getpid()
 
@@ -228,7 +245,7 @@ def signals_as_interrupt() -> Iterator[None]:
 
 
 def is_want_of_memory(error: BaseException) -> bool:
-    """Whether that is what an error means, of whatever type."""
+    """Return True if the error, of any type, means that memory is exhausted."""
     named = isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     )
@@ -236,7 +253,10 @@ def is_want_of_memory(error: BaseException) -> bool:
 
 
 def _tell_if_possible(line: str) -> None:
-    """Print a line on stderr; where the terminal is gone, let nothing more be written to it: Python would end with 120 for that."""
+    """Print a line on stderr. If the terminal is closed, redirect stdout and stderr to /dev/null.
+
+    Without the redirection Python would exit with code 120.
+    """
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

@@ -1,9 +1,12 @@
-"""The one strict reader: YAML files with bases, and ``section.key=value`` words, into frozen dataclasses whose fields are `setting`s.
+"""Strict configuration reader: YAML files with bases and ``section.key=value`` overrides into
+frozen dataclasses.
 
-Every mistake is one line with file, line, key, value and the nearest fix, and all of them are told at once. A scalar is read as the field
-wants it: `24:00:00` and `010` stay text where a key takes text and are refused where it takes a number, which YAML 1.1 would make of them;
-`1e-4` and `15e9`, text to YAML 1.1, are numbers. PyYAML is imported only where a file is read or written. Long, because schema, composition
-and types share the tree that knows where each value was written.
+The fields of the dataclasses are `setting`s. Each mistake is one line with file, line, key, value
+and the nearest fix; all mistakes are reported together. A scalar is read according to the type of
+the field: `24:00:00` and `010` stay text for a text key and are rejected for a number key (YAML 1.1
+would convert them to numbers); `1e-4` and `15e9`, which YAML 1.1 reads as text, are numbers. PyYAML
+is imported only when a file is read or written. Long, because schema, composition and types share
+the tree that records where each value was written.
 """
 
 from __future__ import annotations
@@ -29,19 +32,19 @@ COMMAND_LINE = "command line"
 _HUGE = {int: 2.0**63, float: 1e300}
 _NUMBER = re.compile(r"[+-]?((0|[1-9]\d*(_\d+)*)(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 _EXPONENT = re.compile(r"[+-]?[\d_.]+[eE][+-]?\d{1,3}")
-_KINDS = (
-    "str int float bool null timestamp merge value seq map".split()
-)  # what YAML may take a value for
+# Tags that YAML may assign to a plain value.
+_KINDS = "str int float bool null timestamp merge value seq map".split()
 _hints = functools.cache(typing.get_type_hints)  # evaluates every annotation of a class
 
 Mistake = tuple[str, ConfigError]
-"""The section of the configuration that it is in, "" where nobody knows, and what is wrong."""
+"""Section of the configuration ("" if unknown), and the error."""
 
 
 class ConfigErrors(ConfigError):
-    """Everything that is wrong, found at once: the text has a line for each mistake.
+    """All mistakes of a configuration; the text has one line for each mistake.
 
-    config: what could be read, with defaults in place of what could not; None where that is nothing.
+    config: the configuration with defaults in place of the invalid values, or None if no part could
+    be read.
     """
 
     def __init__(self, mistakes: Sequence[Mistake], config: Any = None) -> None:
@@ -52,7 +55,7 @@ class ConfigErrors(ConfigError):
 
 @contextmanager
 def noted(mistakes: list[Mistake], section: str) -> Iterator[None]:
-    """A mistake inside is kept for the end, so that the next one is found as well."""
+    """Collect configuration errors raised in the block, so that reading continues after them."""
     try:
         yield
     except ConfigErrors as errors:
@@ -70,17 +73,26 @@ def load(
     shipped: Path | None = None,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """An instance of ``cls`` from the YAML file ``path``, with ``section.key=value`` overrides in order.
+    """Return an instance of ``cls`` from the YAML file ``path``, with ``section.key=value``
+    overrides applied in order.
 
-    With ``parts`` a section (a field that is a dataclass) is a mapping, the name of a part (``<file's folder>/../<section>/<name>.yaml``),
-    the path of a file that holds the section (with a slash, or ending in .yaml or .yml; from the folder of the file that names it, or from
-    the working directory), or a mapping whose ``base`` is one of these. An override of a whole section (``model=fem_sm_340m``) replaces it
-    and is applied before those of single keys. Without ``parts`` the file itself may have a ``base``: a path, or the name of a file beside
-    it, else of one in the folder ``shipped``; not where the class has a field ``base`` of its own. ``absent``: pattern of (dotted) keys
-    that others' configurations have -> what to say of them.
+    parts: a section (a field that is a dataclass) may be a mapping, the name of a part (``<file's
+    folder>/../<section>/<name>.yaml``), the path of a file that contains the section (with a slash,
+    or ending in .yaml or .yml; relative to the folder of the file that refers to it, or to the
+    working directory for overrides), or a mapping whose ``base`` is one of these. An override of an
+    entire section (``model=fem_sm_340m``) replaces the section and is applied before the overrides
+    of single keys.
+
+    Without ``parts`` the file itself may have a ``base``: a path, or the name of a file in the same
+    folder or else in the folder ``shipped``. This does not apply if the class has its own field
+    ``base``.
+
+    absent: patterns of (dotted) keys that similar configurations have but this one lacks, with an
+    explanation of each.
 
     Raises:
-        ConfigErrors: all that is wrong with it. ConfigError: the file is not there or not to be read.
+        ConfigErrors: the configuration has mistakes.
+        ConfigError: the file is missing or unreadable.
         StorageError: a file system failed.
     """
     path = Path(expand_home(str(path)))
@@ -96,14 +108,19 @@ def build(
     parts: bool = False,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """As `load` of a file ``path`` that holds plain ``values``; errors name ``path``. Reads no file but parts, and needs no YAML."""
+    """Return an instance of ``cls`` from plain ``values``, as `load` does for a file with that
+    content.
+
+    Errors name ``path``. Only files of parts are read, and YAML is not needed for the values.
+    """
     return _Reader(cls, Path(path), parts, None, absent or {}).read(
         node_of(values, str(path)), overrides
     )
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping as YAML understands it; keys given twice, aliases and tags are refused.
+    """Return the mapping of a YAML file as PyYAML reads it; duplicate keys, aliases and tags are
+    errors.
 
     Raises:
         ConfigError, StorageError: see `load`.
@@ -116,7 +133,9 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def plain(config: Any) -> Any:
-    """The configuration as the mappings, lists and scalars that JSON and YAML know, in the order of the fields."""
+    """Return the configuration as mappings, lists and scalars (for JSON and YAML), in the order of
+    the fields.
+    """
     if is_dataclass(config):
         return {item.name: plain(getattr(config, item.name)) for item in fields(config)}
     if isinstance(config, tuple | list):
@@ -127,22 +146,27 @@ def plain(config: Any) -> Any:
 
 
 def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass that `plain` gave, checked like a file."""
+    """Return the dataclass from the output of `plain`, validated like a file."""
     return build(cls, values, "saved values")
 
 
 def dump_yaml(config: Any) -> str:
-    """The whole configuration as YAML text; `load` of a file with it gives the same configuration."""
+    """Return the complete configuration as YAML text; `load` of that text gives the same
+    configuration.
+    """
     import yaml
 
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
 
 
-# --- the schema ----------------------------------------------------------------------------------------------------------------
+# --- the schema ----------------------------------------------------------------------------------
 
 
 def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Every key under a configuration class as (dotted key, its dataclass field, its type), list items as ``<key>.N.<key>``."""
+    """Yield (dotted key, dataclass field, type) for every key of a configuration class.
+
+    Keys of list items have the form ``<key>.N.<key>``.
+    """
     hints = _hints(cls)
     for item in fields(cls):
         key, kind = prefix + item.name, hints[item.name]
@@ -155,7 +179,11 @@ def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
 
 
 class Row(NamedTuple):
-    """A key of a reference page. section: whether keys stand below it; wanted: its type or choices and its range; default: None of none."""
+    """A key of a reference page.
+
+    section: True if the key contains other keys; wanted: the type or the choices, and the range;
+    default: None if the key is required.
+    """
 
     key: str
     section: bool
@@ -165,17 +193,14 @@ class Row(NamedTuple):
 
 
 def reference(cls: type) -> Iterator[Row]:
-    """Every key of a configuration for a reader."""
+    """Yield a `Row` for every key of a configuration class."""
     for key, item, kind in walk(cls):
         said = spec(item)
         words = ", ".join(map(str, said.choices)) if said.choices else describe(kind)
-        default = (
-            _plainly(
-                plain(item.default if item.default_factory is MISSING else item.default_factory())
-            )
-            if not required(item)
-            else None
-        )
+        default = None
+        if not required(item):
+            value = item.default if item.default_factory is MISSING else item.default_factory()
+            default = _plainly(plain(value))
         yield Row(
             key,
             is_dataclass(kind),
@@ -186,12 +211,12 @@ def reference(cls: type) -> Iterator[Row]:
 
 
 def required(item: Field[Any]) -> bool:
-    """Whether a field has no default."""
+    """Return True if a field has no default."""
     return item.default is MISSING and item.default_factory is MISSING
 
 
 def describe(kind: Any) -> str:
-    """A type in a user's words."""
+    """Return the name of a type for users."""
     kind, optional = _strip_optional(kind)
     entry = _entry(kind)
     if is_dataclass(kind):
@@ -210,10 +235,12 @@ def describe(kind: Any) -> str:
 
 
 def _entry(kind: Any) -> Any:
-    """``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
+    """Return ``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
     kind = _strip_optional(kind)[0]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    return arguments[0] if origin is tuple else arguments[1] if origin is dict else None
+    if origin is tuple:
+        return arguments[0]
+    return arguments[1] if origin is dict else None
 
 
 def _strip_optional(kind: Any) -> tuple[Any, bool]:
@@ -223,41 +250,39 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
     return kind, False
 
 
-# --- files ---------------------------------------------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value as it was written, and where: ``file:line``, the file alone of values that were never YAML, or the command line."""
+    """A value as it was written, and its location: ``file:line``, only the file for non-YAML
+    values, or the command line.
+    """
 
     value: dict[str, Node] | list[Node] | str
     where: str
-    tag: str = "str"  # of a scalar: what YAML takes it for
+    tag: str = "str"  # the tag that YAML assigns to a scalar
     quoted: bool = False
 
     def __str__(self) -> str:
-        """The value as a message shows it."""
+        """Return the value as shown in a message."""
         if not isinstance(self.value, str):
-            return (
-                ("a mapping" if isinstance(self.value, dict) else "a list")
-                if self.value
-                else "{}"
-                if self.value == {}
-                else "[]"
-            )
+            if not self.value:
+                return "{}" if isinstance(self.value, dict) else "[]"
+            return "a mapping" if isinstance(self.value, dict) else "a list"
         text = repr(self.value) if self.quoted or self.tag == "str" else self.value or "null"
         return text if len(text) <= 60 else text[:57] + "..."
 
 
 def node_of(value: Any, where: str) -> Node:
-    """Plain values as if they had been read."""
+    """Convert plain values to nodes, as if they had been read from a file."""
     if isinstance(value, Mapping):
         return Node(
             {_plainly(key): node_of(entry, where) for key, entry in value.items()}, where, "map"
         )
     if isinstance(value, list | tuple):
         return Node([node_of(entry, where) for entry in value], where, "seq")
-    if isinstance(value, str):  # YAML 1.1 took 1e-4 for text
+    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
         return Node(value, where, "str", quoted=not _EXPONENT.fullmatch(value))
     return Node(_plainly(value), where, "null" if value is None else type(value).__name__)
 
@@ -284,7 +309,8 @@ def _file(path: Path) -> Node:
     node = _parse(text, str(path))
     if not isinstance(node.value, dict):
         raise ConfigError(
-            f"{path}: expected a mapping of keys to values, got {'nothing' if node.tag == 'null' else node}"
+            f"{path}: expected a mapping of keys to values, got "
+            f"{'an empty file' if node.tag == 'null' else node}"
         )
     return node
 
@@ -294,7 +320,10 @@ def _stems(folder: Path) -> list[str]:
 
 
 def _tree(text: str) -> Any:
-    """YAML's nodes, by libyaml in a tenth of the time where PyYAML was built with it; PyYAML's own parser describes a mistake better."""
+    """Return the YAML node tree. libyaml is used if available, because it is ten times faster.
+
+    Invalid text is parsed again by PyYAML's own parser, which describes mistakes better.
+    """
     import yaml
 
     with suppress(yaml.YAMLError, AttributeError):
@@ -333,11 +362,13 @@ def _parse(text: str, where: str) -> Node:
         for token in yaml.scan(text) if "*" in text else ():
             if isinstance(token, yaml.AliasToken):
                 raise ConfigError(
-                    f"{place(token.start_mark)}: alias *{token.value}: write the value out, or put it in a base"
+                    f"{place(token.start_mark)}: alias *{token.value}: write the value out, or "
+                    "put it in a base"
                 )
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
-            f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {error.problem or error.context}"
+            f"{place(error.problem_mark or error.context_mark)}: not valid YAML: "
+            f"{error.problem or error.context}"
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
@@ -345,7 +376,7 @@ def _parse(text: str, where: str) -> Node:
 
 
 def _merged(under: Node, over: Node) -> Node:
-    """Mappings key by key, all else replaced."""
+    """Merge ``over`` into ``under``: mappings key by key; every other value is replaced."""
     if not isinstance(under.value, dict) or not isinstance(over.value, dict):
         return over
     values = dict(under.value)
@@ -357,7 +388,7 @@ def _merged(under: Node, over: Node) -> Node:
 def _moved(
     cls: type, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Older names of keys -> theirs now, by what ``moved`` says in a configuration class and in its sections'."""
+    """Yield (old key, new key) from the ``moved`` tables of a configuration class and sections."""
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
     hints = _hints(cls)
@@ -369,13 +400,16 @@ def _moved(
 def _under(
     names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The names of what is moved within the section ``keys``, from there."""
+    """Return the renames within the section ``keys``, relative to that section."""
     here, n = tuple(keys), len(keys)
     return {old[n:]: new[n:] for old, new in names.items() if old[:n] == new[:n] == here}
 
 
 def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> Node:
-    """The tree of one file with keys under their new names; one whose new name is there too stays."""
+    """Rename the moved keys in the tree of one file.
+
+    A key stays if its new name is also present.
+    """
     for old, new in names.items():
         found, rest = _taken(node, old)
         if found is not None and _taken(node, new)[0] is None:
@@ -384,7 +418,7 @@ def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> No
 
 
 def _taken(node: Node, keys: Sequence[str]) -> tuple[Node | None, Node]:
-    """What stands under ``keys``, and the tree without it."""
+    """Return the node under ``keys`` (None if absent) and the tree without it."""
     if not isinstance(node.value, dict) or keys[0] not in node.value:
         return None, node
     if len(keys) == 1:
@@ -405,7 +439,10 @@ def _assignment(text: str) -> tuple[list[str], Node]:
 
 
 def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
-    """``node`` with one key set; a number counts a list's items from 0, one past the end appends."""
+    """Return ``node`` with one key set.
+
+    A number is the index of a list item, from 0; the index after the last item appends.
+    """
     if not keys:
         return value
     (key, *rest), name = keys, ".".join((*above, keys[0]))
@@ -431,22 +468,20 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
     raise ConfigError(f"{COMMAND_LINE}: unknown key {name}: {'.'.join(above)} is a single value")
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------
 
 
 class _Reader:
-    """One configuration: its class, the file that it is in, and what is wrong with it so far."""
+    """Reader of one configuration: the class, its file, and the mistakes found so far."""
 
     def __init__(
         self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]
     ) -> None:
-        self.cls, self.path, self.parts, self.shipped, self.absent = (
-            cls,
-            path,
-            parts,
-            shipped,
-            absent,
-        )
+        self.cls = cls
+        self.path = path
+        self.parts = parts
+        self.shipped = shipped
+        self.absent = absent
         hints = _hints(cls)
         self.known = set(hints)
         self.sections = (
@@ -470,14 +505,14 @@ class _Reader:
         return config
 
     def composed(self, tree: Node, overrides: Sequence[str]) -> Node:
-        """The tree over its bases and under the overrides."""
+        """Return the tree merged over its bases, with the overrides applied."""
         if not self.parts and "base" not in self.known:
             tree = self.over_base(tree, "", self.path.parent, (os.path.abspath(self.path),))
         elif self.sections:
             given = _mapping(tree)
             values = dict(given)
             for key in self.sections & given.keys():
-                values[key] = Node({}, tree.where, "map")  # where it is wrong
+                values[key] = Node({}, tree.where, "map")  # used if the section is invalid
                 with self.noted(key):
                     values[key] = self.over_base(given[key], key, self.path.parent)
             tree = replace(tree, value=values)
@@ -496,7 +531,7 @@ class _Reader:
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
-        """An assignment, and one for each key in it that has moved."""
+        """Return the assignment without moved keys, plus one assignment for each moved key."""
         found = []
         for old, new in self.moved.items():
             if list(old) == keys:
@@ -507,16 +542,15 @@ class _Reader:
         return [(keys, value), *found]
 
     def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
-        """A section's mapping, or the file's, with its base laid under it, which may have a base of its own.
+        """Return the mapping of a section (or of the file, if ``section`` is empty) merged over its
+        base, recursively.
 
-        ``here`` is the folder that a base given as a path starts from.
+        A base given as a path is relative to the third argument, a folder.
         """
-        what, key = (
-            f"the name of a part in {section}/ or the path of a .yaml file",
-            f"{section}.base",
-        )
+        what = f"the name of a part in {section}/ or the path of a .yaml file"
+        key = f"{section}.base"
         if not section:
-            what, key = "the name of a file beside this one, or a path", "base"
+            what, key = "the name of a file in the same folder, or a path", "base"
         if (
             section
             and isinstance(node.value, str)
@@ -545,25 +579,25 @@ class _Reader:
             raise ConfigError(f"{base.where}: {key} = {base}: expected {what}")
         name = expand_home(base.value)
         by_path = "/" in name or name.endswith((".yaml", ".yml"))
-        folders = (
-            [self.path.parent.parent / section]
-            if section
-            else [here, *([self.shipped] if self.shipped else [])]
-        )
-        places = (
-            [Path(os.path.normpath(here / name))]
-            if by_path
-            else [folder / f"{name}.yaml" for folder in folders]
-        )
+        if by_path:
+            places = [Path(os.path.normpath(here / name))]
+        elif section:
+            places = [self.path.parent.parent / section / f"{name}.yaml"]
+        else:
+            folders = [here, self.shipped] if self.shipped else [here]
+            places = [folder / f"{name}.yaml" for folder in folders]
         file = next((place for place in places if place.is_file()), places[0])
         if os.path.abspath(file) in chain:
             raise ConfigError(
-                f"{base.where}: {key} = '{name}' goes round in a circle: {' -> '.join((*chain, os.path.abspath(file)))}"
+                f"{base.where}: {key} = '{name}' is circular: "
+                f"{' -> '.join((*chain, os.path.abspath(file)))}"
             )
         if not file.is_file():
-            named = f"{section or 'base'} names the {'file' if by_path else 'part' if section else 'file'} '{name}'"
+            kind = "part" if section and not by_path else "file"
+            named = f"{section or 'base'} names the {kind} '{name}'"
             raise ConfigError(
-                f"{base.where}: {named}, but there is no file {file}{_hint(name, places, by_path, here)}"
+                f"{base.where}: {named}, but there is no file "
+                f"{file}{_hint(name, places, by_path, here)}"
             )
         under = _renamed(_file(file), _under(self.moved, [section]) if section else self.moved)
         return _merged(
@@ -581,7 +615,8 @@ class _Reader:
             with self.noted(here[0]):
                 if key not in known:
                     raise ConfigError(
-                        f"{value.where}: unknown key {'.'.join(here)}; {self.suggestion(path, key, list(known))}"
+                        f"{value.where}: unknown key {'.'.join(here)}; "
+                        f"{self.suggestion(path, key, list(known))}"
                     )
                 said = spec(known[key])
                 values[key] = self.convert(
@@ -595,7 +630,11 @@ class _Reader:
         return cls(**values)
 
     def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
-        """The same name in another section, a like name in this one, a like name anywhere; or what is not here."""
+        """Return a suggestion for an unknown key.
+
+        This is the explanation in ``absent``, the same name in another section, a similar name in
+        this section or anywhere, or else the list of valid keys.
+        """
         for pattern, said in self.absent.items():
             if re.fullmatch(pattern, key) or re.fullmatch(pattern, ".".join((*path, key))):
                 return f"{said}; leave it out"
@@ -624,7 +663,7 @@ class _Reader:
                 self.convert(entry, item, (*path, str(number)), said)
                 for number, item in enumerate(node.value)
             )
-        if origin is dict and isinstance(node.value, dict):  # null takes a base's entry away
+        if origin is dict and isinstance(node.value, dict):  # null removes an entry of the base
             return {
                 name: self.convert(entry, item, (*path, name), said)
                 for name, item in node.value.items()
@@ -645,7 +684,8 @@ class _Reader:
         ):
             choices = [str(choice) for choice in said.choices]
             raise ConfigError(
-                f"{node.where}: {name} = {node} is not a choice; {did_you_mean(str(value), choices)}"
+                f"{node.where}: {name} = {node} is not a choice; "
+                f"{did_you_mean(str(value), choices)}"
             )
         if fault := said.fault(value):
             raise ConfigError(f"{node.where}: {name} = {node}: {fault}")
@@ -658,7 +698,7 @@ def _mapping(node: Node) -> dict[str, Node]:
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
-    """The nearest file that is there, as it would be named."""
+    """Return a suggestion of the nearest existing file, in the form that the user used."""
     if not by_path and (here / f"{name}.yaml").is_file():
         return f"; did you mean {name}.yaml, the file in {here.absolute()}?"
     near = nearest(places[0].stem, [stem for place in places for stem in _stems(place.parent)], 0.4)
@@ -668,23 +708,21 @@ def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
 
 
 def _as_written(node: Node) -> Any:
-    """A value of any type: what it looks like."""
+    """Convert a value of type Any according to its YAML form."""
     if isinstance(node.value, dict):
         return {key: _as_written(entry) for key, entry in node.value.items()}
     if isinstance(node.value, list):
         return [_as_written(entry) for entry in node.value]
     if node.tag == "null":
         return None
-    kinds = (
-        []
-        if node.quoted
-        else [bool]
-        if node.tag == "bool"
-        else [float]
-        if re.search("[.eE]", node.value)
-        else [int]
-    )
-    return next((value for kind in kinds if (value := _scalar(kind, node)) is not None), node.value)
+    if node.quoted:
+        return node.value
+    if node.tag == "bool":
+        kind: type = bool
+    else:
+        kind = float if re.search("[.eE]", node.value) else int
+    value = _scalar(kind, node)
+    return node.value if value is None else value
 
 
 def _matches(value: Any, choice: Any) -> bool:
@@ -697,7 +735,10 @@ def _matches(value: Any, choice: Any) -> bool:
 
 
 def _scalar(kind: Callable[..., Any], node: Node) -> Any:
-    """The scalar as a ``kind``, or None. Text may stand without quotes unless YAML takes it for true, false or null."""
+    """Return the scalar as a ``kind``, or None if it is not one.
+
+    Text needs no quotes unless YAML reads it as true, false or null.
+    """
     text = node.value
     if not isinstance(text, str):
         return None
@@ -718,10 +759,7 @@ def _scalar(kind: Callable[..., Any], node: Node) -> Any:
         return None
     if kind is float:
         return float(text)
-    return (
-        int(text)
-        if text.lstrip("+-").replace("_", "").isdigit()
-        else int(float(text))
-        if float(text) == int(float(text))
-        else None
-    )
+    if text.lstrip("+-").replace("_", "").isdigit():
+        return int(text)
+    number = float(text)
+    return int(number) if number == int(number) else None

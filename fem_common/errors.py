@@ -1,6 +1,7 @@
-"""The errors that a person sees as one line, and the exit code of each. Standard library alone.
+"""Errors that are shown to the user as one line, with their exit codes.
 
-One rule tells a wrong path from a file system that fails, for every command: `MISTAKES`.
+`MISTAKES` is the only rule that separates a wrong path from a failing file system, for every
+command. The module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import ClassVar
 
 from fem_common.exits import Exit
 
-# What the operating system says of a wrong path, or of another's. All else (no space, a stale handle, an I/O error) is the file system's.
+# Errors of the operating system for a wrong or foreign path. All other errors (no space, a stale
+# handle, an I/O error) are faults of the file system.
 MISTAKES = (
     FileNotFoundError,
     FileExistsError,
@@ -23,65 +25,79 @@ MISTAKES = (
     NotADirectoryError,
     IsADirectoryError,
 )
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, whoever's limit it is
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or a limit on space
 
 
 class CommandError(Exception):
-    """What ends a command with one line and ``code``."""
+    """Error that ends a command with one line and the exit code ``code``."""
 
     code: ClassVar[Exit]
 
 
 class UserError(CommandError):
-    """A mistake that its maker can mend: the message says what is wrong, where, and the nearest fix."""
+    """Mistake that the user can correct; the message states what is wrong, where, and a fix."""
 
     code = Exit.WRONG_INPUT
 
 
 class ConfigError(UserError, ValueError):
-    """A mistake in a run's configuration: where, which key, which value, what would do. White space in the message becomes one space."""
+    """Mistake in a run's configuration: location, key, value and valid values.
+
+    Each run of white space in the message becomes one space.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 class InUse(UserError):
-    """Another process has the folder: the same command may do later."""
+    """Another process uses the folder; the same command may succeed later."""
 
     code = Exit.IN_USE
 
 
 class Fault(CommandError):
-    """A failure with nothing wrong in the input: the same command may do later."""
+    """Failure although the input is correct; the same command may succeed later."""
 
     code = Exit.FAULT
 
 
 class StorageError(Fault):
-    """A file system that fails. No OSError, which a reader would take for a damaged file. White space becomes one space."""
+    """Failure of a file system. Each run of white space in the message becomes one space.
+
+    It is not an OSError, because readers treat an OSError as a damaged file.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 def reason(error: OSError) -> str:
-    """``PATH: reason``, without Python's error number; the reason alone where the error names no path; of a full disk also what to do."""
+    """Return ``PATH: reason`` without Python's error number, or only the reason if the error has no
+    path.
+
+    For a full disk the text also contains what to do.
+    """
     said = error.strerror or str(error) or type(error).__name__
-    if error.errno in FULL:  # the file's name is often a temporary one
+    if error.errno in FULL:  # the file's name is often temporary
         folder = f"{Path(error.filename).parent}: " if isinstance(error.filename, str) else ""
-        return f"{folder}{said}; make room and give the same command again"
+        return f"{folder}{said}; free some space and run the same command again"
     return f"{error.filename}: {said}" if error.filename else said
 
 
 def told(error: OSError, before: str = "", after: str = "") -> ConfigError | StorageError:
-    """What to raise for an OSError, its `reason` between two texts: a wrong path is the user's mistake, all else is the file system."""
+    """Return the exception to raise for an OSError, with its `reason` between the texts ``before``
+    and ``after``.
+
+    It is a ConfigError for a wrong path and a StorageError for every other failure.
+    """
     text = f"{before}{reason(error)}{after}"
     return ConfigError(text) if isinstance(error, MISTAKES) else StorageError(text)
 
 
 @contextmanager
 def files_told() -> Iterator[None]:
-    """An OSError that leaves the block is raised as what it is told as.
+    """Convert every OSError that leaves the block to a ConfigError or a StorageError.
 
     Raises:
         ConfigError: a path is wrong.
@@ -96,13 +112,13 @@ def files_told() -> Iterator[None]:
 def end(program: str, error: CommandError | OSError) -> Exit:
     """Print ``PROGRAM: error: ...`` on stderr and return the exit code.
 
-    Of a reader that has gone (``| head``) nothing is said, and stdout leads nowhere from then on.
+    For a broken pipe (``| head``) print no message and redirect stdout to /dev/null.
     """
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.READER_GONE
     if isinstance(error, OSError):
         error = told(error)
-    for line in str(error).splitlines() or [""]:  # one, or one for each mistake of several
+    for line in str(error).splitlines() or [""]:  # one line per mistake
         print(f"{program}: error: {line}", file=sys.stderr, flush=True)
     return error.code

@@ -1,4 +1,7 @@
-"""The exit codes of every command, and what each tells a person, a script or the launcher to do next. Standard library alone."""
+"""Exit codes of every command, for users, scripts and the launcher.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,24 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """How a command ended. README.md has the table with who gives which; a process that a signal ends has 128 and the signal's number."""
+    """Exit code of a command. README.md lists the commands that return each code.
+
+    A process that is ended by a signal has the code 128 plus the signal number.
+    """
 
     DONE = 0
-    FAULT = 1  # nothing is wrong with the input: a full disk, a stale handle, no memory, a bug; or a check found what it looks for
-    WRONG_INPUT = 2  # a wrong path, key, value or command line: the same command ends the same way; argparse's code, too
-    DIVERGED = 3  # loss or gradient stayed non-finite: the same command ends the same way
-    IN_USE = 75  # another process has the folder: the same command may do later (sysexits.h: EX_TEMPFAIL)
-    NOT_STARTED = 126  # of what starts another program: there is one, and it cannot be started
-    NOT_FOUND = 127  # ... there is none
+    # The input is correct: a full disk, a stale handle, no memory, a bug; or a check failed.
+    FAULT = 1
+    # A wrong path, key, value or command line: the same command fails again. Also argparse's code.
+    WRONG_INPUT = 2
+    # Loss or gradient stayed non-finite: the same command fails again.
+    DIVERGED = 3
+    # Another process uses the folder: the same command may succeed later (EX_TEMPFAIL, sysexits.h).
+    IN_USE = 75
+    NOT_STARTED = 126  # a program that the command starts exists but cannot be started
+    NOT_FOUND = 127  # a program that the command starts does not exist
     HUNG_UP = 129  # SIGHUP: the terminal was closed
     INTERRUPTED = 130  # SIGINT
-    KILLED = 137  # SIGKILL: never a command's own
-    READER_GONE = 141  # SIGPIPE: who read the output has seen enough
+    KILLED = 137  # SIGKILL: never returned by a command itself
+    READER_GONE = 141  # SIGPIPE: the reader of the output has closed it
     TERMINATED = 143  # SIGTERM

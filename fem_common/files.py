@@ -1,4 +1,7 @@
-"""Files that are whole or absent: temporary name, fsync, rename; locks; hashes. Standard library alone."""
+"""Atomic file writes (temporary name, fsync, rename), locks and hashes.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,18 @@ ABANDONED_SECONDS = 24 * 3600
 
 
 def expand_home(text: str) -> str:
-    """A path with a leading ``~`` or ``~user`` expanded, as a shell does; any other text, such as a URL, as it is.
+    """Expand a leading ``~`` or ``~user`` as a shell does.
 
-    Raises ConfigError where there is no such user, or where the working directory has a file or folder of that name.
+    Any other text, including URLs, is returned unchanged. Raises ConfigError if the user does not
+    exist, or if the working directory has a file or folder with that name.
     """
     name = text.partition("/")[0]
     if not name.startswith("~"):
         return text
     if os.path.lexists(name):
         raise ConfigError(
-            f"{text} may be below the home directory or {name} in the working directory: write ./{text}, or the whole path"
+            f"{text} can mean the home directory or {name} in the working directory: write "
+            f"./{text}, or the full path"
         )
     if (path := os.path.expanduser(text)) == text:
         raise ConfigError(
@@ -40,18 +45,20 @@ def expand_home(text: str) -> str:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, hexadecimal."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file in UTF-8, without a byte order mark; only LF and CRLF end a line.
+    """Return the lines of a UTF-8 text file without a byte order mark; only LF and CRLF end a line.
 
-    ``str.splitlines`` would also split at U+2028, U+0085, form feeds and more, which occur within a prompt or a JSON string.
+    ``str.splitlines`` would also split at U+2028, U+0085, form feeds and others, which occur within
+    prompts and JSON strings.
 
     Raises:
-        ConfigError: the file is missing or not UTF-8. StorageError: the file system failed.
+        ConfigError: the file is missing or not UTF-8.
+        StorageError: the file system failed.
     """
     try:
         with files_told():
@@ -62,14 +69,17 @@ def read_lines(path: Path) -> list[str]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """A JSON value as people read it, UTF-8; a lone surrogate (names that are not UTF-8 have them) as its JSON escape."""
+    """Return a JSON value as indented UTF-8 text.
+
+    Lone surrogates, which occur in names that are not UTF-8, are written as JSON escapes.
+    """
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(
         "utf-8", "backslashreplace"
     )
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk. Its folder is not synced."""
+    """Write a file and wait until it is on the disk. The folder is not synced."""
     with path.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -92,15 +102,14 @@ def sync_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> None:
-    """Write a file under a temporary name, wait until it is on the disk, give it its name: it is there whole or not at all.
+    """Write a file atomically: write it under a temporary name, sync it, and rename it.
 
-    Without ``synced`` a reader still sees the old file or the new one, but a machine that loses power may lose both.
-    Raises OSError, which names ``path``; nothing is left behind then.
+    If ``synced`` is False, readers still see either the old or the new content, but a power failure
+    may lose both. Raises OSError with ``path`` as its file name; the temporary file is removed in
+    that case.
     """
-    unfinished, raw = (
-        temporary(path),
-        content.encode("utf-8") if isinstance(content, str) else content,
-    )
+    unfinished = temporary(path)
+    raw = content.encode("utf-8") if isinstance(content, str) else content
     try:
         write_synced(unfinished, raw) if synced else unfinished.write_bytes(raw)
         os.replace(unfinished, path)
@@ -112,10 +121,12 @@ def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> Non
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append ``value`` to a file of JSON lines, on a line of its own.
+    """Append ``value`` as one line to a JSON lines file.
 
-    What a full disk or a power loss left of an earlier line is ended first: that line is damaged, this one is not. Lines of several
-    writers stay whole. JSON has no numbers that are not finite: those become null. Raises OSError.
+    If the file ends with an incomplete line (after a full disk or a power failure), a line break is
+    added first, so that only the earlier line is damaged. Lines of several concurrent writers are
+    not mixed. Numbers that are not finite become null, because JSON cannot represent them. Raises
+    OSError.
     """
     line = json.dumps(_finite(value), allow_nan=False).encode() + b"\n"
     with path.open("ab+", buffering=0) as file:
@@ -126,7 +137,7 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The value, null in place of each number in it that is not finite."""
+    """Return the value with null in place of every number that is not finite."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -135,7 +146,7 @@ def _finite(value: Any) -> Any:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Raises ConfigError, StorageError where that is impossible."""
+    """Create a folder and its parents. Raises ConfigError or StorageError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -143,12 +154,20 @@ def make_folder(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """A name beside ``path`` that says whose it is (host, process namespace, process): `remove_leftovers` knows it."""
+    """Return a temporary name in the folder of ``path``.
+
+    The name contains the host, the process namespace and the process, which `remove_leftovers`
+    reads.
+    """
     return path.with_name(f".{path.name}~{socket.gethostname()}~{_namespace()}~{os.getpid()}")
 
 
 def _namespace() -> int:
-    """Two containers of one host may use the same process numbers; Linux numbers their namespaces."""
+    """Return the inode of the process namespace, or 0 if it is unknown.
+
+    Processes of two containers on one host can have the same process number; the namespace
+    distinguishes them.
+    """
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -156,9 +175,10 @@ def _namespace() -> int:
 
 
 def remove_leftovers(folder: Path, process: int | None = None) -> None:
-    """Remove what dead processes of this host left in a folder under a `temporary` name, and what others left a day ago.
+    """Remove the `temporary` files of dead processes of this host and old files of other hosts.
 
-    ``process``: remove what this one process of this host, known to be dead, left, and no more.
+    Files of other hosts are removed if they are older than a day. ``process``: remove only the
+    files of this process of this host, which must be dead.
     """
     here = [socket.gethostname(), str(_namespace())]
     for path in folder.glob(".*~*~*~*"):
@@ -175,7 +195,7 @@ def remove_leftovers(folder: Path, process: int | None = None) -> None:
             if gone:
                 remove(path)
         except FileNotFoundError:
-            continue  # its owner, or another process that tidies up, was faster
+            continue  # removed by its owner or by another process meanwhile
 
 
 def _alive(process: str) -> bool:
@@ -189,7 +209,7 @@ def _alive(process: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, whether it is there or not."""
+    """Remove a file, or a folder with its content. A missing path is not an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -200,12 +220,15 @@ def remove(path: Path) -> None:
 def locked(
     path: Path, busy: str = "", *, shared: bool = False, wait: bool = False
 ) -> Iterator[bool]:
-    """A lock on the file ``path``, which is created and stays (NFS locks no folders); it ends with the block or the process.
+    """Lock the file ``path`` during the block; the file is created if necessary and is not removed.
 
-    Gives whether it is held: False on a file system without locks, where the work goes on. ``shared``: with all that share it.
+    A file is locked because NFS cannot lock folders. Yields True if the lock is held, and False on
+    a file system without locks, where the work continues without a lock. The lock ends with the
+    block or the process. ``shared``: take a shared lock. ``wait``: wait for the lock.
 
     Raises:
-        InUse: others hold it, with the words ``busy``. ConfigError, StorageError: the file cannot be opened.
+        InUse: another process holds the lock (message ``busy``).
+        ConfigError, StorageError: the file cannot be opened.
     """
     descriptor, owner = _opened(path), os.getpid()
     try:
@@ -216,14 +239,13 @@ def locked(
             )
             held = True
         except BlockingIOError:
-            raise InUse(busy or f"another process has {path.parent}: wait for it") from None
+            raise InUse(busy or f"another process uses {path.parent}: wait for it") from None
         except OSError:
             held = False
         yield held
     finally:
-        if (
-            os.getpid() == owner
-        ):  # what was forked meanwhile has the descriptor as well, and may end later
+        # A process that was forked meanwhile also has the descriptor and may end later.
+        if os.getpid() == owner:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -234,8 +256,7 @@ def _opened(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         try:
-            return os.open(
-                path, os.O_RDONLY
-            )  # another user's, or on a file system that is read only
+            # The file belongs to another user or is on a read-only file system.
+            return os.open(path, os.O_RDONLY)
         except OSError:
             raise told(error, f"cannot write in {path.parent} (", ")") from None

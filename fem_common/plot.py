@@ -1,6 +1,8 @@
-"""One style for all pictures: colours and marks apart for every kind of colour vision, quiet axes, figures that no window knows.
+"""Common style of all figures: colours and markers for every kind of colour vision, plain axes, no
+window.
 
-matplotlib is imported where a figure is made: it takes a second, which --help need not wait.
+matplotlib is imported only when a figure is made, because the import takes a second and would delay
+--help.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from fem_common.files import write_whole
 
-# Okabe and Ito's colours; the yellow, too faint for a line on white, left out.
+# Colours of Okabe and Ito without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 INK, QUIET, GRID = "#222222", "#555555", "#e6e6e6"
@@ -19,7 +21,7 @@ DPI = 150
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """A figure of so many inches."""
+    """Return an empty figure with a size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,19 +31,21 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a PNG file's content: the same bytes for the same figure."""
+    """Return the figure as the content of a PNG file; the same figure gives the same bytes."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the figure as PNG, whole or not at all."""
+    """Write the figure as a PNG file atomically."""
     write_whole(path, png(figure))
 
 
 def plain_axes(axes: Any, x: str = "", y: str = "", *, grid: str = "both") -> None:
-    """Axis labels, no box, a faint grid behind; ``grid``: the axis that it belongs to, x, y or both."""
+    """Set axis labels, remove the box and draw a light grid; ``grid``: the axis of the grid lines,
+    x, y or both.
+    """
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)
@@ -50,12 +54,12 @@ def plain_axes(axes: Any, x: str = "", y: str = "", *, grid: str = "both") -> No
 
 
 def colour_of(number: int) -> dict[str, Any]:
-    """Colour and marker of the thing with this number."""
+    """Return the colour and marker of the series with this number."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def ordered_colours(count: int) -> list[dict[str, Any]]:
-    """Colours and markers of ``count`` things that have an order, dark to light."""
+    """Return colours and markers of ``count`` series that have an order, from dark to light."""
     from matplotlib import colormaps
 
     places = [0.85 * number / (count - 1) for number in range(count)] if count > 1 else [0.3]

@@ -1,4 +1,7 @@
-"""Ports for servers that start a moment later. Standard library alone."""
+"""Free TCP ports for servers that start shortly afterwards.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,19 @@ import os
 import socket
 from contextlib import suppress
 
-PORTS = range(
-    12000, 32000
-)  # below those that Linux gives away by itself: no connection takes one of these in that moment
+# Below the ephemeral ports of Linux, so that no connection takes one of these in the meantime.
+PORTS = range(12000, 32000)
 _turns = itertools.count()
 
 
 def server_port(seed: int | None = None) -> int:
-    """A TCP port of this machine that nobody listens on.
+    """Return a free TCP port of this machine.
 
-    The search starts at another port for each seed; without one, for each process and each of its calls. Raises OSError.
+    The start of the search depends on the seed, or, without a seed, on the process and the number
+    of the call. Raises OSError if no port is free.
     """
-    start = (
-        7 * seed if seed is not None else 4099 * os.getpid() + next(_turns)
-    )  # processes of one parent are far apart
+    # The factor separates the ports of processes with consecutive numbers.
+    start = 7 * seed if seed is not None else 4099 * os.getpid() + next(_turns)
     for offset in range(0, len(PORTS), 101):
         port = PORTS[(start + offset) % len(PORTS)]
         with socket.socket() as listener:

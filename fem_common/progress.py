@@ -1,4 +1,4 @@
-"""Progress of long work: one live line on a terminal (tqdm's), a plain line now and then in a log. Knows nothing of the work."""
+"""Progress of long work: a live line on a terminal (tqdm), or a line at intervals in a log."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ TERMINAL_SECONDS, LOG_SECONDS = 0.2, 60.0
 
 
 class Progress:
-    """How far some work is, its rate and the time left; as a context manager it ends by itself.
+    """Progress, rate and remaining time of some work; a context manager that closes itself.
 
-    total: of ``unit``s, None where nobody knows. quiet: show nothing (--quiet, --json). stream: stderr where it is None.
+    total: amount of work in ``unit``s, None if unknown. quiet: show no lines (--quiet, --json).
+    stream: None means stderr.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Seconds left at the rate so far; None where that cannot be told."""
+        """Remaining seconds at the average rate so far; None if unknown."""
         return (
             self.elapsed * max(self.total - self.done, 0) / self.done
             if self.total is not None and self.done
@@ -52,21 +53,21 @@ class Progress:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for another line."""
+        """True if it is time to show another line."""
         return not self.quiet and time.monotonic() - self.shown >= self.every
 
     def advance(self, step: float = 1, note: str = "") -> None:
-        """So much more is done."""
+        """Add ``step`` to the finished amount."""
         self.update(self.done + step, note)
 
     def update(self, done: float, note: str = "") -> None:
-        """So much is done in all; shown if it is time."""
+        """Set the finished amount, and show a line if one is due."""
         self.done = done
         if self.due:
             self.show(self.line(note))
 
     def line(self, note: str = "") -> str:
-        """``title: 1.2M of 3M tokens · 40% · 12k/s · note · 3m 05s left``."""
+        """Return a line such as ``title: 1.2M of 3M tokens · 40% · 12k/s · note · 3m 05s left``."""
         of = "" if self.total is None else f" of {count(self.total)}"
         share = "" if not self.total else f"{100 * min(self.done / self.total, 1):.0f}%"
         left = "" if self.left is None else f"{duration(self.left)} left"
@@ -80,7 +81,10 @@ class Progress:
         return (f"{self.title}: " if self.title else "") + " · ".join(filter(None, parts))
 
     def show(self, line: str) -> None:
-        """Write a line of the caller's own, over the last one on a terminal. A terminal that was closed does not end the work."""
+        """Write a line given by the caller; on a terminal it replaces the previous one.
+
+        Errors of a closed terminal are ignored, so that the work continues.
+        """
         self.shown = time.monotonic()
         if self.quiet:
             return
@@ -97,7 +101,7 @@ class Progress:
                 print(line, file=self.stream, flush=True)
 
     def close(self) -> float:
-        """Clear the live line; seconds since the start."""
+        """Clear the live line and return the seconds since the start."""
         with suppress(OSError, ValueError):
             if self._bar is not None:
                 self._bar.close()

@@ -1,4 +1,7 @@
-"""How a configuration's field carries its documentation and what its value may be. Standard library alone."""
+"""Documentation and allowed values of configuration fields, stored in the fields' metadata.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spec:
-    """What `setting` says of a field. Ranges, choices and ``check`` hold of the value, of each entry where it is a list or a mapping."""
+    """Documentation and allowed values of a field, as given to `setting`.
+
+    For a list or a mapping, ranges, choices and ``check`` apply to each entry.
+    """
 
     doc: str = ""
-    choices: tuple[Any, ...] | None = None  # "fla.*" stands for any name after the dot
-    check: Callable[[Any], str | None] | None = None  # what is wrong with a value, or None
+    choices: tuple[Any, ...] | None = None  # "fla.*" allows any name after the dot
+    check: Callable[[Any], str | None] | None = None  # returns the error text of a value, or None
     least: float | None = None
     above: float | None = None
     below: float | None = None
-    expand: Callable[[Any], Any] | None = (
-        None  # a short way to write the value: `config.Node` -> the node of the whole way
-    )
+    # Expands a short form of the value: `config.Node` -> the node of the full form.
+    expand: Callable[[Any], Any] | None = None
     path: bool = False  # a path, or a URL: a leading ~ is expanded
 
     def fault(self, value: Any) -> str | None:
-        """What is wrong with a number or a text by its range or ``check``, or None."""
+        """Return the error text of a value that violates the range or ``check``, or None."""
         wanted = self.range()
         for limit, holds in (
             (self.least, lambda: value >= self.least),
@@ -36,18 +41,18 @@ class Spec:
         return self.check(value) if self.check else None
 
     def range(self) -> str:
-        """The range in words: ``1 or more``, ``more than 0 and less than 1``; empty where any number will do."""
+        """Return the range in words, as ``1 or more`` or ``more than 0 and less than 1``; empty if
+        every number is valid.
+        """
         least, above, below = (
             f"{limit:g}" if isinstance(limit, float) else str(limit)
             for limit in (self.least, self.above, self.below)
         )
-        low = (
-            f"{least} or more"
-            if self.least is not None
-            else f"more than {above}"
-            if self.above is not None
-            else ""
-        )
+        low = ""
+        if self.least is not None:
+            low = f"{least} or more"
+        elif self.above is not None:
+            low = f"more than {above}"
         high = f"less than {below}" if self.below is not None else ""
         return " and ".join(filter(None, (low, high)))
 
@@ -64,7 +69,10 @@ def setting(
     expand: Callable[[Any], Any] | None = None,
     path: bool = False,
 ) -> Any:
-    """A documented dataclass field; see `Spec`. ``default`` may be a class, which is then called for each instance."""
+    """Return a documented dataclass field; see `Spec`.
+
+    If ``default`` is a class, it is called for each instance.
+    """
     metadata = {"spec": Spec(doc, choices, check, least, above, below, expand, path)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -72,14 +80,18 @@ def setting(
 
 
 def spec(item: Field[Any]) -> Spec:
-    """What `setting` said of a field; an empty one where it said nothing."""
+    """Return the `Spec` of a field; an empty one if the field was not made with `setting`."""
     said = item.metadata.get("spec", Spec())
     assert isinstance(said, Spec)
     return said
 
 
 def moved(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Plain ``values`` with keys under their new names: "section.key" -> "section.key"; one whose new name is there too stays."""
+    """Return plain ``values`` with renamed keys; ``names`` maps old "section.key" to new
+    "section.key".
+
+    A key stays if its new name is also present.
+    """
     given = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()
     }

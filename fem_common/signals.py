@@ -1,4 +1,7 @@
-"""Signals: handlers for a while, and names. Standard library alone."""
+"""Temporary signal handlers, and names of signals.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
-    """``handler`` takes these signals meanwhile, in the main thread. A SIGHUP that nohup has silenced stays so."""
+    """Handle these signals with ``handler`` inside the block, in the main thread.
+
+    If SIGHUP is ignored, as under nohup, it stays ignored.
+    """
     silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     before = {
         number: signal.signal(number, handler)
@@ -28,7 +34,10 @@ def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL``; of a real-time signal, most of which Python has no name for, ``signal 40``."""
+    """Return the name of a signal, as ``SIGKILL``.
+
+    Most real-time signals have no name in Python; for those return ``signal 40``.
+    """
     try:
         return signal.Signals(number).name
     except ValueError:

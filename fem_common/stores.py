@@ -1,4 +1,4 @@
-"""Object stores and file systems by their URLs, by fsspec: opening one, what it says when it fails, trying again."""
+"""Object stores and file systems by URL, with fsspec: opening, error messages and retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fem_common.text import nearest
 
 Say = Callable[[str], None]
 LONGEST_PAUSE = 60.0  # seconds between two attempts
-_UNWRITTEN = {"http", "https", "memory", "data"}  # kinds of places that keep nothing
+_UNWRITTEN = {"http", "https", "memory", "data"}  # places that cannot store files
 _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "s3": {
@@ -32,22 +32,27 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is named by a URL, not by a path."""
+    """Return True if a place is given by a URL, False for a path."""
     return "://" in place
 
 
 def folder_of(place: str) -> Path | None:
-    """The folder that a path or a URL of a file system names; None of another kind's."""
+    """Return the folder of a path or of a URL with the scheme file; None for other URLs."""
     kind, mark, rest = place.partition("://")
     return Path(rest or kind) if not mark or kind == "file" else None
 
 
 def refusal(place: str, folder: Path | None) -> str | None:
-    """What the name of a place tells that nothing can be kept there, or no copy of what is in ``folder``; None: nothing."""
+    """Return why copies of the content of ``folder`` cannot be stored at a place, or None.
+
+    Only the name of the place is examined. If ``folder`` is None, only the form of the name is
+    checked.
+    """
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
         return (
-            "has a password in it, which would stand in files; give credentials in the environment"
+            "contains a password, which would be written to files; set credentials in the "
+            "environment"
         )
     if (
         re.match(r"[a-z0-9+]+:/(?!/)|(s3a?|gc?s)//", place)
@@ -61,12 +66,18 @@ def refusal(place: str, folder: Path | None) -> str | None:
         return _unknown(place, kind)
     there, here = local.resolve(), folder.resolve()
     if there.is_relative_to(here) or here.is_relative_to(there):
-        return f"= {place} and the folder {folder} lie one in the other, and files would be written over: choose another place"
+        return (
+            f"= {place} and the folder {folder} overlap, and files would be overwritten: choose "
+            "another place"
+        )
     return None
 
 
 def _unknown(place: str, kind: str) -> str | None:
-    """Why nothing can be sent to such a kind of place; None: fsspec knows how, and the package that it takes is there."""
+    """Return why a kind of place is not supported, or None.
+
+    A kind is supported if fsspec implements it and the required package is installed.
+    """
     from fsspec.registry import available_protocols, known_implementations
 
     known = set(available_protocols()) - _UNWRITTEN
@@ -79,14 +90,20 @@ def _unknown(place: str, kind: str) -> str | None:
         )
     near = nearest(kind.lower(), known)
     meant = f"; did you mean {near}://{place.partition('://')[2]}?" if near else ""
-    return f"= {place}: nothing can be sent to {kind}://{meant or '; as in s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder'}"
+    return (
+        f"= {place}: {kind}:// is not "
+        f"supported{meant or '; use s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder'}"
+    )
 
 
 def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
-    """(fsspec's file system, the place's path in it, the place's URL) of a URL or a folder's path; for copies of what is in ``folder``.
+    """Return (fsspec file system, path in that file system, URL) of a URL or of a folder's path.
+
+    ``folder``: the folder whose content will be copied to the place; see `refusal`.
 
     Raises:
-        ConfigError: no such kind of place, its package is not installed, or see `refusal`.
+        ConfigError: the kind of place is unknown, its package is not installed, or `refusal` gives
+            a reason.
     """
     import fsspec
 
@@ -104,32 +121,39 @@ def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
-    store.retries = (
-        1  # s3fs's and gcsfs's own, in whose long pauses nothing is told: `until_it_works` does it
-    )
+    # `until_it_works` repeats attempts; the retries of s3fs and gcsfs pause without messages.
+    store.retries = 1
     return store, root, url
 
 
 def said(error: Exception) -> str:
-    """What an error says, on one line, without secrets."""
+    """Return the message of an error on one line, without secrets."""
     text = " ".join(str(error).split()).removeprefix(f"[Errno {getattr(error, 'errno', None)}] ")
     return secrets.hide(text or type(error).__name__, secrets.values(os.environ))[:300]
 
 
 def kind_of(error: Exception) -> type[ConfigError | StorageError]:
-    """What to raise for a store's failure: a place that is not there or not open to one is the user's mistake, all else the store's."""
+    """Return the exception type for a failure of a store.
+
+    It is ConfigError for a missing or forbidden place and StorageError for every other failure.
+    """
     return ConfigError if isinstance(error, MISTAKES) else StorageError
 
 
 def until_it_works(
     work: Callable[[], object], over: Callable[[float], bool], note: Callable[[str | None], None]
 ) -> Exception | None:
-    """Do ``work`` again until it works, with longer and longer pauses; the last failure where it was over before, else None.
+    """Repeat ``work`` with growing pauses until it succeeds.
 
-    over: waits for so many seconds, and says whether it is over. note: hears why an attempt failed, None where it did not.
+    over: function that waits for the given seconds and returns True if no further attempt may be
+    made. note: function that receives the error text of each failed attempt, and None after
+    success.
+
+    Returns:
+        None after success; the last exception if ``over`` ended the attempts.
 
     Raises:
-        ConfigError: the work's own, at once.
+        ConfigError: raised by ``work``; it is not retried.
     """
     pause = 0.5
     while True:
@@ -137,7 +161,7 @@ def until_it_works(
             work()
         except ConfigError:
             raise
-        except Exception as error:  # what fsspec's file systems raise has no common kind
+        except Exception as error:  # fsspec's file systems have no common error type
             note(said(error))
             if over(pause * random.uniform(0.5, 1.0)):
                 return error

@@ -1,4 +1,7 @@
-"""Numbers, times and words as a person reads them. Standard library alone."""
+"""Formatting of numbers, times and words for messages.
+
+The module uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 
 def count(number: float) -> str:
-    """A number with its magnitude: 950, 12.3k, 4.56M, 1.2B, 3T."""
+    """Format a number with its magnitude: 950, 12.3k, 4.56M, 1.2B, 3T."""
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= unit * 0.9995:  # 999,600 is 1M, not 1e+03k
             return f"{number / unit:.3g}{suffix}"
@@ -16,7 +19,10 @@ def count(number: float) -> str:
 
 
 def si(number: float) -> str:
-    """A number before a unit: ``1.234 P`` for FLOPs, ``12 ``; smaller than a million it is written out."""
+    """Format a number with an SI prefix for a following unit: ``1.234 P`` for FLOPs.
+
+    Below a million the number has no prefix: ``12 ``.
+    """
     for unit, prefix in (
         (1e21, "Z"),
         (1e18, "E"),
@@ -31,7 +37,7 @@ def si(number: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes of files, in powers of 1000: 950 B, 12.3 kB, 4.56 MB, 1.2 GB, 3 TB."""
+    """Format bytes of files in powers of 1000: 950 B, 12.3 kB, 4.56 MB, 1.2 GB, 3 TB."""
     for unit, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= unit:
             return f"{number / unit:.3g} {suffix}"
@@ -39,12 +45,12 @@ def size(number: float) -> str:
 
 
 def gib(number: float) -> str:
-    """Bytes of memory, in powers of 1024: 1.25 GiB, 12.0 MiB."""
+    """Format bytes of memory in powers of 1024: 1.25 GiB, 12.0 MiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 / 10 else f"{number / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in two units at most: 12s, 3m 05s, 4h 10m, 2d 03h; ``?`` where nobody knows."""
+    """Format seconds with at most two units: 12s, 3m 05s, 4h 10m, 2d 03h; ``?`` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     whole = round(seconds)
@@ -58,12 +64,15 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """How many there are of what: 1 unit, 2,000 units, 2 processes."""
+    """Format a number with a noun in singular or plural: 1 unit, 2,000 units, 2 processes."""
     return f"{number:,} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
-    """Rows of cells as lines whose columns stand below each other: those of ``left`` (None: all) to the left, the others to the right."""
+    """Return rows of cells as lines with aligned columns.
+
+    Columns in ``left`` (None: all columns) are aligned to the left, other columns to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if left is None or number in left else ">" for number in range(len(widths))]
     return [
@@ -75,7 +84,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) ->
 
 
 def one_line(said: object, longest: int = 0) -> str:
-    """A message on one line, cut to ``longest`` characters where that is not 0; of an error without words its type."""
+    """Return a message on one line, cut to ``longest`` characters (0: no limit); for an error
+    without text, its type.
+    """
     text = " ".join(str(said).split()) or (
         type(said).__name__ if isinstance(said, BaseException) else ""
     )
@@ -83,11 +94,11 @@ def one_line(said: object, longest: int = 0) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The entry of ``known`` most like ``word``, or None where none is."""
+    """Return the entry of ``known`` most similar to ``word``, or None if no entry is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), 1, cutoff)), None)
 
 
 def did_you_mean(word: str, known: Sequence[str], otherwise: str = "choose one of") -> str:
-    """The end of a message about a word that is not among the ``known``: the nearest, or all of them."""
+    """Return the end of a message about an unknown word: the nearest known word, or all of them."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"{otherwise} {', '.join(known)}"

@@ -1,4 +1,5 @@
-"""pretrain: a configuration and data in, checkpoints and logs out. Imports ``fem_megatron``; no tool and no data preparation may come in.
+"""Pretraining: reads a configuration and data, writes checkpoints and logs.
 
-Importing the package, its configuration or its planner loads no torch.
+It imports ``fem_megatron``, but no tools and no data preparation. Importing the package, its
+configuration or its planner does not load torch.
 """

@@ -1,7 +1,9 @@
-"""``python -m pretrain CONFIG.yaml|RUN_DIR [section.key=value ...]``: check everything, then train, then say how it ended.
+"""``python -m pretrain CONFIG.yaml|RUN_DIR [section.key=value ...]``: check everything, train, and
+report the end.
 
-``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
-whether its data is there and fits, build its index cache.
+``--plan``, ``--resolve``, ``--check``, ``--index`` and ``--rehearse`` do not train. They print the
+requirements of the run, print its complete configuration, check the data, build the index cache, or
+simulate two steps.
 """
 
 from __future__ import annotations
@@ -29,17 +31,27 @@ from pretrain.run_directory import load_given, newest_run, read_fork, resolved, 
 from pretrain.stages import Part, facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
-USAGE = """pretrain CONFIG.yaml|RUN_DIR [section.key=value ...] [--fork NEW_RUN] [--plan | --rehearse] [--check] [--resolve | --index]
+USAGE = """pretrain CONFIG.yaml|RUN_DIR [section.key=value ...] [--fork NEW_RUN]
+                [--plan | --rehearse] [--check] [--resolve | --index]
        pretrain --help [SECTION] | --list-mixers"""
 EXAMPLES = """examples:
-  pretrain configs/run/demo.yaml --plan                   what the run needs; nothing is started
-  pretrain configs/run/demo.yaml --check                  is everything there that it takes?
-  pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
-  pretrain configs/run/demo.yaml --rehearse --gpus 64 --device h100      what a step of each kind of rank would hold and send
-  torchrun --nproc-per-node 2 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2
-  pretrain configs/run/demo.yaml --plan --check log.device=H100      exit code 2 where its memory does not fit
-  pretrain configs/run/demo.yaml --fork runs/fork train.steps=420      goes on in another folder, with other settings
-  pretrain --help optimizer                               the section's keys, their types, defaults and meanings
+  print the requirements of the run without starting it:
+    pretrain configs/run/demo.yaml --plan
+  check the configuration and its data:
+    pretrain configs/run/demo.yaml --check
+  train with changed settings:
+    pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
+  train on two processes:
+    torchrun --nproc-per-node 2 -m pretrain configs/run/demo.yaml \\
+        parallel.tensor_model_parallel_size=2
+  print memory and communication of a step on each kind of rank:
+    pretrain configs/run/demo.yaml --rehearse --gpus 64 --device h100
+  exit with code 2 if the memory is insufficient:
+    pretrain configs/run/demo.yaml --plan --check log.device=H100
+  continue in another folder with other settings:
+    pretrain configs/run/demo.yaml --fork runs/fork train.steps=420
+  print the keys of a section with types, defaults and meanings:
+    pretrain --help optimizer
 """
 
 
@@ -47,22 +59,25 @@ REHEARSED = ("h100", "h200", "cpu")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, check, and either print the plan or train. Returns the exit code."""
+    """Parse the command line, run the command, and return the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     return run("pretrain", lambda: _told(options), kept="the same command starts again")
 
 
 def _told(options: argparse.Namespace) -> int:
-    """`_run`, its errors told to torchrun, too, and a mistake in the input by one rank of every host."""
-    speaks = (
-        os.environ.get("LOCAL_RANK", "0") == "0"
-    )  # what is wrong may be wrong on one host alone
+    """Run the command, and report errors to torchrun.
+
+    Input mistakes are raised only on local rank 0, so that each host prints them once; other ranks
+    return the exit code.
+    """
+    # One rank of each host prints, because a mistake may concern only one host.
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     launched = os.environ.get("WORLD_SIZE")
     try:
         return _run(options, int(launched) if launched else None)
     except CommandError as error:
         _tell_torchrun(str(error))
-        # What is no mistake is told by every rank: it may have met one alone.
+        # Every rank reports faults, because a fault may occur on a single rank.
         if isinstance(error, UserError) and not speaks:
             return error.code
         raise
@@ -70,13 +85,15 @@ def _told(options: argparse.Namespace) -> int:
         _tell_torchrun(reason(error))
         if isinstance(error, MISTAKES):
             raise RuntimeError(
-                f"{reason(error)}: a path that is checked before should have been refused there"
+                f"{reason(error)}: an earlier check should have rejected this path"
             ) from error
         raise
 
 
 def _tell_torchrun(message: str) -> None:
-    """Have torchrun end its own lines with this error, instead of with advice on how to see one."""
+    """Write the error to torchrun's error file, so that torchrun prints it instead of generic
+    advice.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with suppress(OSError):
@@ -94,7 +111,10 @@ def _parser() -> Parser:
     parser = Parser(
         prog="pretrain",
         usage=USAGE,
-        description=f"Pretrain a language model. The sections of a configuration: {sections}; docs/configuration.md has every key.",
+        description=(
+            f"Pretrain a language model. The sections of a configuration: {sections}; "
+            "docs/configuration.md describes every key."
+        ),
         epilog=EXAMPLES,
         add_help=False,
     )
@@ -102,7 +122,10 @@ def _parser() -> Parser:
         "config",
         metavar="CONFIG.yaml",
         nargs="?",
-        help="a run, such as configs/run/demo.yaml, or a run directory, to continue it",
+        help=(
+            "configuration of a run, such as configs/run/demo.yaml, or a run directory, to "
+            "continue its run"
+        ),
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
@@ -111,9 +134,12 @@ def _parser() -> Parser:
         "--fork",
         type=Path,
         metavar="NEW_RUN",
-        help="a run directory to go on in from the newest checkpoint of CONFIG.yaml's run, wherever near its run_dir that was trained (a "
-        "run directory or a step_NNNNNNNN may stand in its place): weights, moments, step; settings may be others, such as data, batch and "
-        "schedule",
+        help=(
+            "run directory of a new run that continues from the newest checkpoint of "
+            "CONFIG.yaml's run, which is searched in and near its run_dir (CONFIG.yaml may also "
+            "be a run directory or a step_NNNNNNNN folder): weights, moments and step; settings "
+            "such as data, batch and schedule may differ"
+        ),
     )
     parser.add_argument(
         "-h",
@@ -142,27 +168,32 @@ def _parser() -> Parser:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="run two steps of the first, middle and last pipeline stage without numbers, in a world of the true size, in this process; "
-        "print memory, collectives, FLOPs and host reads of the second, and stop; with --check: is its memory there?",
+        help=(
+            "simulate two steps of the first, middle and last pipeline stage with meta tensors "
+            "and the full world size, in this process; print memory, collectives, FLOPs and host "
+            "reads of the second step, and stop; with --check: check that the memory fits"
+        ),
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="of --rehearse: parallel.world_size=N"
+        "--gpus", type=int, metavar="N", help="with --rehearse: parallel.world_size=N"
     )
     parser.add_argument(
-        "--device", choices=REHEARSED, help="of --rehearse (default: log.device, or h100)"
+        "--device",
+        choices=REHEARSED,
+        help=("with --rehearse: the device (default: log.device, or h100)"),
     )
-    parser.add_argument("--json", action="store_true", help="of --rehearse: print JSON")
+    parser.add_argument("--json", action="store_true", help="with --rehearse: print JSON")
     parser.add_argument(
         "--picture",
         metavar="FILE.png",
         type=Path,
-        help="of --rehearse: draw what holds memory through the step",
+        help="with --rehearse: draw the use of memory through the step",
     )
     stops = parser.add_mutually_exclusive_group()
     stops.add_argument(
         "--resolve",
         action="store_true",
-        help="print the run's whole configuration as YAML, and stop",
+        help="print the run's complete configuration as YAML, and stop",
     )
     stops.add_argument(
         "--index",
@@ -175,25 +206,25 @@ def _parser() -> Parser:
 def _run(options: argparse.Namespace, launched: int | None) -> int:
     if options.config is None:
         raise ConfigError(
-            "no CONFIG.yaml: name a run, such as configs/run/demo.yaml; pretrain --help has examples"
+            "no CONFIG.yaml: name a run, such as configs/run/demo.yaml; pretrain --help has "
+            "examples"
         )
     if (options.resolve or options.index) and (options.plan or options.check):
         raise ConfigError(
-            f"{'--resolve' if options.resolve else '--index'} stands alone, without --plan and --check"
+            f"{'--resolve' if options.resolve else '--index'} cannot be combined with --plan or "
+            "--check"
         )
     alone = [
         name for name in ("resolve", "index", "plan") if options.rehearse and getattr(options, name)
     ]
     if alone:
-        raise ConfigError(f"--rehearse and --{alone[0]} are two commands")
+        raise ConfigError(f"--rehearse and --{alone[0]} cannot be combined")
     for name in ("gpus", "device", "json", "picture"):
         if getattr(options, name) and not options.rehearse:
-            raise ConfigError(f"--{name} is of --rehearse")
+            raise ConfigError(f"--{name} requires --rehearse")
     if options.gpus is not None:
         options.overrides = [*options.overrides, f"parallel.world_size={options.gpus}"]
-    stops = (
-        options.plan or options.resolve or options.check or options.index or options.rehearse
-    )  # whatever was launched
+    stops = options.plan or options.resolve or options.check or options.index or options.rehearse
     try:
         config = (
             load_given(options.config, options.overrides)
@@ -228,11 +259,14 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
 
 
 def _forked(options: argparse.Namespace) -> RunConfig:
-    """The configuration of the run in another folder that goes on where CONFIG.yaml's run is."""
+    """Return the configuration of a fork: the run in --fork's folder that continues the run of
+    CONFIG.yaml.
+    """
     given, new = Path(expand_home(options.config)), options.fork
+    # The run directory of a step_NNNNNNNN folder.
     folder = (
         given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given
-    )  # a step's: its run's
+    )
     config = (
         load_run(folder / "config.yaml", options.overrides)
         if given.is_dir()
@@ -247,21 +281,21 @@ def _forked(options: argparse.Namespace) -> RunConfig:
     ):
         if os.environ.get("RANK", "0") == "0":
             print(
-                f"--fork: {parent} has no checkpoint; the newest run of {config.name} with this model is {other}",
+                f"--fork: {parent} has no checkpoint; the newest run of {config.name} with this "
+                f"model is {other}",
                 file=sys.stderr,
             )
         parent = other
     if new.resolve() in (folder.resolve(), parent.resolve()):
         raise ConfigError(f"--fork {new} is the parent's run directory: choose another one")
     if any(new.glob("checkpoints/step_*")) and read_fork(new) is None:
-        raise ConfigError(f"--fork {new} holds a run that is no fork: choose another folder")
-    mirror, named = (
-        config.checkpoint.mirror,
-        any(text.startswith("checkpoint.mirror=") for text in options.overrides),
-    )
+        raise ConfigError(f"--fork {new} contains a run that is not a fork: choose another folder")
+    mirror = config.checkpoint.mirror
+    named = any(text.startswith("checkpoint.mirror=") for text in options.overrides)
     if mirror and "{name}" not in mirror and not named:
         raise ConfigError(
-            f"--fork {new} cannot use the parent's mirror: give checkpoint.mirror=URL, or checkpoint.mirror=null"
+            f"--fork {new} cannot use the parent's mirror: give checkpoint.mirror=URL, or "
+            "checkpoint.mirror=null"
         )
     name = (
         config.name
@@ -274,11 +308,14 @@ def _forked(options: argparse.Namespace) -> RunConfig:
 
 
 def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
-    """Prints the plan, or what was checked and found right. Raises ConfigError where both are asked for and the memory does not fit."""
+    """Print the plan, or the result of the check.
+
+    Raises ConfigError if both are requested and the memory does not fit.
+    """
     config, facts = prepared.config, prepared.facts
     needs = _planned(prepared) if plan else None
     if needs and facts and config.data.packing != "stream" and not config.stages:
-        from pretrain.data.packing import told  # which imports numpy
+        from pretrain.data.packing import told  # imported late: imports numpy
 
         print(told(config.data, facts), flush=True)
     if not check or facts is None:
@@ -292,17 +329,21 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     fits = (
         f"; it fits {config.log.device}"
         if config.log.device
-        else "; its memory is compared with nothing: log.device is null"
+        else "; its memory is not compared, because log.device is null"
     )
     print(
-        f"{config.name}: the configuration and the data are right ({data}), run_dir {run_directory(config)}{fits if needs else ''}"
+        f"{config.name}: the configuration and the data are right ({data}), run_dir "
+        f"{run_directory(config)}{fits if needs else ''}"
     )
 
 
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
-    """Prints the rehearsal; of stages that of the one that needs most memory by its plan.
+    """Print the rehearsal.
 
-    Raises ConfigError where --check is asked for and the memory does not fit, and for what cannot be rehearsed.
+    For a run with stages, rehearse the stage with the largest planned peak memory.
+
+    Raises ConfigError if the run cannot be rehearsed, or if --check is given and the memory does
+    not fit.
     """
     from fem_megatron.megatron.platform import import_megatron
 
@@ -327,7 +368,7 @@ def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
 
 
 def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
-    """Each stage, or the run that has none, and its plan."""
+    """Return each stage with its plan; a run without stages counts as one stage."""
     facts = prepared.facts
     parts = parts_of(prepared.config)
     return [
@@ -340,7 +381,11 @@ def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
 
 
 def _planned(prepared: Prepared) -> Plan:
-    """Prints the plan; of stages that of the one that needs most memory, and a line for each. Returns the one that is printed whole."""
+    """Print and return the plan.
+
+    For a run with stages, this is the plan of the stage that needs most memory, followed by one
+    line for each stage.
+    """
     plans = _plans(prepared)
     part, needs = max(plans, key=lambda each: each[1].peak_memory)
     if part.name:
@@ -354,7 +399,7 @@ def _planned(prepared: Prepared) -> Plan:
 
 
 class _Help(argparse.Action):
-    """As argparse's own, and with a section's name that section's keys."""
+    """The --help option; with the name of a section it prints the keys of that section."""
 
     def __call__(
         self,
@@ -374,7 +419,7 @@ class _Help(argparse.Action):
 
 
 class _ListMixers(argparse.Action):
-    """An option that prints and stops before CONFIG.yaml is asked for, as --help does."""
+    """Option that prints the mixers and exits before CONFIG.yaml is required, like --help."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         print(table())
@@ -384,7 +429,7 @@ class _ListMixers(argparse.Action):
 def _index(prepared: Prepared, launched: int) -> int:
     if launched > 1:
         raise ConfigError(
-            f"--index works in one process, but {launched} were started; leave torchrun away"
+            f"--index runs in one process, but {launched} were started; run it without torchrun"
         )
     from fem_megatron.megatron.platform import import_megatron
 
@@ -398,7 +443,7 @@ def _index(prepared: Prepared, launched: int) -> int:
 def _train(config: RunConfig, launched: int) -> int:
     with signals.noted() as received:
         prepared = prepare(config, launched)
-        # Imported here: planning and every refusal above need no torch.
+        # Imported late, because planning and the checks above need no torch.
         from fem_megatron.megatron.platform import import_megatron
 
         import_megatron()
@@ -410,14 +455,15 @@ def _train(config: RunConfig, launched: int) -> int:
             f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"
         )
         print(
-            f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command {then}",
+            f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same "
+            f"command {then}",
             flush=True,
         )
     return 0
 
 
 if __name__ == "__main__":
-    # Found from a checkout without installation, too.
+    # Makes the packages importable from a checkout without installation.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     code = main()
     signals.ignore()

@@ -1,4 +1,8 @@
-"""Processes beside a rank: what a store's client does (threads, much memory, waiting) has no place in a rank that forks writers."""
+"""Helper processes of a rank, for work of store clients.
+
+Store clients use threads and much memory and wait for the network, so they must not run in a rank,
+which forks checkpoint writers.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def command(module: str, *words: object) -> list[str]:
-    """``python -m MODULE WORDS...``."""
+    """Return the command ``python -m MODULE WORDS...``."""
     return [sys.executable, "-m", module, *map(str, words)]
 
 
 def environ() -> dict[str, str]:
-    """This process's, in which the house is found from a checkout too."""
+    """Return the environment of this process with the repository root in PYTHONPATH, so that a
+    checkout is importable.
+    """
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -27,7 +33,10 @@ def environ() -> dict[str, str]:
 
 
 def check(done: subprocess.CompletedProcess[str], program: str, before: str = "") -> None:
-    """Raises ConfigError, StorageError: the process has failed; what it said last on stderr, behind ``before``."""
+    """Raise ConfigError or StorageError if the process failed.
+
+    The message is ``before`` followed by the last line that the process wrote to stderr.
+    """
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[
             -1

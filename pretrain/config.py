@@ -1,6 +1,7 @@
-"""The run's configuration: one dataclass a section, every field with its text and its range; how a run's YAML becomes one. No torch.
+"""Configuration of a run: one dataclass per section, with help texts and ranges, and its reader.
 
-``pretrain.validate`` checks what no single field can know. Long, because every key of a run stands here.
+``pretrain.validate`` checks conditions that involve several fields. Long, because it defines every
+key of a run. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.cut_shape import CUT_KINDS
 
 ABSENT = {
-    r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": "mixtures of experts and expert parallelism are not here",
-    r"(.*_)?cp(_.*)?|ulysses(_.*)?|ring_attention(_.*)?": "a sequence is cut by parallel.context_parallel_size",
-    r"checkpoint\.(tiers?|levels?)": "there are two: run_dir every checkpoint.interval steps, checkpoint.mirror every mirror_interval",
-    r"checkpoint\.(folder|dir|directory|path|save|url)": "they lie in run_dir, and checkpoint.mirror=URL sends them elsewhere, too",
+    r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": (
+        "mixtures of experts and expert parallelism are not supported"
+    ),
+    r"(.*_)?cp(_.*)?|ulysses(_.*)?|ring_attention(_.*)?": (
+        "context parallelism is set by parallel.context_parallel_size"
+    ),
+    r"checkpoint\.(tiers?|levels?)": (
+        "checkpoints are written to run_dir every checkpoint.interval steps, and to "
+        "checkpoint.mirror every mirror_interval"
+    ),
+    r"checkpoint\.(folder|dir|directory|path|save|url)": (
+        "checkpoints are in run_dir, and checkpoint.mirror=URL copies them to another place"
+    ),
 }
-"""What others' configurations have and this one does not: a pattern of their keys -> what to say."""
+"""Patterns of keys that similar configurations have but this one lacks -> explanation."""
 
 
 @dataclass(frozen=True)
@@ -42,26 +52,30 @@ class Source:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, and how it is cut into sequences."""
+    """Data sources and how documents are packed into sequences."""
 
     train: tuple[Source, ...] = setting((), "Training blend.")
     valid: tuple[Source, ...] = setting((), "Validation blend; empty: no validation.")
-    test: tuple[Source, ...] = setting((), "Test blend, read by evaluation tools alone.")
-    seq_length: int = setting(4096, "Tokens a sequence.", least=1)
+    test: tuple[Source, ...] = setting((), "Test blend, read only by evaluation tools.")
+    seq_length: int = setting(4096, "Tokens per sequence.", least=1)
     packing: str = setting(
         "stream",
-        "stream: one document after another; best_fit: none that fits a sequence is cut, for some padding.",
+        "stream: documents follow one another and are cut at the ends of sequences; best_fit: "
+        "documents that fit into a sequence are not cut, at the cost of some padding.",
         ("stream", "best_fit"),
     )
     documents: str = setting(
         "joined",
-        "joined: a document reads those before it in its sequence; separate: no mixer reads across an end.",
+        "joined: tokens read the earlier documents of their sequence; separate: no mixer reads "
+        "across the end of a document.",
         ("joined", "separate"),
     )
     reset_positions: bool | None = setting(
-        None, "Positions begin anew with a document; null: where documents are separate."
+        None, "Restart positions at each document; null: true if documents are separate."
     )
-    eod_loss: bool = setting(True, "What follows a document's end counts in the loss.")
+    eod_loss: bool = setting(
+        True, "Include the prediction of the token after a document's end in the loss."
+    )
     tokenizer: str | None = setting(
         None,
         "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.",
@@ -69,39 +83,51 @@ class DataConfig:
     )
     index_cache: str | None = setting(
         None,
-        "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.",
+        "Folder of the index caches, with one subfolder per sample order; null: index_cache/ in "
+        "run_dir.",
         path=True,
     )
     store_cache: str | None = setting(
-        None, "Folder of URLs' files; null: tokens/ in run_dir.", path=True
+        None, "Folder for files read from URLs; null: tokens/ in run_dir.", path=True
     )
-    store_cache_gb: float = setting(50.0, "10^9 bytes kept of their .bin at most.", least=0)
+    store_cache_gb: float = setting(
+        50.0, "Largest size of the .bin data in store_cache, in 10^9 bytes.", least=0
+    )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The layout. Data parallelism is what the world size leaves."""
+    """Parallel layout.
+
+    The data-parallel size is the world size divided by the other parallel sizes.
+    """
 
     world_size: int | None = setting(
-        None, "Processes the run is planned for; null: as many as the launcher started.", least=1
+        None,
+        "Number of processes for which the run is planned; null: the number that the launcher "
+        "started.",
+        least=1,
     )
     tensor_model_parallel_size: int = setting(
-        1, "TP: each rank holds whole heads and a slice of the MLP and the vocabulary.", least=1
+        1, "TP: each rank has complete heads and a slice of the MLP and the vocabulary.", least=1
     )
     pipeline_model_parallel_size: int = setting(
-        1, "PP: each rank holds consecutive layers (1F1B schedule).", least=1
+        1, "PP: each rank has consecutive layers (1F1B schedule).", least=1
     )
     virtual_pipeline_model_parallel_size: int | None = setting(
-        None, "Model chunks a pipeline rank holds (interleaved schedule); null: one."
+        None, "Model chunks per pipeline rank (interleaved schedule); null: one."
     )
     context_parallel_size: int = setting(
-        1, "CP: each rank holds 1 / CP of every sequence's tokens (docs/long_context.md).", least=1
+        1,
+        "CP: each rank has 1 / CP of the tokens of every sequence (docs/long_context.md).",
+        least=1,
     )
     context_parallel_kind: str | None = setting(
         None,
-        "How tokens of other CP ranks are read: all_to_all exchanges heads for tokens; all_gather: attention gathers keys and values; "
-        "ring: softmax attention sends them round. null: attention as all_to_all where there are heads enough. Scans pass states unless "
-        "all_to_all is asked for.",
+        "How tokens of other CP ranks are read. all_to_all: heads are exchanged for tokens; "
+        "all_gather: attention gathers keys and values; ring: softmax attention passes them "
+        "around. null: attention uses all_to_all if it has enough heads. Scans pass states unless "
+        "all_to_all is set.",
         CUT_KINDS,
     )
     sequence_parallel: bool = setting(
@@ -112,21 +138,23 @@ class ParallelConfig:
     )
     overlap_grad_reduce: bool | None = setting(
         None,
-        "Reduce gradients while the backward pass still runs; null: on a GPU with Megatron and at ZeRO-3.",
+        "Reduce gradients during the backward pass; null: true on a GPU with Megatron or ZeRO-3.",
     )
     overlap_param_gather: bool | None = setting(
         None,
-        "Gather updated parameters while the next forward pass starts, by the distributed optimizer; null: where gradients overlap.",
+        "Gather updated parameters during the next forward pass (distributed optimizer); null: "
+        "true if the gradient reduction overlaps.",
     )
     collective_timeout_minutes: float = setting(
         30.0,
-        "Minutes a rank waits for the others until the run fails; more than rank 0 takes to write a checkpoint or build the index cache.",
+        "Minutes that a rank waits for other ranks before the run fails; must be longer than rank "
+        "0 takes to write a checkpoint or build the index cache.",
         above=0,
     )
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that compute one micro-batch together."""
+        """Number of ranks that compute one micro-batch together."""
         return (
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
@@ -134,12 +162,14 @@ class ParallelConfig:
         )
 
     def settled(self, engine: EngineConfig, *, cuda: bool) -> ParallelConfig:
-        """With a choice where the overlaps are null. ZeRO-1 and 2 would pay with a second bucket, and DeepSpeed's own choice is off."""
-        megatron, reduce, gather = (
-            engine.name == "megatron",
-            self.overlap_grad_reduce,
-            self.overlap_param_gather,
-        )
+        """Return a copy in which the overlap settings that are null have a value.
+
+        Overlap is chosen for Megatron and for ZeRO-3 on a GPU. ZeRO-1 and ZeRO-2 would need a
+        second bucket for it, and DeepSpeed's own default is off.
+        """
+        megatron = engine.name == "megatron"
+        reduce = self.overlap_grad_reduce
+        gather = self.overlap_param_gather
         if reduce is None:
             reduce = bool(gather) or (cuda and (megatron or engine.zero_stage == 3))
         if gather is None:
@@ -149,22 +179,25 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """DeepSpeed's own keys, under its names. null: DeepSpeed's default. What the run's other sections say is theirs alone."""
+    """DeepSpeed's own settings under DeepSpeed's names; null means DeepSpeed's default.
+
+    Settings that other sections of the run determine cannot be set in this section.
+    """
 
     reduce_bucket_size: int | None = setting(
-        None, "Elements reduced at a time; null: 5e8, and no more than the model has.", least=1
+        None, "Elements reduced at a time; null: 5e8, at most the size of the model.", least=1
     )
     allgather_bucket_size: int | None = setting(
-        None, "Stages 1 and 2: elements gathered at a time; null: as reduce_bucket_size.", least=1
+        None, "Stages 1 and 2: elements gathered at a time; null: reduce_bucket_size.", least=1
     )
     reduce_scatter: bool | None = setting(
         None, "Stages 1 and 2: reduce-scatter instead of all-reduce."
     )
     contiguous_gradients: bool | None = setting(
-        None, "Copy gradients into one buffer as they come."
+        None, "Copy gradients into one buffer as they are computed."
     )
     round_robin_gradients: bool | None = setting(
-        None, "Stages 1 and 2 with offload: spread the copies to the host over the ranks."
+        None, "Stages 1 and 2 with offload: distribute the copies to the host over the ranks."
     )
     sub_group_size: int | None = setting(
         None, "Stage 3: elements that the optimizer updates at a time.", least=1
@@ -173,34 +206,38 @@ class DeepSpeedConfig:
         None, "Stage 3: elements gathered ahead of their use.", least=0
     )
     param_persistence_threshold: int | None = setting(
-        None, "Stage 3: parameters with fewer elements stay whole on every rank.", least=0
+        None, "Stage 3: parameters with fewer elements are not split.", least=0
     )
     model_persistence_threshold: int | None = setting(
-        None, "Stage 3: elements that may stay whole at most.", least=0
+        None, "Stage 3: largest number of elements that are not split.", least=0
     )
     max_live_parameters: int | None = setting(
-        None, "Stage 3: gathered elements that a rank holds at most.", least=0
+        None, "Stage 3: largest number of gathered elements on a rank.", least=0
     )
     max_reuse_distance: int | None = setting(
-        None, "Stage 3: a parameter used again within so many elements is kept.", least=0
+        None,
+        "Stage 3: keep a gathered parameter if it is used again within this number of elements.",
+        least=0,
     )
-    pin_memory: bool | None = setting(
-        None, "Offload into page-locked memory; null: where there is a GPU."
-    )
+    pin_memory: bool | None = setting(None, "Offload into page-locked memory; null: true on a GPU.")
     communication_data_type: str | None = setting(
-        None, "Type of reduced gradients; null: fp32.", ("fp32", "bf16")
+        None, "Data type of reduced gradients; null: fp32.", ("fp32", "bf16")
     )
-    wall_clock_breakdown: bool = setting(False, "DeepSpeed's own timers on the console.")
+    wall_clock_breakdown: bool = setting(False, "Print DeepSpeed's own timers on the console.")
     file: str | None = setting(
         None,
-        "A DeepSpeed configuration (JSON) for keys that are not here; where it contradicts the run, the run wins and says so.",
+        "DeepSpeed configuration file (JSON) for keys that are not listed. If it contradicts the "
+        "run's configuration, the run's value is used and a message is printed.",
         path=True,
     )
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Who owns gradients, optimizer and schedule. Data, learning rates, logs and checkpoints are the same with both."""
+    """Training engine, which manages gradients, optimizer and schedule.
+
+    Data, learning rates, logs and checkpoints are the same with both engines.
+    """
 
     name: str = setting(
         "megatron",
@@ -209,29 +246,32 @@ class EngineConfig:
     )
     zero_stage: int = setting(
         1,
-        "deepspeed: what is split over the DP ranks: 1 the optimizer, 2 gradients too, 3 parameters too; 0 nothing (fp32 alone).",
+        "deepspeed: 1: the optimizer state is split over the DP ranks; 2: the gradients too; 3: "
+        "the parameters too; 0: no splitting (only in fp32).",
         (0, 1, 2, 3),
     )
     offload_optimizer: bool = setting(
-        False, "deepspeed: optimizer state and its update on the CPU (DeepSpeedCPUAdam)."
+        False, "deepspeed: keep and update the optimizer state on the CPU (DeepSpeedCPUAdam)."
     )
     offload_parameters: bool = setting(
-        False, "deepspeed, stage 3: parameters on the CPU until they are used."
+        False, "deepspeed, stage 3: keep parameters on the CPU until they are used."
     )
     deepspeed: DeepSpeedConfig = setting(DeepSpeedConfig, "DeepSpeed's own keys.")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Length, batch, precision."""
+    """Length, batch size, precision and memory options of training."""
 
     steps: int | None = setting(None, "Optimizer steps; or give train.tokens.", least=1)
     tokens: int | None = setting(
         None, "Tokens to consume, rounded up to whole steps; or give train.steps.", least=1
     )
-    micro_batch_size: int = setting(1, "Sequences a rank handles at once.", least=1)
+    micro_batch_size: int = setting(1, "Sequences that a rank processes at once.", least=1)
     global_batch_size: int = setting(
-        128, "Sequences a step over all ranks; the rest is gradient accumulation.", least=1
+        128,
+        "Sequences per step over all ranks; gradients are accumulated over micro-batches.",
+        least=1,
     )
     precision: str = setting(
         "bf16",
@@ -240,87 +280,101 @@ class TrainConfig:
     )
     fp8: str = setting(
         "none",
-        "tensorwise: linear maps of the layers multiply 8-bit floats, each tensor scaled by a power of two (docs/engines.md); delayed: by "
-        "its largest magnitude in the steps before. On a GPU of compute capability 8.9 or more; a CPU emulates it.",
+        "tensorwise: linear maps of the layers multiply 8-bit floats, with each tensor scaled by "
+        "a power of two (docs/engines.md); delayed: scaled by the largest magnitude of earlier "
+        "steps. Requires a GPU of compute capability 8.9 or more; a CPU emulates it.",
         ("none", "tensorwise", "delayed"),
     )
     fp8_history: int = setting(
         1024,
-        "fp8=delayed: of how many steps the largest magnitude counts; 1: the last one's.",
+        "fp8=delayed: number of steps over which the largest magnitude is taken; 1: only the last "
+        "step.",
         least=1,
     )
     fp8_margin: int = setting(
         0,
-        "fp8=delayed: a scale has room for magnitudes 2^fp8_margin times as large.",
+        "fp8=delayed: a scale leaves headroom for magnitudes larger by a factor of 2^fp8_margin.",
         least=0,
         below=17,
     )
     recompute: str = setting(
         "none",
-        "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
+        "Activations that the backward pass recomputes instead of storing. selective: reads of "
+        "other tokens, and MLPs; full: complete layers.",
         ("none", "selective", "full"),
     )
     cuda_graphs: bool = setting(
         False,
-        "On a GPU: each layer's passes are captured in the first step, and replayed. The host launches one thing a pass (docs/engines.md).",
+        "On a GPU: capture each layer's passes in the first step and replay them later, with one "
+        "launch per pass (docs/engines.md).",
     )
     offload_activations: bool = setting(
         False,
-        "What the backward pass needs of the layers' forward passes waits in the host's memory: no bit changes, and the copies take time.",
+        "Keep the layers' activations in host memory until the backward pass. Results are bitwise "
+        "the same; the copies take time.",
     )
     z_loss: float = setting(
         0.0,
-        "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
+        "Weight of the auxiliary loss (log Z)^2, with Z the normaliser of the softmax over the "
+        "vocabulary (PaLM: 1e-4). Reported losses do not include it.",
         least=0,
     )
     loss_chunk: int = setting(
         0,
-        "Tokens whose logits a rank holds at once: so many after another, with their part of the gradients; 0: all of a micro-batch. The "
-        "loss is the same but for rounding.",
+        "Number of tokens whose logits and gradients a rank computes at once; 0: a complete "
+        "micro-batch. The loss is the same up to rounding.",
         least=0,
     )
     seed: int = setting(
         42, "Seed of the initialisation and of the data order.", least=0, below=2**32
     )
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
-    eval_batches: int = setting(
-        10, "Global batches a validation reads; always the same ones.", least=1
-    )
+    eval_batches: int = setting(10, "Global batches per validation; always the same ones.", least=1)
     max_bad_steps: int = setting(
         10,
-        "After this many steps in a row with a non-finite loss or gradient, or that were skipped as spikes, the run fails; so it does "
-        "after more rewinds from about the same step.",
+        "The run fails after this many consecutive steps with a non-finite loss or gradient or a "
+        "skipped spike, and after more than this many rewinds from about the same step.",
         least=1,
     )
     on_spike: str = setting(
         "none",
-        "A spike is a step whose loss or gradient norm (its logarithm) is far above the running mean of those before it. skip: it updates "
-        "nothing; rewind: training goes back to a checkpoint, and passes over the samples since.",
+        "Reaction to a spike, a step whose loss or gradient norm (its logarithm) is far above the "
+        "running mean of earlier steps. skip: the step updates no weights; rewind: training "
+        "returns to a checkpoint and skips the samples since then.",
         ("none", "skip", "rewind"),
     )
     spike_deviations: float = setting(
-        6.0, "on_spike: how many running standard deviations above the mean are a spike.", above=0
+        6.0,
+        "on_spike: number of running standard deviations above the mean from which a step is "
+        "a spike.",
+        above=0,
     )
     spike_rewind: int = setting(
         100,
-        "on_spike=rewind: steps to go back at least, to a checkpoint of checkpoint.interval; where none is so early a spike is skipped.",
+        "on_spike=rewind: minimum number of steps to go back, to a checkpoint of "
+        "checkpoint.interval; if no checkpoint is early enough, the spike is skipped.",
         least=1,
     )
     spike_window: int = setting(
         100,
-        "on_spike: steps over which mean and deviation run; the first so many are never spikes.",
+        "on_spike: number of steps for the running mean and deviation; no spikes are reported "
+        "before this many steps.",
         least=2,
     )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
+    """Optimizer and learning-rate schedule.
+
+    Weight decay does not apply to norms, biases and other vectors.
+    """
 
     name: str = setting(
         "adamw",
-        "adamw; muon: linear maps are updated by their momentum made orthogonal, each head's q, k, v, ... by itself, and scaled so that lr "
-        "and weight_decay are AdamW's, which updates all else (embeddings, output layer, vectors, filters).",
+        "adamw; muon: linear maps are updated by their orthogonalized momentum, separately for "
+        "each head's q, k, v, ..., and scaled so that lr and weight_decay mean the same as for "
+        "AdamW. AdamW updates all other parameters (embeddings, output layer, vectors, filters).",
         ("adamw", "muon"),
     )
     lr: float = setting(3e-4, "Peak learning rate.", above=0)
@@ -329,7 +383,7 @@ class OptimizerConfig:
     beta1: float = setting(0.9, "Adam's first moment.", least=0, below=1)
     beta2: float = setting(0.95, "Adam's second moment.", least=0, below=1)
     eps: float = setting(1e-8, "Adam's epsilon.", above=0)
-    momentum: float = setting(0.95, "muon: decay of its momentum (Nesterov's).", least=0, below=1)
+    momentum: float = setting(0.95, "muon: decay rate of its Nesterov momentum.", least=0, below=1)
     clip_grad: float = setting(1.0, "Largest global gradient norm; 0: no clipping.", least=0)
     schedule: str = setting(
         "cosine", "Shape of the decay after warm-up.", ("cosine", "wsd", "linear", "constant")
@@ -342,13 +396,13 @@ class OptimizerConfig:
     )
     warmup_fraction: float | None = setting(
         None,
-        "Warm-up as a share of the steps; warmup_steps and warmup_tokens go before it.",
+        "Warm-up as a share of the steps; ignored if warmup_steps or warmup_tokens is given.",
         above=0,
         below=1,
     )
     decay_steps: int | None = setting(
         None,
-        "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.",
+        "wsd: steps of the final decay; or give decay_tokens; default: a tenth of the run.",
         least=1,
     )
     decay_tokens: int | None = setting(
@@ -356,14 +410,16 @@ class OptimizerConfig:
     )
     from_step: int = setting(
         0,
-        "Step after which the schedule begins, warm-up first: where a fork has a schedule of its own.",
+        "Step after which the schedule begins with its warm-up, for a fork with its own schedule.",
         least=0,
     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept on disk."""
+    """Checkpoints: when they are written, how many are kept, where they are copied, and where
+    training starts.
+    """
 
     interval: int = setting(
         1000,
@@ -372,161 +428,197 @@ class CheckpointConfig:
     )
     keep_last: int = setting(
         3,
-        "Checkpoints kept; older ones are deleted after a newer one is complete. Amid steps that are not finite the newest from before "
-        "them is kept besides.",
+        "Number of checkpoints to keep; older ones are deleted after a newer one is complete. "
+        "During a series of non-finite steps, the newest checkpoint before the series is kept too.",
         least=1,
     )
     keep: tuple[int, ...] = setting(
         (),
-        "Steps whose checkpoints are written besides and stay in the run directory, as those where forks begin.",
+        "Additional steps whose checkpoints are written and never deleted, for example as "
+        "starting points of forks.",
         least=1,
     )
-    async_save: bool = setting(False, "Write in a background process while training goes on.")
+    async_save: bool = setting(False, "Write in a background process while training continues.")
     gb_per_second: float | None = setting(
         None,
-        "What the storage takes from all ranks, in 10^9 bytes a second: --plan tells a save's seconds.",
+        "Write rate of the storage for all ranks together, in 10^9 bytes per second; --plan uses "
+        "it to estimate the duration of a save.",
         above=0,
     )
     mirror: str | None = setting(
         None,
-        "Where checkpoints are sent besides: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder, of this run alone; {name} stands for its "
-        "name. A resume takes the newest good one.",
+        "Location for copies of the checkpoints, used only by this run: s3://BUCKET/FOLDER, "
+        "gs://BUCKET/FOLDER or a folder; {name} is replaced by the run's name. A resume takes the "
+        "newest good checkpoint of run directory and mirror.",
         path=True,
     )
     mirror_interval: int = setting(
-        1, "Of the checkpoints those are sent whose step this divides, and the last one.", least=1
+        1,
+        "Copy to the mirror the checkpoints whose step is a multiple of this number, and the "
+        "last one.",
+        least=1,
     )
     mirror_keep_last: int | None = setting(
-        None, "Checkpoints kept in the mirror; null: all.", least=1
+        None, "Number of checkpoints to keep in the mirror; null: all.", least=1
     )
     max_unsaved_steps: int | None = setting(
         None,
-        "Steps that may be unsaved where a checkpoint cannot be written (null: none), and that the mirror may lack (null: any), before "
-        "the run ends with 1.",
+        "Number of steps that may be unsaved if a checkpoint cannot be written (null: none), and "
+        "that may be missing in the mirror (null: any number), before the run ends with exit code "
+        "1.",
         least=1,
     )
     resume: str = setting(
         "auto",
-        "auto: continue from the newest good checkpoint of the run directory; none: start anew, refused where checkpoints exist.",
+        "auto: continue from the newest good checkpoint of the run directory; none: start from "
+        "the beginning, which is an error if checkpoints exist.",
         ("auto", "none"),
     )
     load: str | None = setting(
         None,
-        "Start from the weights of this checkpoint folder (model only) when the run has none of its own.",
+        "Start from the weights of this checkpoint folder (weights only), if the run has no "
+        "checkpoint.",
         path=True,
     )
     fork: str | None = setting(
         None,
-        "Start where this checkpoint is, with its weights, moments and step, when the run has none of its own: a step_NNNNNNNN, or a run "
-        "directory (its newest). Data, batch, length and schedule may be others.",
+        "Start from this checkpoint with its weights, moments and step, if the run has no "
+        "checkpoint: a step_NNNNNNNN folder, or a run directory (its newest checkpoint). Data, "
+        "batch, length and schedule may differ.",
         path=True,
     )
 
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases; offline where wandb has no credentials for its server (WANDB_BASE_URL) and WANDB_MODE names no mode."""
+    """Weights & Biases settings.
+
+    Logging is offline if wandb has no credentials for its server (WANDB_BASE_URL) and WANDB_MODE is
+    not set.
+    """
 
     enabled: bool = setting(False, "Log to Weights & Biases.")
     project: str = setting("pretrain", "Project name.")
     entity: str | None = setting(
         None, "Team or user that owns the project; null: the account's default."
     )
-    group: str | None = setting(None, "Group that the run is shown in.")
+    group: str | None = setting(None, "Group of the run.")
     tags: tuple[str, ...] = setting((), "Tags of the run.")
     job_type: str | None = setting(None, "Job type of the run.")
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Steps that torch's profiler traces into profile/ in the run directory; SIGUSR2 has a rank's next step traced, too."""
+    """Steps that torch's profiler traces into profile/ in the run directory.
 
-    steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
-    ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
+    SIGUSR2 also makes a rank trace its next step.
+    """
+
+    steps: tuple[int, ...] = setting((), "Numbers of the steps to trace.", least=1)
+    ranks: tuple[int, ...] = setting((0,), "Ranks that trace the steps.", least=0)
     memory: bool = setting(
         False,
-        "Write also the GPU allocator's history of each traced step, with Python stacks (pytorch.org/memory_viz); on a CPU there is none.",
+        "Also write the history of the GPU allocator for each traced step, with Python stacks "
+        "(pytorch.org/memory_viz); not available on a CPU.",
     )
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is told while training."""
+    """Console lines, loggers, diagnostics and profiles."""
 
     interval: int = setting(
-        10, "Steps between lines on the console; JSON lines are written for every step.", least=1
+        10, "Steps between console lines; JSON lines are written for every step.", least=1
     )
     tensorboard: bool = setting(False, "Write TensorBoard events to the run directory.")
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
     diagnostics_interval: int = setting(
         100,
-        "Steps between looks at what ``diagnostics`` names; to the loss's loggers; 0: never.",
+        "Steps between the diagnostics in ``diagnostics``, written to the same loggers as the "
+        "loss; 0: never.",
         least=0,
     )
     diagnostics: tuple[str, ...] = setting(
         ("layers",),
-        "layers: every layer's energies, entropies, largest logit and step norm, on 256 tokens; tensors: the norms of every parameter's "
-        "weight, gradient, update and moments.",
+        "layers: energies, entropies, largest logit and step norm of every layer, on 256 tokens; "
+        "tensors: norms of the weight, gradient, update and moments of every parameter.",
         ("layers", "tensors"),
     )
     straggler_interval: int = setting(
         100,
-        "Steps between comparisons of the ranks' times, which name the slowest rank; see ranks.jsonl in pretrain/README.md; 0: never.",
+        "Steps between comparisons of the ranks' times, which identify the slowest rank (see "
+        "ranks.jsonl in pretrain/README.md); 0: never.",
         least=0,
     )
     straggler_ratio: float = setting(
         1.2,
-        "How many times slower than the others a rank is when it is told on the console.",
+        "Ratio of a rank's time to the median of the compared ranks from which the console "
+        "reports it as slow.",
         least=1,
     )
-    profile: ProfileConfig = setting(ProfileConfig, "Traces.")
+    profile: ProfileConfig = setting(ProfileConfig, "Profiler traces.")
     device: str | None = setting(
         None,
-        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.devices.DEVICE_PEAK_TFLOPS); "
-        "null: found out on CUDA, no MFU on CPU; no comparison.",
+        "Device whose peak FLOP/s is used for the MFU and whose memory is compared with a plan "
+        "(pretrain.plan.devices.DEVICE_PEAK_TFLOPS); null: detected on CUDA, no MFU on a CPU, no "
+        "memory comparison.",
     )
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Evaluation while training: ``tools.evaluate`` on checkpoints, in a process beside rank 0, with its scores in the loss's loggers."""
+    """Evaluation of checkpoints during training.
+
+    ``tools.evaluate`` runs in a separate process of rank 0, and its scores are written to the
+    loggers of the loss.
+    """
 
     interval: int = setting(
         0,
-        "Steps between the checkpoints that are evaluated, a multiple of checkpoint.interval; one at a time, the newest due. 0: none.",
+        "Steps between evaluated checkpoints, a multiple of checkpoint.interval; one evaluation "
+        "runs at a time, of the newest checkpoint due; 0: none.",
         least=0,
     )
     at_end: bool = setting(
         False,
-        "Evaluate the last checkpoint too; the job keeps its machines until that is done (a job of its own after it costs less: launch).",
+        "Evaluate the last checkpoint too. The job keeps its machines until the evaluation is "
+        "done; a separate job afterwards costs less (see launch).",
     )
-    suite: str = setting("quick", "Name of a suite, or the path of its YAML.", path=True)
+    suite: str = setting("quick", "Name of a suite, or the path of its YAML file.", path=True)
     limit: int | None = setting(
-        None, "The first so many examples of each task alone; null: all.", least=1
+        None,
+        "Evaluate at most this many examples of each task, the first ones; null: all.",
+        least=1,
     )
     device: str = setting(
         "cpu",
-        "Where it runs. cpu: a quarter of rank 0's CPUs, at the lowest priority. cuda: rank 0's GPU, whose memory it shares: leave room.",
+        "Device of the evaluation. cpu: a quarter of rank 0's CPUs, at the lowest priority; cuda: "
+        "rank 0's GPU, which must have enough free memory.",
         ("cpu", "cuda"),
     )
     merge: int | None = setting(
         None,
-        "Evaluate also the average of so many checkpoints, the newest ones up to it, once there are so many; null: not.",
+        "Also evaluate the average of this number of newest checkpoints, once they exist; null: "
+        "no average.",
         least=2,
     )
     timeout_minutes: float = setting(
-        60.0, "An evaluation that takes longer is ended; training goes on.", above=0
+        60.0, "Minutes after which an evaluation is terminated; training continues.", above=0
     )
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is evaluated."""
+        """True if any checkpoint is evaluated."""
         return bool(self.interval or self.at_end)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run; what it leaves out is the run's. Any of its last five keys gives it a schedule of its own, from its first step."""
+    """One stage of the run; settings that it omits are the run's.
+
+    If any of the last five keys is set, the stage has its own learning-rate schedule, which begins
+    at its first step.
+    """
 
     name: str = setting(
         MISSING, "Name of the stage.", check=lambda text: None if text else "must not be empty"
@@ -536,28 +628,30 @@ class Stage:
         None, "Tokens of the stage, rounded up to whole steps; or give steps.", least=1
     )
     data: tuple[Source, ...] = setting((), "Training blend; empty: data.train.")
-    seq_length: int | None = setting(None, "As data.seq_length.", least=1)
-    documents: str | None = setting(None, "As data.documents.", ("joined", "separate"))
-    micro_batch_size: int | None = setting(None, "As train.micro_batch_size.", least=1)
-    global_batch_size: int | None = setting(None, "As train.global_batch_size.", least=1)
-    lr: float | None = setting(None, "As optimizer.lr.", above=0)
-    min_lr: float | None = setting(None, "As optimizer.min_lr.", least=0)
+    seq_length: int | None = setting(None, "Overrides data.seq_length.", least=1)
+    documents: str | None = setting(None, "Overrides data.documents.", ("joined", "separate"))
+    micro_batch_size: int | None = setting(None, "Overrides train.micro_batch_size.", least=1)
+    global_batch_size: int | None = setting(None, "Overrides train.global_batch_size.", least=1)
+    lr: float | None = setting(None, "Overrides optimizer.lr.", above=0)
+    min_lr: float | None = setting(None, "Overrides optimizer.min_lr.", least=0)
     schedule: str | None = setting(
-        None, "As optimizer.schedule.", ("cosine", "wsd", "linear", "constant")
+        None, "Overrides optimizer.schedule.", ("cosine", "wsd", "linear", "constant")
     )
     warmup_steps: int | None = setting(
-        None, "As optimizer.warmup_steps; null: none in a schedule of its own.", least=0
+        None,
+        "Overrides optimizer.warmup_steps; null: no warm-up in the stage's own schedule.",
+        least=0,
     )
-    decay_steps: int | None = setting(None, "As optimizer.decay_steps.", least=1)
+    decay_steps: int | None = setting(None, "Overrides optimizer.decay_steps.", least=1)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A complete run."""
+    """Complete configuration of a run."""
 
     name: str = setting(
         "",
-        "Name of the run; empty: the file's.",
+        "Name of the run; empty: the name of the file.",
         check=lambda text: (
             "must not be a path; use run_dir for the folder"
             if "/" in text or text in (".", "..")
@@ -566,29 +660,31 @@ class RunConfig:
     )
     run_dir: str | None = setting(
         None,
-        "Run directory: checkpoints, logs, resolved configuration; {mixer} in it stands for the mixer's name or the pattern's; "
-        "null: runs/<name>.",
+        "Run directory for checkpoints, logs and the resolved configuration; {mixer} is replaced "
+        "by the name of the mixer or pattern; null: runs/<name>.",
         path=True,
     )
     model: ModelConfig = setting(ModelConfig, "The model.")
     data: DataConfig = setting(DataConfig, "The data.")
     parallel: ParallelConfig = setting(ParallelConfig, "The layout.")
-    engine: EngineConfig = setting(EngineConfig, "Who owns gradients, optimizer and schedule.")
+    engine: EngineConfig = setting(EngineConfig, "Training engine.")
     train: TrainConfig = setting(TrainConfig, "Length, batch, precision.")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "Optimizer and schedule.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
     stages: tuple[Stage, ...] = setting(
-        (), "Stages, one after another, in place of train.steps and train.tokens; empty: one."
+        (), "Stages, one after another, in place of train.steps and train.tokens; empty: no stages."
     )
     log: LogConfig = setting(LogConfig, "Logs.")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "Evaluation while training.")
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run at ``path`` with ``section.key=value`` overrides; sections may be parts (`fem_common.config.load`).
+    """Load the run at ``path`` with ``section.key=value`` overrides; sections may be parts
+    (`fem_common.config.load`).
 
     Raises:
-        ConfigError: the run's file is not there or not to be read. ConfigErrors: all that is wrong with it.
+        ConfigError: the run's file is missing or unreadable.
+        ConfigErrors: the configuration has mistakes.
         StorageError: a file system failed.
     """
     with _named_after(Path(path)) as named:
@@ -596,14 +692,19 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def run_of(values: Mapping[Any, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load_run` of a file that holds ``values``; errors name ``path``."""
+    """Return the run from ``values``, as `load_run` does for a file with that content; errors name
+    ``path``.
+    """
     with _named_after(path) as named:
         return named(build(RunConfig, values, path, overrides, parts=True, absent=ABSENT))
 
 
 @contextmanager
 def _named_after(path: Path) -> Iterator[Callable[[RunConfig], RunConfig]]:
-    """A run without a name has its file's, the one that has mistakes, too."""
+    """Provide a function that names an unnamed run after its file.
+
+    A configuration attached to ConfigErrors is named in the same way.
+    """
 
     def named(config: RunConfig) -> RunConfig:
         return config if config.name else replace(config, name=path.stem)

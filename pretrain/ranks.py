@@ -1,4 +1,8 @@
-"""One rank's answer for all ranks of the process group: folders may look different to others on a shared file system, and reading costs."""
+"""Results computed on one rank and shared with all ranks of the process group.
+
+Ranks can see different states of a shared file system, and reading is expensive, so one rank reads
+for all.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ Answer = TypeVar("Answer")
 
 
 def from_rank_0(compute: Callable[[], Answer]) -> Answer:
-    """What ``compute`` gives on rank 0, on all ranks; collective.
+    """Call ``compute`` on rank 0 and return its result on all ranks; collective.
 
     Raises:
-        CommandError: on all ranks, where it was raised on rank 0.
-        ConfigError: on all ranks, where a path is wrong on rank 0.
-        StorageError: on all ranks, where a file system failed on rank 0.
+        CommandError: on all ranks, if ``compute`` raised it on rank 0.
+        ConfigError: on all ranks, if a path is wrong on rank 0.
+        StorageError: on all ranks, if a file system failed on rank 0.
     """
     said: list[tuple[Answer | None, CommandError | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
@@ -37,7 +41,7 @@ def from_rank_0(compute: Callable[[], Answer]) -> Answer:
 
 
 def sum_over_ranks(values: Iterable[float]) -> list[float]:
-    """Each value's sum over all ranks; collective."""
+    """Return the sum of each value over all ranks; collective."""
     total = torch.tensor([*values], dtype=torch.float64, device=platform.device())
     torch.distributed.all_reduce(total)
     return list(total.tolist())

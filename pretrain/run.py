@@ -1,4 +1,4 @@
-"""One attempt of a run, from top to bottom: each part is built from those above it, and the loop is handed what it needs."""
+"""One attempt of a run: construction of all components, and the stages from start to end."""
 
 from __future__ import annotations
 
@@ -57,17 +57,18 @@ from pretrain.stages import Part, facts_of, parts_of
 from pretrain.trainer import Outcome, Trainer
 from pretrain.validate import Prepared
 
-_LONG_TO_READ = (
-    10**8
-)  # bytes; tenths of a second from a local disk, many seconds from a busy network's
+# Bytes; reading takes tenths of a second from a local disk, many seconds from a busy network disk.
+_LONG_TO_READ = 10**8
 
 
 def train(prepared: Prepared, received: Received) -> Outcome:
-    """One attempt of the run, from its newest good checkpoint or from the start; ``received`` has the stop signals as they come.
+    """Run one attempt from the newest good checkpoint or from the start, and return its outcome.
+
+    ``received``: list to which the signal handlers add stop signals.
 
     Raises:
         InUse: another process trains in the run directory.
-        ConfigError: what only the checkpoints can tell is wrong with the configuration.
+        ConfigError: the configuration conflicts with the checkpoints.
         StorageError: a file system failed.
         TooManyBadSteps: the loss or gradient stayed non-finite.
     """
@@ -79,9 +80,10 @@ def train(prepared: Prepared, received: Received) -> Outcome:
             stack.callback(run.reader.close)
             if not from_rank_0(lambda: stack.enter_context(claimed(run.folder))):
                 raise InUse(
-                    f"{run.folder} is in use by another process; wait for it, end it, or choose another run_dir"
+                    f"{run.folder} is in use by another process; wait for it, end it, or choose "
+                    "another run_dir"
                 )
-            if run.first:  # elsewhere warnings alone come through, to stderr
+            if run.first:  # other ranks print only warnings, to stderr
                 stack.enter_context(kernels_told(run.say))
             with _failure_told(run.file):
                 return run.attempt()
@@ -91,12 +93,13 @@ def train(prepared: Prepared, received: Received) -> Outcome:
 
 
 def build_index(prepared: Prepared) -> None:
-    """What ``--index`` does: the index cache that :func:`train` will look for, built in this process alone, without a model or a GPU.
+    """Build the index cache that :func:`train` uses (``--index``), in one process without a model
+    or a GPU.
 
-    Prints the cache's folder, the samples, and what it cost.
+    Prints the folder of the cache, the number of samples, and the time and memory used.
 
     Raises:
-        ConfigError: the data is not what its manifest says, or the cache's place is wrong.
+        ConfigError: the data does not match its manifest, or the location of the cache is wrong.
         StorageError: a file system failed.
     """
     started = time.monotonic()
@@ -114,8 +117,10 @@ def build_index(prepared: Prepared) -> None:
             data = run.data(run.samples_to_order(part.resumed(last.progress) if last else None))
             valid = f" and {len(data.valid):,} of validation" if data.valid is not None else ""
             run.say(
-                f"index cache {data.cache}: {'' if data.built else 'unchanged, '}{len(data.train):,} samples of training{valid}, "
-                f"{run.config.data.seq_length} tokens each; {time.monotonic() - started:.1f} s, {time.process_time():.1f} CPU s with the "
+                f"index cache {data.cache}: "
+                f"{'' if data.built else 'unchanged, '}{len(data.train):,} samples of "
+                f"training{valid}, {run.config.data.seq_length} tokens each; "
+                f"{time.monotonic() - started:.1f} s, {time.process_time():.1f} CPU s with the "
                 f"start, {platform.peak_resident_bytes() / 2**30:.2f} GiB of memory at most"
             )
     finally:
@@ -125,11 +130,14 @@ def build_index(prepared: Prepared) -> None:
 def make_engine(
     config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True
 ) -> Engine:
-    """The engine that ``engine.name`` names, its weights drawn, or not (NaN) where a checkpoint follows; its messages go to ``say``.
+    """Create the engine selected by ``engine.name``. The third argument receives its messages.
+
+    draw: initialize the weights; if False they are NaN, because a checkpoint is loaded afterwards.
 
     Raises:
-        ValueError: a width does not divide (see ``ModelConfig.blocks``).
-        ConfigError: DeepSpeed does not take its settings, another package its layer's options, or the machine what train asks.
+        ValueError: a width is not divisible (see ``ModelConfig.blocks``).
+        ConfigError: DeepSpeed rejects the settings, another package rejects the options of its
+            layer, or the machine lacks a feature that the section train requires.
     """
     if config.train.fp8 != "none" and (missing := platform.lacks_fp8()):
         raise ConfigError(f"train.fp8 = {config.train.fp8} needs {missing}; set train.fp8=none")
@@ -139,7 +147,7 @@ def make_engine(
         config, parallel=config.parallel.settled(config.engine, cuda=platform.has_cuda())
     )
     try:
-        if config.engine.name == "deepspeed":  # not installed everywhere
+        if config.engine.name == "deepspeed":  # imported late: an optional package
             from pretrain.engines.deepspeed import DeepSpeedEngine
 
             return DeepSpeedEngine(config, schedule, say, draw=draw)
@@ -153,7 +161,10 @@ def make_engine(
 
 
 class Run:
-    """What all parts of an attempt are built from, on this rank; collective. ``first``: this rank prints and writes."""
+    """Components of an attempt on this rank; collective.
+
+    ``first`` is True on rank 0, which prints and writes files.
+    """
 
     def __init__(self, prepared: Prepared, received: Received) -> None:
         assert prepared.facts is not None
@@ -173,20 +184,21 @@ class Run:
         self.enter(self.parts[0])
 
     def enter(self, part: Part) -> None:
-        """From here on ``config`` and all that follows from it are this stage's."""
+        """Make ``part`` the current stage: set configuration, schedule, facts and contents."""
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
-        self.facts, self.contents = (
-            facts_of(part, self.all_facts),
-            contents_of(self.parts, part, self.all_contents),
-        )
+        self.facts = facts_of(part, self.all_facts)
+        self.contents = contents_of(self.parts, part, self.all_contents)
 
     def say(self, text: str) -> None:
-        """Prints on rank 0."""
+        """Print a line on rank 0."""
         if self.first:
             print(text, flush=True)
 
     def attempt(self) -> Outcome:
-        """Everything after the run directory is this process's own: one stage after another, each from a checkpoint of the one before."""
+        """Run all remaining stages in the claimed run directory and return the outcome.
+
+        Each stage starts from a checkpoint of the previous one.
+        """
         config, file = self.whole, self.file
         before = from_rank_0(lambda: read_progress(self.folder))
         if self.first:
@@ -218,14 +230,16 @@ class Run:
             if change.rule == TOLD or (start.forked and change.rule != FREE)
         )
         if told:
-            self.say(
-                f"{'other than the parent' if start.forked else 'changed since the last attempt'}: {told}"
+            heading = (
+                "different from the parent" if start.forked else "changed since the last attempt"
             )
+            self.say(f"{heading}: {told}")
         step, steps = start.progress.step, self.schedule.last_step
+        # The state is "complete" after the last validation.
         complete = before is not None and (before.get("state"), before.get("step")) == (
             "complete",
             step,
-        )  # its last validation done
+        )
         if start.own and (step > steps or (step == steps and complete)):
             return self._nothing_left(checkpoints, start)
         try:
@@ -241,12 +255,17 @@ class Run:
                 checkpoints.mirror.end()
 
     def _stage(self, checkpoints: Checkpoints, start: Start) -> Outcome | None:
-        """Trains to the end of the stage; None: what it was to begin at is damaged, and another engine or stage has to go on."""
+        """Train to the end of the stage and return the outcome.
+
+        Returns None if the checkpoint to start from is damaged and the start found instead needs
+        another engine or stage.
+        """
         part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
         if part.name:
             self.say(
-                f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps {part.begin_step + 1} to {part.end_step}"
+                f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps "
+                f"{part.begin_step + 1} to {part.end_step}"
             )
         engine = make_engine(self.config, self.schedule, self.say, draw=fresh)
         try:
@@ -255,9 +274,8 @@ class Run:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
-            checkpoints.alert = partial(
-                alert, callbacks, "checkpoint not written"
-            )  # not the trainer's method: it holds the engine
+            # A method of the trainer would keep a reference to the engine.
+            checkpoints.alert = partial(alert, callbacks, "checkpoint not written")
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
             return trainer.run()
@@ -270,7 +288,10 @@ class Run:
                 callback.on_end()
 
     def samples_to_order(self, progress: Progress | None) -> int:
-        """Samples that the order of training is drawn for, of a run that has come so far (None: it has no checkpoint)."""
+        """Return the number of samples for which the training order is drawn.
+
+        ``progress``: the progress of the run; None if the run has no checkpoint.
+        """
         if self.part.name:
             return self.part.samples
         if progress is None and self.config.checkpoint.fork:
@@ -281,7 +302,7 @@ class Run:
         return max(progress.order_samples, end - progress.order_begin) if progress else end
 
     def data(self, samples: int) -> Datasets:
-        """The datasets, their order drawn for so many training samples."""
+        """Return the datasets with a training order for the given number of samples."""
         assert self.config.model.vocab_size is not None
         if self.first and (line := told(self.config.data, self.facts)):
             self.say(line)
@@ -300,11 +321,14 @@ class Run:
         )
 
     def _read_contents(self) -> Contents:
-        """What the data holds, read and compared with the manifests by one rank."""
+        """Read the content of the data on rank 0, compare it with the manifests, and share the
+        result.
+        """
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
             self.say(
-                f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their manifests"
+                f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their "
+                "manifests"
             )
         return from_rank_0(lambda: check_contents(self.all_facts))
 
@@ -316,17 +340,23 @@ class Run:
         return start
 
     def _load(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Start:
-        """Reads the start's checkpoint, or where its tensors are damaged an older one of the run's; what was read."""
+        """Load the start's checkpoint and return the start that was used.
+
+        If the tensors of the run's own checkpoint are damaged, continue with an older start.
+        """
         while start.found is not None:
             try:
                 checkpoints.load(engine, start.found, model_only=not (start.own or start.forked))
-                at = f" at step {start.progress.step}" if start.own or start.forked else ""
-                self.say(
-                    f"{'resumed' if start.own else 'forked' if start.forked else 'weights taken'} from {start.found.path}{at}"
-                )
+                if start.own or start.forked:
+                    done = "resumed" if start.own else "forked"
+                    at = f" at step {start.progress.step}"
+                else:
+                    done, at = "weights taken", ""
+                self.say(f"{done} from {start.found.path}{at}")
                 if start.forked and start.progress.order_begin == start.progress.consumed_samples:
                     self.say(
-                        "its data are others than the parent's: their order begins at its first sample"
+                        "its data differs from the parent's: the data order begins at its first "
+                        "sample"
                     )
                 break
             except DamagedCheckpoint as error:
@@ -339,7 +369,7 @@ class Run:
         return start
 
     def _trainer(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Trainer:
-        """The loop with all its parts."""
+        """Create the trainer with all its components."""
         config, layout = self.config, self.config.parallel
         plan = from_rank_0(
             lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda())
@@ -347,14 +377,16 @@ class Run:
         data = self.data(start.progress.order_samples)
         cut = f"CP {layout.context_parallel_size}, " if layout.context_parallel_size > 1 else ""
         self.say(
-            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.schedule.steps - self.part.begin_step} steps of "
-            f"{self.schedule.step_tokens} tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
-            f"PP {layout.pipeline_model_parallel_size}, {cut}DP {plan.data_parallel}, {config.train.precision})"
+            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, "
+            f"{self.schedule.steps - self.part.begin_step} steps of {self.schedule.step_tokens} "
+            f"tokens on {self.world_size} x {platform.device_name()} (TP "
+            f"{layout.tensor_model_parallel_size}, PP {layout.pipeline_model_parallel_size}, "
+            f"{cut}DP {plan.data_parallel}, {config.train.precision})"
         )
         if plan.pieces is not None:
             self.say(
-                f"training FLOPs per token: {si(plan.train_flops)}FLOP by the documents' lengths, which TFLOP/s and MFU count; dense, over "
-                f"whole sequences: {si(plan.dense_flops)}FLOP"
+                f"training FLOPs per token: {si(plan.train_flops)}FLOP by the documents' lengths, "
+                f"used for TFLOP/s and MFU; dense, over full sequences: {si(plan.dense_flops)}FLOP"
             )
         meter = Meter(
             step_tokens=self.schedule.step_tokens,
@@ -386,9 +418,11 @@ class Run:
         )
 
     def _watch(self, engine: Engine) -> Watch:
-        """What log.diagnostics names.
+        """Return the watch for the diagnostics in log.diagnostics.
 
-        Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank has all tokens.
+        Layer diagnostics are disabled under ZeRO-3, because a layer's weights are released before
+        they can be read, and with context parallelism, because no rank has all tokens of a
+        sequence.
         """
         config, log = self.config, self.config.log
         intervals = {
@@ -434,18 +468,21 @@ class Run:
         )
 
     def _nothing_left(self, checkpoints: Checkpoints, start: Start) -> Outcome:
-        """The run is complete; what may be left is an evaluation that a signal ended while the end of training waited for it."""
+        """Report that the run is complete, and return its outcome.
+
+        An evaluation that a signal interrupted at the end of training is finished first.
+        """
         step = start.progress.step
         self.say(
-            f"{self.config.name} is complete at step {step}; raise train.steps or train.tokens to continue it, or start another run "
-            "with another run_dir"
+            f"{self.config.name} is complete at step {step}; raise train.steps or train.tokens to "
+            "continue it, or start another run with another run_dir"
         )
         self.file.tell("complete")
         if self.first and self.config.evaluate.wanted:
             late = self._evaluations(
                 checkpoints, [Console(self.config.log.interval, self.schedule.last_step)], step
             )
-            if late.running is not None:  # else no logger opens anything
+            if late.running is not None:  # else no logger is opened
                 late.loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
                 for callback in (late, *late.loggers):
                     callback.on_end()
@@ -453,7 +490,11 @@ class Run:
 
 
 def _check_packages(config: RunConfig) -> None:
-    """A mixer that another package computes needs that package, and a GPU; an override of the kernels' choice must name what exists."""
+    """Check that required packages and the GPU exist, and that kernel overrides are valid names.
+
+    Raises:
+        ConfigError: a requirement is not met.
+    """
     try:
         platform.check_kernel_overrides()
     except ValueError as error:
@@ -461,31 +502,33 @@ def _check_packages(config: RunConfig) -> None:
     if config.engine.name == "deepspeed":
         if find_spec("deepspeed") is None:
             raise ConfigError(
-                "engine.name = deepspeed needs a package that is not installed: pip install -c constraints.txt -e .[deepspeed]"
+                "engine.name = deepspeed needs a package that is not installed: pip install -c "
+                "constraints.txt -e .[deepspeed]"
             )
-        obstacle = check_ops(
-            config.engine.offload_optimizer
-        )  # it compiles for itself, which must be possible
+        # DeepSpeed compiles its operations, which must be possible.
+        obstacle = check_ops(config.engine.offload_optimizer)
         if obstacle:
             raise ConfigError(f"engine.name = deepspeed: {obstacle}")
     for name in dict.fromkeys(catalogue.mixer_names(config.model)):
         package = catalogue.describe(name).package
         if package is not None and not platform.has_cuda():
             raise ConfigError(
-                f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet and mamba2 run without"
+                f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet "
+                "and mamba2 run without one"
             )
         if package is not None and find_spec(package) is None:
             raise ConfigError(
-                f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]"
+                f"model.mixer: {name} needs a package that is not installed: pip install -c "
+                "constraints.txt -e .[gpu]"
             )
 
 
 @contextmanager
 def _failure_told(file: ProgressFile) -> Iterator[None]:
-    """Writes what ends the attempt early to progress.json on its way out.
+    """Record an exception that ends the attempt in progress.json, and raise it again.
 
     Raises:
-        StorageError: a file system failed, under whatever the run writes.
+        StorageError: a file system failed; it replaces the OSError.
     """
     try:
         yield

@@ -1,4 +1,6 @@
-"""The run directory: what anyone needs to understand and repeat the run, written before its first step. Rank 0 alone writes here."""
+"""Run directory: files that describe the run and allow its repetition, written by rank 0 before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,13 @@ from fem_common.stores import folder_of
 from pretrain.config import RunConfig, load_run
 
 FORK = "fork.json"
-RUN_ID = "run_id.json"  # the run's id, and the run directory's absolute path when it was written
+# The run's id, and the absolute path of the run directory at the time of writing.
+RUN_ID = "run_id.json"
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
 
 
 def run_directory(config: RunConfig) -> Path:
-    """Where the run keeps everything: run_dir, with the mixer's name filled in, or runs/<name>."""
+    """Return the run directory: run_dir with the mixer's name filled in, or runs/<name>."""
     if not config.run_dir:
         return Path("runs") / config.name
     return Path(
@@ -38,12 +41,15 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def mirror_of(config: RunConfig) -> str | None:
-    """checkpoint.mirror with the run's name filled in."""
+    """Return checkpoint.mirror with the run's name filled in."""
     return config.checkpoint.mirror and config.checkpoint.mirror.replace("{name}", config.name)
 
 
 def run_id(folder: Path) -> str | None:
-    """The id of the run in a folder; None: it has none yet, or the folder is a copy of a run directory that is still there."""
+    """Return the id of the run in a folder.
+
+    Returns None if the folder has no id, or if it is a copy of a run directory that still exists.
+    """
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         record = json.loads((folder / RUN_ID).read_text())
         original, found = Path(record["run_dir"]) / RUN_ID, str(record["run"])
@@ -58,22 +64,27 @@ def run_id(folder: Path) -> str | None:
 
 
 def identify(folder: Path) -> str:
-    """The id of the run in a folder, drawn and recorded where it has none."""
+    """Return the id of the run in a folder; create one if it has none.
+
+    The id is recorded in the folder.
+    """
     found = run_id(folder) or uuid.uuid4().hex
     write_whole(folder / RUN_ID, record_of(found, folder))
     return found
 
 
 def record_of(run: str, folder: Path) -> str:
-    """What RUN_ID says of a run in a folder."""
+    """Return the content of the file RUN_ID for a run in a folder."""
     return json.dumps({"run": run, "run_dir": str(folder.resolve())}) + "\n"
 
 
 def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run of a configuration, or the one that a run directory holds: its config.yaml, with that folder as run_dir.
+    """Load the run of a configuration file, or of a run directory: its config.yaml, with that
+    folder as run_dir.
 
     Raises:
-        ConfigError: see `load_run`; or a run's own config.yaml has another run_dir than its folder, as after a move.
+        ConfigError: see `load_run`; or the config.yaml of a run directory has another run_dir, for
+            example after a move.
         ConfigErrors, StorageError: see `load_run`.
     """
     given = Path(expand_home(str(given)))
@@ -86,13 +97,13 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             return config
         if named:
             raise ConfigError(
-                f"{given} and run_dir = {config.run_dir} are two run directories: give one, or --fork {config.run_dir}"
+                f"{given} and run_dir = {config.run_dir} are two run directories: give one, or "
+                f"--fork {config.run_dir}"
             )
         return replace(config, run_dir=str(given))
     config = load_run(given, overrides)
-    here = (
-        given.parent.parent if given.parent.name == "launch" else given.parent
-    )  # launch/ has the launcher's copy
+    # launch/ contains the launcher's copy.
+    here = given.parent.parent if given.parent.name == "launch" else given.parent
     place = run_directory(config)
     if (
         given.name == "config.yaml"
@@ -101,8 +112,9 @@ def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         and not _same_folder(place, here)
     ):
         raise ConfigError(
-            f"{given} is in the run directory {here.absolute()}, but its run_dir is {place.absolute()}, where training would start from "
-            f"other checkpoints or none; to continue the run here: pretrain {here}; to train elsewhere: run_dir=FOLDER"
+            f"{given} is in the run directory {here.absolute()}, but its run_dir is "
+            f"{place.absolute()}, where training would start from other checkpoints or none; to "
+            f"continue the run here: pretrain {here}; to train elsewhere: run_dir=FOLDER"
         )
     return config
 
@@ -112,22 +124,22 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 def newest_run(config: RunConfig, but: Path) -> Path | None:
-    """Of runs of this name and model near its run directory, ``but`` one folder's, the one that saved last; None: none has a checkpoint.
+    """Return the run directory with the newest checkpoint among nearby runs, or None.
 
-    Near: up to two folders below the one that bears the run's name, and where none of its parents does, beside it.
+    Only runs with the same name and model count. The search covers up to two levels below the
+    parent folder that has the run's name, or below the direct parent if no folder on the path has
+    that name. The folder ``but`` is excluded.
     """
     own = run_directory(config)
-    folder, found = (
-        next((folder for folder in own.parents if folder.name == config.name), own.parent),
-        dict[Path, float](),
-    )
+    folder = next((folder for folder in own.parents if folder.name == config.name), own.parent)
+    found = dict[Path, float]()
     for file in (*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")):
         saved = list[float]()
         for manifest in file.parent.glob("checkpoints/step_*/manifest.json"):
-            with suppress(FileNotFoundError):  # that run deletes it at this moment
+            with suppress(FileNotFoundError):  # the run deletes it meanwhile
                 saved.append(manifest.stat().st_mtime)
         if saved and file.parent.resolve() != but.resolve():
-            with suppress(ConfigError):  # of another version
+            with suppress(ConfigError):  # written by another version
                 other = load_run(file)
                 vocabulary = config.model.vocab_size or other.model.vocab_size
                 if (other.name, other.model) == (
@@ -139,15 +151,19 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """The configuration with its run directory and mirror written out: a file of any name and place that holds it means the same run."""
+    """Return the configuration with run directory and mirror written out.
+
+    The result describes the same run whatever the name and location of the file that contains it.
+    """
     checkpoint = replace(config.checkpoint, mirror=mirror_of(config))
     return replace(config, run_dir=str(run_directory(config)), checkpoint=checkpoint)
 
 
 def check_writable(folder: Path, mirror: str | None = None) -> None:
-    """Raises ConfigError where the run directory, or its mirror that is a folder, cannot be made or written in.
+    """Raise ConfigError if the run directory, or a mirror that is a folder, cannot be created or
+    written.
 
-    As far as that can be told without making anything.
+    The check creates no files or folders.
     """
     for key, place in (("run_dir", folder), ("checkpoint.mirror", mirror and folder_of(mirror))):
         if not place:
@@ -159,15 +175,17 @@ def check_writable(folder: Path, mirror: str | None = None) -> None:
             raise ConfigError(f"{key} = {place}: {there} is not a folder; choose another {key}")
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"{key} = {place}: {there} is not writable; choose another {key}, or make it so"
+                f"{key} = {place}: {there} is not writable; choose another {key}, or change its "
+                "permissions"
             )
 
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Whether this process has the folder to itself, for as long as it lives: workers may outlive a killed launcher.
+    """Lock the run directory during the block and yield True if this process has it exclusively.
 
-    A file system without locks counts as free.
+    The lock lasts as long as the process, because workers can outlive a killed launcher. A file
+    system without locks counts as unlocked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -182,9 +200,11 @@ def claimed(folder: Path) -> Iterator[bool]:
 def describe(
     config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Write config.yaml, relaunch.sh, environment.json and, in a git checkout with changes, changes.diff.
+    """Write config.yaml, relaunch.sh, environment.json and, in a git checkout with changes,
+    changes.diff.
 
-    A later attempt of the run adds to ``attempts.jsonl``, with the keys that have ``changed`` (key -> old, new), and replaces the rest.
+    Each attempt adds a line to ``attempts.jsonl``, which includes the ``changed`` keys (key -> old,
+    new). The other files are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
@@ -212,9 +232,11 @@ def describe(
 
 
 def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: str) -> None:
-    """Write fork.json: the parent's run directory, its checkpoint, and that one's step and manifest's hash.
+    """Write fork.json: the parent's run directory, the checkpoint, its step and the hash of its
+    manifest.
 
-    order_begin: samples consumed before the first of the fork's own order of data; 0: it goes on in its parent's.
+    order_begin: number of samples consumed before the first sample of the fork's own data order; 0
+    if the fork continues the parent's order.
     """
     in_a_run = found.parent.name == "checkpoints"
     parent = found.parent.parent if in_a_run else found.parent
@@ -224,7 +246,10 @@ def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: 
 
 
 def read_fork(folder: Path) -> dict[str, Any] | None:
-    """What fork.json says; None where there is none. Raises ConfigError where it is not what `record_fork` wrote."""
+    """Return the content of fork.json, or None if the file does not exist.
+
+    Raises ConfigError if the content is not a record of `record_fork`.
+    """
     file = folder / FORK
     if not file.is_file():
         return None
@@ -240,15 +265,18 @@ def read_fork(folder: Path) -> dict[str, Any] | None:
 
 
 def relaunch_command(world_size: int) -> str:
-    """The exact command of this run, from the folder it was started in."""
+    """Return the exact command of this run, including the change to its working directory."""
     start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', world_size)}"
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if nodes > 1:
-        start += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+        start += (
+            f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port "
+            "$MASTER_PORT"
+        )
     program = (
         f"{start} -m pretrain" if world_size > 1 else f"{shlex.quote(sys.executable)} -m pretrain"
     )
-    # Where a launcher let the code come from elsewhere than the folder.
+    # Set if a launcher runs the code from another folder.
     paths = "".join(
         f"{name}={shlex.quote(os.environ[name])} "
         for name in ("PYTHONPATH", "PYTHONSAFEPATH")
@@ -258,9 +286,10 @@ def relaunch_command(world_size: int) -> str:
 
 
 def _code() -> tuple[str, bool, str]:
-    """Revision, whether it was changed, and the changes, of the code that runs; empty where nobody knows.
+    """Return (git revision, True if modified, diff) of the running code; empty values if unknown.
 
-    A launcher's snapshot says it in a file, with its changes beside it; a checkout's git knows.
+    A launcher's snapshot contains these in REVISION.json, with its diff in another file; in a
+    checkout git provides them.
     """
     root = Path(__file__).resolve().parents[1]
     snapshot = root / "REVISION.json"
@@ -272,7 +301,7 @@ def _code() -> tuple[str, bool, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """git's answer about a folder, empty outside a checkout."""
+    """Return the output of a git command in a folder; empty outside a checkout."""
     try:
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True

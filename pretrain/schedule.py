@@ -1,4 +1,7 @@
-"""Steps, samples and tokens of a run: every length the configuration states in one unit, in all of them. Pure arithmetic."""
+"""Steps, samples and tokens of a run: conversion of every configured length between these units.
+
+Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -10,64 +13,66 @@ from itertools import pairwise
 
 from pretrain.config import RunConfig
 
-Samples = int | Fraction  # a fraction where earlier steps are counted in samples of another length
+Samples = int | Fraction  # a fraction if earlier steps had samples of another length
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Lengths of a run in optimizer steps and in samples (sequences).
 
-    The learning rate follows positions in its schedule: warm-up first, up to ``rate_end``. A position is the number of samples since
-    ``rate_samples``. After a change of the batch size, the schedule keeps the lengths of the batch size with which it began, and
-    ``knots`` map consumed samples to its positions.
+    The learning rate is a function of the position in its schedule, which begins with warm-up and
+    ends at ``rate_end``. A position is the number of samples since ``rate_samples``. After a change
+    of the batch size, the schedule keeps the lengths of the batch size with which it began, and
+    ``knots`` map consumed samples to positions.
     """
 
     steps: int
     batch_samples: int
     sample_tokens: int
     warmup_samples: Samples
-    decay_samples: Samples  # of WSD's final decay; otherwise 0
-    rate_samples: Samples = 0  # consumed where the learning rate's schedule begins
-    begin_step: int = 0  # where steps and batches begin to be these: the last change of the batch size, or a fork's first step
-    begin_samples: int = 0  # consumed until then
-    rate_end: Samples = 0  # consumed where the learning rate's schedule ends
-    run_steps: int = 0  # of all stages, where there are some
+    decay_samples: Samples  # final decay of WSD; otherwise 0
+    rate_samples: Samples = 0  # samples consumed when the learning-rate schedule begins
+    # Step of the last change of the batch size, or the first step of a fork.
+    begin_step: int = 0
+    begin_samples: int = 0  # samples consumed until begin_step
+    rate_end: Samples = 0  # samples consumed when the learning-rate schedule ends
+    run_steps: int = 0  # steps of all stages; 0 without stages
     run_tokens: int = 0
-    knots: tuple[
-        tuple[Samples, Samples], ...
-    ] = ()  # (consumed samples, position), linear between them
+    # (consumed samples, position), with linear interpolation between them.
+    knots: tuple[tuple[Samples, Samples], ...] = ()
 
     @property
     def total_samples(self) -> int:
-        """Sequences that are consumed at the run's end."""
+        """Number of sequences consumed at the end of the run."""
         return self.samples_at(self.steps)
 
     def samples_at(self, step: int) -> int:
-        """Sequences that are consumed after a step."""
+        """Return the number of sequences consumed after a step."""
         return self.begin_samples + (step - self.begin_step) * self.batch_samples
 
     @property
     def last_step(self) -> int:
-        """The run's last step, whatever its stages."""
+        """Last step of the run, including all stages."""
         return self.run_steps or self.steps
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the run consumes, whatever its stages."""
+        """Number of tokens that the run consumes, including all stages."""
         return self.run_tokens or self.total_samples * self.sample_tokens
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one optimizer step."""
+        """Tokens per optimizer step."""
         return self.batch_samples * self.sample_tokens
 
     @classmethod
     def of(cls, config: RunConfig, changes: Iterable[tuple[int, int]] = ()) -> Schedule:
-        """The schedule of a validated configuration.
+        """Return the schedule of a validated configuration.
 
-        changes: the steps after which another batch size came into force, or a fork began, each with the samples consumed until then.
-        A length stated in steps is converted with the batch size of the steps that it covers; of a phase under way, what remains of it
-        is planned anew from the change on.
+        changes: pairs of a step after which another batch size (or a fork) begins, and the samples
+        consumed until then. A length in steps is converted with the batch size of the steps that it
+        covers. If a change occurs within a phase, the rest of the phase is planned again from the
+        change.
         """
         points = sorted({0: 0, **dict(changes)}.items())
         made: Schedule | None = None
@@ -79,7 +84,9 @@ class Schedule:
     def _planned(
         cls, config: RunConfig, batch: Samples, step: int, samples: int, before: Schedule | None
     ) -> Schedule:
-        """The schedule from a step on with one batch size to the end; ``before``: the schedule until then."""
+        """Return the schedule from ``step`` to the end with one batch size; ``before``: the
+        schedule until that step.
+        """
         length, train, optimizer = config.data.seq_length, config.train, config.optimizer
         tokens = None if train.tokens is None else max(0, train.tokens - samples * length)
         steps = int(
@@ -113,7 +120,8 @@ class Schedule:
             begin = samples + (optimizer.from_step - step) * batch if optimizer.from_step else 0
             return replace(made, rate_samples=begin, rate_end=max(end, begin + batch))
         at, whole = before._position(samples), before.rate_end - before.rate_samples
-        # A warm-up that is longer than the run was planned with the earlier batch size ends in the middle of that plan.
+        # A warm-up that is longer than the run planned with the earlier batch size ends in the
+        # middle of that plan.
         peak = Fraction(whole, 2) if before.warmup_samples >= whole else before.warmup_samples
         knots: list[tuple[Samples, Samples]] = [(samples, at)]
         for there, position in (
@@ -129,7 +137,7 @@ class Schedule:
         return replace(made, rate_samples=before.rate_samples, rate_end=before.rate_end)
 
     def rate_position(self, samples: int) -> float:
-        """The position in the learning rate's schedule after ``samples`` sequences."""
+        """Return the position in the learning-rate schedule after ``samples`` sequences."""
         return float(self._position(samples))
 
     def _position(self, samples: int) -> Samples:
@@ -143,7 +151,7 @@ class Schedule:
 
 
 def _samples(steps: int | None, tokens: int | None, batch: Samples, length: int) -> Samples:
-    """Whole steps' worth of samples; tokens are rounded up."""
+    """Convert a length in steps or tokens to samples; tokens are rounded up to full steps."""
     if steps is None:
         steps = -(-(tokens or 0) // (batch * length))
     return steps * batch

@@ -1,4 +1,7 @@
-"""The signals of a training process: four ask it to save and stop, SIGUSR2 makes it show where it is, and trace a step. No torch."""
+"""Signals of a training process: four request a stop; SIGUSR2 prints stacks and requests a trace.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,22 @@ _HEARD = (
 
 
 class Received(list[int]):
-    """The stop signals' numbers, as they come. profile: SIGUSR2 came since a step was traced last."""
+    """List of the received stop signals, in order.
+
+    ``profile`` is True if SIGUSR2 arrived since the last traced step.
+    """
 
     profile = False
 
 
 @contextmanager
 def noted() -> Iterator[Received]:
-    """The signals of ``STOP`` are noted in the list, not obeyed; a process that blocks them gets them from here on.
+    """Collect the signals in ``STOP`` in a list during the block; signals that the process had
+    blocked are unblocked.
 
-    However often they come, but for SIGINT (Ctrl-C): the second one ends the process at once. SIGHUP stays ignored under nohup. On SIGUSR2
-    all threads' Python stacks go to stderr and the process goes on, also while it waits inside a collective; its next step is traced.
+    The signals do not end the process, except the second SIGINT (Ctrl-C), which ends it at once.
+    SIGHUP stays ignored under nohup. SIGUSR2 prints the Python stacks of all threads to stderr,
+    also during a collective, and requests a trace of the next step; the process continues.
     """
     received = Received()
     owner = os.getpid()  # a forked checkpoint writer has the same handlers
@@ -36,9 +44,8 @@ def noted() -> Iterator[Received]:
     def note(number: int, _: object) -> None:
         received.append(number)
         if number == signal.SIGINT and os.getpid() == owner:
-            signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            )  # also where Python's handlers have to wait for a collective
+            # The default handler also works while Python's handlers wait for a collective.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
                 os.write(_STDERR, _HEARD)
 
@@ -52,6 +59,8 @@ def noted() -> Iterator[Received]:
 
 
 def ignore() -> None:
-    """Nothing is left to stop: a signal that still comes must not turn a good end into a bad exit code."""
+    """Ignore stop signals at the end of the process, so that a late signal does not change the exit
+    code.
+    """
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,8 @@
-"""Whether a step's loss or gradient norm is a spike: against running means of those before it. Pure arithmetic of numbers all ranks know.
+"""Detection of spikes of the loss or the gradient norm, relative to running means of earlier steps.
 
-The state is a few numbers, which a checkpoint keeps with the step (`checkpoint.folder.Progress.recent`), so that a resumed run decides as
-one never stopped. A step that was not taken is not learned from.
+It uses only numbers that all ranks have. The state is a few numbers, which checkpoints store with
+the step (`checkpoint.folder.Progress.recent`), so that a resumed run makes the same decisions as an
+uninterrupted run. Skipped steps do not change the state.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from pretrain.checkpoint.resume import changes
 from pretrain.config import RunConfig, TrainConfig
 
 Recent = tuple[float, ...]
-"""() or (steps seen, the loss's mean and variance, the mean and variance of the norm's logarithm)."""
+"""() or (steps, mean and variance of the loss, mean and variance of the norm's logarithm)."""
 
-# Deviations are no less: of the loss in nats, of the norm's logarithm. Smaller ones are of no harm, however rare.
+# Minimum standard deviations of the loss in nats and of the norm's logarithm. Deviations from the
+# mean that are small in absolute terms are harmless, even if they are rare.
 _LEAST = (0.02, 0.2)
 
-# Keys that decide what a step's loss is a mean of, or what its gradient descends: another value gives loss or norm another distribution.
-# Rates, precision and layout are left out: a jump after a change of these is a spike, or rounding.
+# Keys that determine the averaged tokens or the objective of a step: a changed value changes the
+# distribution of loss or norm. Rates, precision and layout are not listed: a jump after a change of
+# these is a spike, or rounding.
 _MEANING = re.compile(
     r"data\.(train\..*weight|seq_length|packing|documents|reset_positions|eod_loss)$"
     r"|train\.(global_batch_size|z_loss)$|model\.rope_scaling\b"
@@ -31,18 +34,23 @@ _MEANING = re.compile(
 
 @dataclass(frozen=True)
 class Spikes:
-    """The guard ``train.on_spike``: exponentially weighted over ``window`` steps, and silent until it has seen so many."""
+    """Spike guard (``train.on_spike``) with exponentially weighted means over ``window`` steps.
+
+    It reports no spikes during the first ``window`` steps.
+    """
 
     deviations: float
     window: int
 
     @classmethod
     def of(cls, train: TrainConfig) -> Spikes | None:
-        """None where there is no guard."""
+        """Return the guard of a configuration, or None if it has none."""
         return None if train.on_spike == "none" else cls(train.spike_deviations, train.spike_window)
 
     def found(self, recent: Recent, loss: float, grad_norm: float) -> str | None:
-        """What stands out of a step with a finite ``loss`` (nats) and ``grad_norm``, in words; None: nothing."""
+        """Return a description of the spike in a step with a finite ``loss`` (nats) and
+        ``grad_norm``, or None.
+        """
         if not recent or recent[0] < self.window:
             return None
         for name, value, seen, mean, variance, least in zip(
@@ -57,11 +65,14 @@ class Spikes:
             beyond = (value - mean) / max(math.sqrt(variance), least)
             if beyond > self.deviations:
                 usual = mean if name == "loss" else math.exp(mean)
-                return f"{name} {seen:.4g}, {beyond:.1f} deviations above the last {self.window} steps' {usual:.4g}"
+                return (
+                    f"{name} {seen:.4g}, {beyond:.1f} deviations above the last {self.window} "
+                    f"steps' {usual:.4g}"
+                )
         return None
 
     def learned(self, recent: Recent, loss: float, grad_norm: float) -> Recent:
-        """The state after a step that was taken."""
+        """Return the state after a step that was not skipped."""
         steps, *moments = recent or (0.0,) * 5
         weight, learned = max(1 / (steps + 1), 1 / self.window), [min(steps + 1, self.window)]
         for value, mean, variance in zip(
@@ -73,9 +84,10 @@ class Spikes:
 
 
 def carried_over(found: Found, config: RunConfig, *, other_data: bool = False) -> Recent:
-    """A checkpoint's state for training that continues from it: () where loss or norm have another distribution under ``config``.
+    """Return a checkpoint's guard state for training that continues from it.
 
-    The guard is then silent for another window.
+    The state is () if loss or norm have another distribution under ``config``. The guard then
+    reports no spikes for another window.
     """
     recent = found.progress.recent
     changed = any(
@@ -85,15 +97,20 @@ def carried_over(found: Found, config: RunConfig, *, other_data: bool = False) -
 
 
 def check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is wrong with the guard's settings."""
+    """Yield the mistakes in the settings of the guard."""
     if config.train.on_spike == "rewind" and not config.checkpoint.interval:
-        yield "train.on_spike = rewind goes back to a checkpoint, but checkpoint.interval = 0; set one, or on_spike=skip"
+        yield (
+            "train.on_spike = rewind goes back to a checkpoint, but checkpoint.interval = 0; set "
+            "an interval, or on_spike=skip"
+        )
 
 
 def rewinds_to(step: int, interval: int, back: int) -> int:
-    """The step of the checkpoint that a spike at ``step`` goes back to: the last of every ``interval``-th that is ``back`` steps before.
+    """Return the step of the checkpoint to which a spike at ``step`` rewinds.
 
-    Checkpoints that signals had a run write are none of these: a run that was stopped goes back as far as one that was not.
+    It is the last multiple of ``interval`` that is at least ``back`` steps before ``step``.
+    Checkpoints written because of signals are not used, so that an interrupted run rewinds to the
+    same step as an uninterrupted run.
     """
     return max(0, step - back) // interval * interval
 

@@ -1,6 +1,7 @@
-"""Stages: a run as runs one after another in one folder, each with its own data, lengths, batch and rates. Pure arithmetic, no torch.
+"""Stages of a run: a sequence of runs in one folder, each with its own data, lengths and rates.
 
-A stage begins at the checkpoint in which the one before ended. What it reads of a source follows what earlier stages read of it.
+A stage begins at the last checkpoint of the previous stage. Its reading position in a source
+follows the tokens that earlier stages read from that source. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_steps")
 
 @dataclass(frozen=True)
 class Part:
-    """A stage as a run of its own, or a run that has none.
+    """A stage as a run by itself, or a run without stages.
 
-    config: of the run, its settings those of the stage, ``stages`` those up to it; train.steps are the stage's own. begin_step,
-    begin_tokens: what the stages before it have done. run: the steps and tokens of all.
+    config: the run's configuration with the settings of the stage; ``stages`` contains the stages
+    up to this one, and train.steps is the length of this stage. begin_step, begin_tokens: steps and
+    tokens of all earlier stages. run: steps and tokens of all stages together.
     """
 
     config: RunConfig
@@ -44,28 +46,31 @@ class Part:
     begin_tokens: int = 0
     run: tuple[int, int] = (0, 0)
     own_rates: bool = True
-    first: Schedule | None = (
-        None  # of the first stage and of the last, whose steps warm-up and decay of the whole run are told in
-    )
+    # Schedules of the first and the last stage; their steps are the units of the run's warm-up and
+    # decay.
+    first: Schedule | None = None
     last: Schedule | None = None
 
     @cached_property
     def own(self) -> Schedule:
-        """The schedule of the stage by itself."""
+        """Schedule of the stage by itself."""
         return Schedule.of(replace(self.config, stages=()))
 
     @property
     def samples(self) -> int:
-        """Sequences of the stage, of its own length."""
+        """Number of sequences of the stage, in its own sequence length."""
         return self.own.total_samples
 
     @property
     def end_step(self) -> int:
-        """The run's step after which the stage is over."""
+        """Last step of the stage, counted from the start of the run."""
         return self.begin_step + self.own.steps
 
     def schedule(self, progress: Progress | None) -> Schedule:
-        """Of the run while it is in this stage; ``progress``: somewhere in it (None: the run begins)."""
+        """Return the schedule of the run during this stage.
+
+        ``progress``: any progress within the stage; None if the run begins.
+        """
         if not self.name:
             return Schedule.of(self.config, progress.batch_changes if progress else ())
         own, (steps, tokens) = self.own, self.run
@@ -89,14 +94,20 @@ class Part:
         )
 
     def resumed(self, progress: Progress) -> Progress:
-        """A checkpoint's progress; where its steps were of another batch size than the configuration's, with the change recorded."""
+        """Return a checkpoint's progress; if its batch size differs from the configuration's, with
+        the change recorded.
+        """
         if self.schedule(progress).samples_at(progress.step) == progress.consumed_samples:
             return progress
         changes = dict(progress.batch_changes) | {progress.step: progress.consumed_samples}
         return replace(progress, batch_changes=tuple(changes.items()))
 
     def entered(self, progress: Progress, length: int, drawn: str) -> Progress:
-        """The start of the stage from the end of the one before, whose sequences had ``length`` tokens; ``drawn``: see `Progress`."""
+        """Return the progress at the start of the stage from the progress at the end of the
+        previous stage.
+
+        ``length``: tokens per sequence of the previous stage. ``drawn``: see `Progress`.
+        """
         begun = progress.begun(length, self.config.data.seq_length)
         order: dict[str, Any] = {
             "order_begin": begun.consumed_samples,
@@ -106,12 +117,12 @@ class Part:
         return replace(begun, stage=self.number, drawn=drawn, **order)
 
     def needs(self) -> dict[str, int]:
-        """Source of training -> tokens that are set apart for the stage; of a blend a few samples more than its share."""
+        """Return the tokens reserved for the stage in each training source; a blend reserves a few
+        extra samples per source.
+        """
         sources, length = self.config.data.train, self.config.data.seq_length
-        whole, more = (
-            sum(source.weight for source in sources),
-            len(sources) if len(sources) > 1 else 0,
-        )
+        whole = sum(source.weight for source in sources)
+        more = len(sources) if len(sources) > 1 else 0
         return {
             source.prefix: (math.ceil(self.samples * source.weight / whole) + more) * length + 1
             for source in sources
@@ -119,7 +130,9 @@ class Part:
 
 
 def parts_of(config: RunConfig) -> list[Part]:
-    """The run's stages, each as a run of its own; without stages the run itself."""
+    """Return the run's stages, each as a run by itself; without stages return the run as the only
+    part.
+    """
     if not config.stages:
         return [Part(config)]
     parts, step, tokens = list[Part](), 0, 0
@@ -134,7 +147,7 @@ def parts_of(config: RunConfig) -> list[Part]:
         )
         step, tokens = part.end_step, tokens + part.own.steps * part.own.step_tokens
         parts.append(part)
-    # In steps of these two: the schedule of the whole run, as it begins and as it ends.
+    # Schedules of the full run in steps of the first and of the last stage.
     optimizer = config.optimizer
     first, last = (
         Schedule.of(
@@ -148,7 +161,7 @@ def parts_of(config: RunConfig) -> list[Part]:
 
 
 def facts_of(part: Part, facts: DataFacts) -> DataFacts:
-    """The facts of a stage's own data, in the order of its blend."""
+    """Return the facts of the stage's own data, in the order of its blend."""
     if not part.name:
         return facts
     train = {source.prefix: source for source in facts.sources if source.split == "train"}
@@ -162,24 +175,39 @@ def facts_of(part: Part, facts: DataFacts) -> DataFacts:
 
 
 def check_stages(config: RunConfig) -> Iterator[str]:
-    """What is wrong with the list of stages itself."""
+    """Yield the mistakes in the list of stages."""
     for key in ("steps", "tokens"):
         if (value := getattr(config.train, key)) is not None:
-            yield f"train.{key} = {value}, but stages say how long the run is; set train.{key}=null"
+            yield (
+                f"train.{key} = {value}, but stages determine the length of the run; set "
+                f"train.{key}=null"
+            )
     if config.checkpoint.fork is not None:
-        yield f"checkpoint.fork = {config.checkpoint.fork} and stages are both given: a fork has none; set stages=[]"
+        yield (
+            f"checkpoint.fork = {config.checkpoint.fork} and stages are both given: a fork cannot "
+            "have stages; set stages=[]"
+        )
     if config.optimizer.from_step:
-        yield f"optimizer.from_step = {config.optimizer.from_step} is a fork's; a stage has a schedule of its own with stages.N.schedule"
+        yield (
+            f"optimizer.from_step = {config.optimizer.from_step} applies only to a fork; use "
+            "stages.N.schedule to give a stage its own schedule"
+        )
     for number, stage in enumerate(config.stages):
         if (stage.steps is None) == (stage.tokens is None):
             state = "neither is given" if stage.steps is None else "both are given"
-            yield f"stages.{number}.steps and stages.{number}.tokens say how long {stage.name} is, and {state}: give one"
+            yield (
+                f"stages.{number}.steps and stages.{number}.tokens set the length of "
+                f"{stage.name}, and {state}: give one"
+            )
         if stage.name in [other.name for other in config.stages[:number]]:
-            yield f"stages.{number}.name = {stage.name} is an earlier stage's, too; choose another"
+            yield (
+                f"stages.{number}.name = {stage.name} is also the name of an earlier stage; "
+                "choose another"
+            )
 
 
 def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
-    """What the stages of a run are, a line each, with their own plans."""
+    """Return one line per stage with its settings and plan, after a line with the totals."""
     lines = [f"stages: {plans[-1][0].end_step:,} steps, {plans[0][0].run[1]:,} tokens"]
     for part, plan in plans:
         data, optimizer, schedule = part.config.data, part.config.optimizer, part.own
@@ -192,18 +220,21 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
             else "the run's schedule"
         )
         lines.append(
-            f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} tokens, batches of {schedule.batch_samples} x "
-            f"{schedule.sample_tokens}, {rates}, documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
+            f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} "
+            f"tokens, batches of {schedule.batch_samples} x {schedule.sample_tokens}, {rates}, "
+            f"documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
             f"{gib(plan.peak_memory)}; {blend}"
         )
     return "\n".join(lines)
 
 
 def check_stages_data(config: RunConfig) -> DataFacts:
-    """What the data of every stage say, as `check_data` and `check_document_ends`: each source once.
+    """Check the data of every stage with `check_data` and `check_document_ends`, and return the
+    facts of all sources.
 
     Raises:
-        ConfigError, StorageError: see there; of a stage's data with the stage's name.
+        ConfigError, StorageError: as the functions above; errors in the data of a stage name the
+            stage.
     """
     told = list[DataFacts]()
     for part in parts_of(config):
@@ -213,7 +244,8 @@ def check_stages_data(config: RunConfig) -> DataFacts:
             check_document_ends(part.config, told[-1])
             if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
                 raise ConfigError(
-                    "data: another tokenizer than the first stage's; all sources of a run need the same one"
+                    "data: the tokenizer differs from the first stage's; all sources of a run "
+                    "need the same one"
                 )
     sources = {
         (source.split, source.prefix): source
@@ -221,13 +253,13 @@ def check_stages_data(config: RunConfig) -> DataFacts:
         for source in reversed(facts.sources)
     }
     made = replace(told[0], sources=tuple(reversed(sources.values())))
-    check_distinct(made.sources)  # copies in different stages
+    check_distinct(made.sources)  # detects copies in different stages
     return made
 
 
 @contextmanager
 def _of_stage(part: Part) -> Iterator[None]:
-    """Says in which stage a mistake is."""
+    """Add the name of the stage to a ConfigError raised in the block."""
     try:
         yield
     except ConfigError as error:
@@ -237,7 +269,11 @@ def _of_stage(part: Part) -> Iterator[None]:
 
 
 def drawn_by(parts: Sequence[Part], contents: Mapping[str, str]) -> str:
-    """A hash of all that decides what the last of these stages reads; ``contents``: source -> hash of what it holds. Empty: no stages."""
+    """Return a hash of everything that determines the samples of the last given stage; empty
+    without stages.
+
+    ``contents``: hash of the content of each source.
+    """
     if not parts[-1].name:
         return ""
     needs = [

@@ -1,4 +1,7 @@
-"""The loop. It knows an engine, data, checkpoints and callbacks by their interfaces, and when to stop."""
+"""Training loop.
+
+It uses engine, data, checkpoints and callbacks through their interfaces, and decides when to stop.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ from pretrain.spikes import Spikes, carried_over, rewinds_to
 
 
 class TooManyBadSteps(CommandError):
-    """The loss or the gradient was not finite, or a spike, for too many steps in a row."""
+    """The loss or gradient was non-finite, or a spike, for too many steps in a row."""
 
     code = Exit.DIVERGED
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended."""
+    """Result of the training loop."""
 
     progress: Progress
     stopped_by: str | None  # a signal's name, or None at the end of the run
@@ -48,7 +51,7 @@ class Outcome:
 
 @dataclass
 class Trainer:
-    """Trains from ``progress`` to the end of the schedule, or to a signal."""
+    """Trainer that runs from ``progress`` to the end of the schedule, or until a signal."""
 
     config: RunConfig
     schedule: Schedule
@@ -63,16 +66,20 @@ class Trainer:
     profiler: Profiler
     stragglers: Stragglers
     progress_file: ProgressFile
-    redraw: Callable[
-        [int], Datasets
-    ]  # the data, the training order drawn for so many samples as far as it begins alike; collective
-    received: list[int]  # numbers of the signals that asked this process to stop, so far
+    # Returns the data with a training order for the given number of samples, which is longer only
+    # if it begins with the present order; collective.
+    redraw: Callable[[int], Datasets]
+    received: list[int]  # numbers of the stop signals received so far
 
     def run(self) -> Outcome:
-        """The whole loop. A signal noted before it begins ends it before its first step; one that comes after its last changes nothing.
+        """Run the training loop and return its outcome.
+
+        A signal received before the loop ends it before the first step. A signal received after the
+        last step has no effect.
 
         Raises:
-            TooManyBadSteps: without a checkpoint, so that every attempt starts again from the same one.
+            TooManyBadSteps: no checkpoint is written in this case, so that every attempt restarts
+                from the same checkpoint.
             ConfigError, StorageError: a checkpoint cannot be written.
         """
         if self.progress.passed_over and (short := self._reach_the_end()):
@@ -119,7 +126,11 @@ class Trainer:
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
-        """What it did, the ranks' sums of `_beside`, and what was a spike of it."""
+        """Run one step.
+
+        Returns its record, the all-reduced values that were sent with the loss (stop signals, peak
+        memory), and the description of a spike or None.
+        """
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
         spikes, found = Spikes.of(self.config.train), list[str]()
@@ -131,7 +142,8 @@ class Trainer:
             return bool(found)
 
         def beside() -> list[float]:
-            # While the device still computes; but the times of a timed step are to have its reading in them.
+            # Read ahead while the device computes, unless the next step is timed: its time must
+            # include the reading.
             if before.step + 1 < self.schedule.steps and not self.stragglers.due(before.step + 2):
                 stream.ahead()
             return self._beside()
@@ -140,7 +152,7 @@ class Trainer:
         result = self.engine.train_step(
             stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None
         )
-        recent = before.recent if spikes else ()  # outdated by the time a guard is set
+        recent = before.recent if spikes else ()  # outdated if a guard is set later
         if spikes and not result.skipped:
             recent = spikes.learned(recent, result.loss, result.grad_norm)
         self.progress = replace(
@@ -168,16 +180,21 @@ class Trainer:
         return record, result.beside, found[0] if found else None
 
     def _rewound(self, spike: str) -> bool:
-        """Whether training is back at a checkpoint, the samples since passed over; else the spike was skipped. Told either way.
+        """Handle a spike; return True if training rewound to a checkpoint.
 
-        What is decided follows from the steps: a run that is killed before its next checkpoint meets the spike, and decides, again.
+        False means that the step was only skipped. After a rewind, the samples since the checkpoint
+        are passed over. Both outcomes are reported. The decision depends only on the steps, so a
+        run that is killed before its next checkpoint meets the same spike and decides the same way.
         """
         at, train = self.progress, self.config.train
         times = (
             at.rewound[1] + 1 if at.rewound and at.step <= at.rewound[0] + train.spike_rewind else 1
         )
         last = at.consumed_samples - at.order_begin + at.passed_over - 1
-        told = f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to {last}, its documents: "
+        told = (
+            f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to "
+            f"{last}, its documents: "
+        )
         stage = f"{self.config.stages[-1].name}:" if self.config.stages else ""
         of_sample = told + self._look_up("--sample", f"{stage}{last}")
         target = (
@@ -187,7 +204,10 @@ class Trainer:
         )
         if times > train.max_bad_steps:
             self.checkpoints.close()
-            back = f"training has gone back {times - 1} times from about here: lower optimizer.lr, or look at the data"
+            back = (
+                f"training has gone back {times - 1} times from about this step: lower "
+                "optimizer.lr, or inspect the data"
+            )
             raise TooManyBadSteps(f"step {at.step}, {of_sample}; {back}")
         batch_began = max((step for step, _ in at.batch_changes), default=0)
         found = (
@@ -210,7 +230,10 @@ class Trainer:
             )
             self._tell_progress()
             self._tell(lambda callback: callback.on_restart(kept.step))
-            text = f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed over so far"
+            text = (
+                f"step {at.step}, {of_sample}; back at {found.path}, {passed_over} samples passed "
+                "over so far"
+            )
             text = "; ".join(filter(None, (text, self._reach_the_end())))
         self._tell(lambda callback: callback.on_message(text))
         alert(self.callbacks, "spike", text)
@@ -218,9 +241,12 @@ class Trainer:
         return found is not None
 
     def _reach_the_end(self) -> str:
-        """Draws the order of samples further where those passed over make it too short for the run; collective. What is missing, in words.
+        """Extend the data order if the passed-over samples make it too short for the run;
+        collective.
 
-        A longer order that does not begin with this one is none: there the last samples are the order's first ones again.
+        Returns a message if the order is still too short. The order is extended only if the longer
+        order begins with the present one. Otherwise the last steps read the first samples of the
+        order again.
         """
         at = self.progress
         needed = self.schedule.total_samples - at.order_begin + at.passed_over
@@ -229,8 +255,8 @@ class Trainer:
             self.progress = replace(at, order_samples=self.data.train_samples)
         short = needed - len(self.data.train)
         return (
-            f"the data order ends {short} samples before the run, whose last steps will read its first samples again"
-            * (short > 0)
+            f"the data order ends {short} samples before the end of the run: the last steps will "
+            "read its first samples again" * (short > 0)
         )
 
     def _compare_ranks(self, times: StepTimes) -> None:
@@ -243,7 +269,7 @@ class Trainer:
         self.meter.restart()
 
     def _evaluate(self) -> None:
-        """Mean validation loss, always over the same samples."""
+        """Compute and report the mean validation loss, always over the same samples."""
         if self.data.valid is None:
             return
         loss = self.engine.evaluate(
@@ -257,13 +283,20 @@ class Trainer:
         self.meter.restart("save")
 
     def _beside(self) -> list[float]:
-        """What a step's one all-reduce sums beside the loss: which stop signal came, and every rank's peak memory in a place of its own."""
+        """Return the values that the step's single all-reduce sums in addition to the loss.
+
+        These are one flag per stop signal (1 for the first signal received), and one entry per rank
+        with its peak memory.
+        """
         peaks = [0.0] * torch.distributed.get_world_size()
         peaks[torch.distributed.get_rank()] = float(platform.peak_memory_bytes())
         return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
 
     def _asked_to_stop(self, sums: list[float]) -> str | None:
-        """The signal that any rank had received when the step's gradients were summed; None once the last step is done."""
+        """Return the name of a stop signal that any rank had received, or None.
+
+        After the last step the result is None.
+        """
         came = [number for number, count in zip(STOP, sums, strict=False) if count]
         return max(came).name if came and self.progress.step < self.schedule.steps else None
 
@@ -273,7 +306,7 @@ class Trainer:
         )
 
     def _tell_progress(self) -> None:
-        """In progress.json: that the run is under way, and every newer checkpoint as soon as it is complete."""
+        """Write "running" to progress.json if the state or the last checkpoint changed."""
         self._note_progress()
         if self.progress_file.told != ("running", self.checkpoints.last):
             self.progress_file.tell("running")
@@ -296,7 +329,10 @@ class Trainer:
         )
 
     def _pauses_left(self) -> dict[str, int]:
-        """Saves and validations from the step just done on, the last ones included."""
+        """Return the number of remaining saves and validations, including the last ones.
+
+        The step just finished is included.
+        """
         intervals = {"save": self.config.checkpoint.interval}
         if self.data.valid is not None:
             intervals["validation"] = self.config.train.eval_interval
@@ -333,24 +369,25 @@ class Trainer:
         back = (
             f"go back to checkpoint {good}, the newest from before them"
             if good
-            else "no checkpoint is from before them: start anew"
+            else "no checkpoint is from before them: start again"
         )
         if last is not None and last != good:
             there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
             back += f" (remove the later ones, up to {last}{there})"
         first = max(record.step - bad, self.progress.begin_step) + 1
         level = (
-            "; where the loss is to stay at this level, resume once with train.on_spike=none"
+            "; if the loss is expected to stay at this level, resume once with train.on_spike=none"
             if spike
             else ""
         )
         return (
-            f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
-            f"look at the data from step {first} on: {self._look_up('--step', first)}{level}"
+            f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a "
+            f"lower optimizer.lr, or inspect the data from step {first} on: "
+            f"{self._look_up('--step', first)}{level}"
         )
 
     def _look_up(self, *which: object) -> str:
-        """The command that prints the documents of a step or sample."""
+        """Return the command that prints the documents of a step or sample."""
         return shlex.join(
             ["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)]
         )

@@ -1,7 +1,9 @@
-"""Checks what no single field of a configuration knows: widths, layout, batches, lengths; and, through ``data_facts``, the data.
+"""Checks of a configuration that involve several fields: widths, layout, batches, lengths, and the
+data.
 
-Every failure is one line that begins with its key and names value and the nearest value that would do; all of them are told at once.
-Reads no YAML, starts nothing, knows no torch. Long, because it is a list of checks, each a few lines.
+Every mistake is one line that begins with its key and names the value and the nearest valid value;
+all mistakes are reported together. The module reads no YAML, starts no process and does not import
+torch. Long, because it is a list of short checks.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
 from pretrain.stages import check_stages, check_stages_data, parts_of
 
-_CONSTANT = OptimizerConfig(
-    schedule="constant"
-)  # of a stage in the run's schedule, which is checked as a whole
+# Used for a stage without its own schedule; the schedule of the run is checked once for all stages.
+_CONSTANT = OptimizerConfig(schedule="constant")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked run: its configuration with what the data fills in, the processes it takes, what the data says (None: no data on disk)."""
+    """A checked run.
+
+    config: the configuration completed from the data; facts: the facts of the data (None: no data
+    on disk).
+    """
 
     config: RunConfig
     world_size: int
@@ -51,22 +56,25 @@ def prepare(
     plan_only: bool = False,
     before: Sequence[Mistake] = (),
 ) -> Prepared:
-    """Every check, in the order that shows the most basic mistake first.
+    """Run every check and return the prepared run; the most basic mistakes are listed first.
 
-    ``launched`` is the launcher's world size, None where nothing was launched and the configuration decides (a plan). A plan of a model
-    whose vocabulary is given needs no data on disk. ``before``: what was wrong with reading the configuration, told with the rest.
+    ``launched``: the launcher's world size; None if no processes were launched (a plan), in which
+    case the configuration decides. A plan of a model with a given vocabulary size needs no data on
+    disk. ``before``: mistakes found while reading the configuration; they are reported with the
+    rest.
 
     Raises:
-        ConfigErrors: everything that is wrong.
+        ConfigErrors: all mistakes found.
         StorageError: a file system failed.
     """
     world_size = planned_world_size(config) if launched is None else launched
     mistakes, facts = [*before, *_mistakes(config, world_size, before)], None
+    # Only rank 0 writes to the run directory.
     if (
         not plan_only
         and os.environ.get("RANK", "0") == "0"
         and not _wrong(mistakes, "run_dir name model")
-    ):  # rank 0 alone writes there
+    ):
         with noted(mistakes, "run_dir"):
             check_writable(run_directory(config), mirror_of(config))
     without_data = (
@@ -85,7 +93,9 @@ def prepare(
 
 
 def check_before_data(config: RunConfig) -> None:
-    """The checks of a plan, but a run whose data is still to be made passes even where its vocabulary is the data's to tell.
+    """Run the checks of a plan for a run whose data may not exist yet.
+
+    The run also passes if its vocabulary size is unknown because the data is missing.
 
     Raises:
         ConfigErrors, StorageError: see `prepare`.
@@ -97,18 +107,21 @@ def check_before_data(config: RunConfig) -> None:
 
 
 def planned_world_size(config: RunConfig) -> int:
-    """The processes a configuration asks for: parallel.world_size, or as few as its model parallelism needs."""
+    """Return the number of processes: parallel.world_size, or the minimum that model parallelism
+    requires.
+    """
     layout = config.parallel
     return layout.world_size or max(1, layout.model_parallel)
 
 
 def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -> None:
-    """Checks the configuration by itself against ``world_size`` processes; touches no file.
+    """Check the configuration against ``world_size`` processes without reading files.
 
-    but: sections that are not settled; checks that read one are left out, and so are all of a run of stages.
+    but: sections that are not final; checks that read one of them are skipped. For a run with
+    stages, all are skipped.
 
     Raises:
-        ConfigErrors: every contradiction, with the nearest value that would do.
+        ConfigErrors: every mistake, with the nearest valid value.
     """
     if but and config.stages:
         return
@@ -119,7 +132,11 @@ def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -
 def _staged_mistakes(
     config: RunConfig, world_size: int, before: Sequence[Mistake]
 ) -> list[Mistake]:
-    """As `_mistakes`, of a run of stages: what is wrong with their list, else with each of them; what is in all of them is told once."""
+    """Return the mistakes of a run with stages: those of the list of stages, or else those of each
+    stage.
+
+    Mistakes in a schedule shared by the stages are reported once.
+    """
     if (wrong := list(check_stages(config))) or before:
         return [("stages", ConfigError(text)) for text in wrong]
     mistakes, parts = list[Mistake](), parts_of(config)
@@ -139,7 +156,11 @@ def _staged_mistakes(
 def _mistakes(
     config: RunConfig, world_size: int, before: Sequence[Mistake] = (), but: Collection[str] = ()
 ) -> list[Mistake]:
-    """What is wrong, of all checks but those of sections where something else is: they would name what follows from that."""
+    """Return the mistakes found by all checks.
+
+    A check is skipped if one of its sections already has a mistake, because it would report
+    consequences of that mistake.
+    """
     if config.stages:
         return _staged_mistakes(config, world_size, before)
     mistakes: list[Mistake] = []
@@ -153,7 +174,7 @@ def _mistakes(
 
 
 def _wrong(mistakes: Sequence[Mistake], sections: str) -> bool:
-    """Whether one of these mistakes is in one of these sections, or nobody knows in which."""
+    """Return True if a mistake is in one of these sections, or in an unknown section."""
     return bool({section for section, _ in mistakes} & {"", *sections.split()})
 
 
@@ -161,13 +182,16 @@ def _check_device(config: RunConfig, world_size: int) -> Iterator[str]:
     device = config.log.device
     if device is not None and peak_tflops(device) is None:
         known = list(DEVICE_PEAK_TFLOPS)
-        yield f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})"
+        yield (
+            f"log.device = '{device}' has no known peak; the nearest: "
+            f"{nearest(device, known, 0.0)} (of {', '.join(known)})"
+        )
 
 
 def _check_profile(config: RunConfig, world_size: int) -> Iterator[str]:
     for rank in config.log.profile.ranks:
         if rank >= world_size:
-            yield f"log.profile.ranks has rank {rank}, and the run has ranks 0 to {world_size - 1}"
+            yield f"log.profile.ranks has rank {rank}, but the run has ranks 0 to {world_size - 1}"
 
 
 def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -186,7 +210,10 @@ def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
         )
         return
     if not model.causal:
-        yield "model.causal = false: next-token training would see its answers; set model.causal=true"
+        yield (
+            "model.causal = false: the model could read the tokens that it is trained to predict; "
+            "set model.causal=true"
+        )
 
 
 def _fits(model: ModelConfig) -> bool:
@@ -197,15 +224,21 @@ def _fits(model: ModelConfig) -> bool:
 
 
 def _check_mixer_limits(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What a mixer by itself cannot do: long sequences, tensor parallelism."""
+    """Check the limits of each mixer: longest sequence and tensor parallelism."""
     model, length = config.model, config.data.seq_length
     tensor = config.parallel.tensor_model_parallel_size
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
         longest = block.mixer.max_length()
         if longest is not None and length > longest:
-            yield f"data.seq_length = {length}: {name} takes no more than {longest} tokens; set data.seq_length={longest}"
+            yield (
+                f"data.seq_length = {length}: {name} takes no more than {longest} tokens; set "
+                f"data.seq_length={longest}"
+            )
         if tensor > 1 and "TP" not in describe(name).layouts.split():
-            yield f"parallel.tensor_model_parallel_size = {tensor}: {name} cannot be split; set it to 1"
+            yield (
+                f"parallel.tensor_model_parallel_size = {tensor}: {name} cannot be split; set it "
+                "to 1"
+            )
 
 
 def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -213,8 +246,9 @@ def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     needed = layout.model_parallel
     if layout.world_size is not None and layout.world_size != world_size:
         yield (
-            f"parallel.world_size = {layout.world_size}, but {_started(world_size)}; start it with: "
-            f"torchrun --nproc-per-node {layout.world_size} -m pretrain ..., or set parallel.world_size={world_size}"
+            f"parallel.world_size = {layout.world_size}, but {_started(world_size)}; start it "
+            f"with: torchrun --nproc-per-node {layout.world_size} -m pretrain ..., or set "
+            f"parallel.world_size={world_size}"
         )
     elif world_size % needed:
         wanted = max(1, round(world_size / needed)) * needed
@@ -224,9 +258,10 @@ def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
             else ""
         )
         yield (
-            f"parallel.tensor_model_parallel_size = {layout.tensor_model_parallel_size} x parallel.pipeline_model_parallel_size = "
-            f"{layout.pipeline_model_parallel_size}{cut} needs a multiple of {needed} processes, but {_started(world_size)}; "
-            f"the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
+            f"parallel.tensor_model_parallel_size = {layout.tensor_model_parallel_size} x "
+            f"parallel.pipeline_model_parallel_size = {layout.pipeline_model_parallel_size}{cut} "
+            f"needs a multiple of {needed} processes, but {_started(world_size)}; the nearest: "
+            f"torchrun --nproc-per-node {wanted} -m pretrain ..."
         )
     if layout.overlap_param_gather and (
         not layout.use_distributed_optimizer or layout.overlap_grad_reduce is False
@@ -244,7 +279,7 @@ def _started(world_size: int) -> str:
 
 
 def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
-    """What tensor parallelism over ``size`` ranks would cut through, or None."""
+    """Return the first width that ``size`` tensor-parallel ranks do not divide, or None."""
     model = config.model
     widths = {"model.num_attention_heads": model.num_attention_heads}
     for block in model.blocks():
@@ -264,7 +299,8 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, size = config.parallel, config.parallel.tensor_model_parallel_size
     if layout.sequence_parallel and size == 1:
         yield (
-            "parallel.sequence_parallel = true needs parallel.tensor_model_parallel_size of 2 or more; set parallel.sequence_parallel=false"
+            "parallel.sequence_parallel = true needs parallel.tensor_model_parallel_size of 2 or "
+            "more; set parallel.sequence_parallel=false"
         )
     fault = _tensor_parallel_fault(config, size)
     if fault:
@@ -273,21 +309,26 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
         near = _closest(
             heads, size, lambda count: possible(count) and not _tensor_parallel_fault(config, count)
         )
-        yield f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest that divides all: {near}"
+        yield (
+            f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest "
+            f"that divides all: {near}"
+        )
 
 
 def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
-    """Which sizes may replace ``size``: those that fit the processes beside the ``other`` size; any, where ``size`` does not fit."""
+    """Return a predicate for the sizes that may replace ``size``.
+
+    These are the sizes that fit the number of processes together with the ``other`` size; any size,
+    if ``size`` itself does not fit.
+    """
     fits = world_size % (size * other) == 0
     return lambda count: not fits or world_size % (count * other) == 0
 
 
 def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, layers = config.parallel, config.model.num_layers
-    stages, chunks = (
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size,
-    )
+    stages = layout.pipeline_model_parallel_size
+    chunks = layout.virtual_pipeline_model_parallel_size
     if layers % stages:
         near = _closest(
             _divisors(layers),
@@ -310,31 +351,33 @@ def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     elif layers % (stages * chunks):
         near = _closest(_divisors(layers // stages), chunks, lambda count: count > 1)
         hint = f"the nearest that does: {near}" if near else "leave it null"
-        yield f"{key} x parallel.pipeline_model_parallel_size = {stages} does not divide model.num_layers = {layers}; {hint}"
+        yield (
+            f"{key} x parallel.pipeline_model_parallel_size = {stages} does not divide "
+            f"model.num_layers = {layers}; {hint}"
+        )
 
 
 def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
-    layout, batch, micro = (
-        config.parallel,
-        config.train.global_batch_size,
-        config.train.micro_batch_size,
-    )
+    layout = config.parallel
+    batch = config.train.global_batch_size
+    micro = config.train.micro_batch_size
     stages = layout.pipeline_model_parallel_size
     data_parallel = world_size // layout.model_parallel
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     if batch % (micro * data_parallel):
         near = max(1, round(batch / (micro * data_parallel))) * micro * data_parallel
         yield (
-            f"train.global_batch_size = {batch} is not a multiple of train.micro_batch_size = {micro} x {data_parallel} data-parallel "
-            f"ranks; the nearest that is: {near}"
+            f"train.global_batch_size = {batch} is not a multiple of train.micro_batch_size = "
+            f"{micro} x {data_parallel} data-parallel ranks; the nearest that is: {near}"
         )
         return
     count = batch // (micro * data_parallel)
     if interleaved and count % stages:
         near = max(1, round(count / stages)) * stages * micro * data_parallel
         yield (
-            f"train.global_batch_size = {batch} makes {count} micro-batches a step, and the interleaved schedule needs a multiple of "
-            f"parallel.pipeline_model_parallel_size = {stages}; the nearest global batch: {near}"
+            f"train.global_batch_size = {batch} makes {count} micro-batches a step, and the "
+            "interleaved schedule needs a multiple of parallel.pipeline_model_parallel_size = "
+            f"{stages}; the nearest global batch: {near}"
         )
 
 
@@ -343,7 +386,10 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
     one_length = (train.steps is None) != (train.tokens is None)
     if not one_length:
         state = "both are given" if train.steps is not None else "neither is given"
-        yield f"train.steps and train.tokens say how long the run is, and {state}: give one (and null for the other)"
+        yield (
+            f"train.steps and train.tokens set the length of the run, and {state}: give one (and "
+            "null for the other)"
+        )
     given = [
         name
         for name in ("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens")
@@ -353,28 +399,35 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
         name for name in ("warmup", "decay") if {f"{name}_steps", f"{name}_tokens"} <= set(given)
     ]
     for name in doubled:
-        yield f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and null for the other)"
+        yield (
+            f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and "
+            "null for the other)"
+        )
     idle = next(
         (name for name in given if name.startswith("decay") and optimizer.schedule != "wsd"), None
     )
     if idle:
         yield (
-            f"optimizer.{idle} is given, but optimizer.schedule = {optimizer.schedule} decays over the whole run; "
-            f"set optimizer.schedule=wsd, or optimizer.{idle}=null"
+            f"optimizer.{idle} is given, but optimizer.schedule = {optimizer.schedule} decays "
+            f"over the whole run; set optimizer.schedule=wsd, or optimizer.{idle}=null"
         )
     if optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; at most {optimizer.lr}"
+        yield (
+            f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; at "
+            f"most {optimizer.lr}"
+        )
     if not one_length or doubled or idle:
         return
     schedule = Schedule.of(config)
     room = schedule.steps - optimizer.from_step
     if room < 1:
-        yield f"optimizer.from_step = {optimizer.from_step} leaves no step of a run of {schedule.steps}; at most {schedule.steps - 1}"
+        yield (
+            f"optimizer.from_step = {optimizer.from_step} leaves no step of a run of "
+            f"{schedule.steps}; at most {schedule.steps - 1}"
+        )
         return
-    warmup, decay = (
-        schedule.warmup_samples // schedule.batch_samples,
-        schedule.decay_samples // schedule.batch_samples,
-    )
+    warmup = schedule.warmup_samples // schedule.batch_samples
+    decay = schedule.decay_samples // schedule.batch_samples
     if warmup >= room and warmup:
         yield _too_long("warmup", warmup, room - 1, optimizer.warmup_tokens, schedule)
     if optimizer.schedule == "wsd" and warmup + decay > room:
@@ -384,7 +437,10 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
 def _too_long(name: str, steps: int, room: int, tokens: int | None, schedule: Schedule) -> str:
     given, largest = (steps, room) if tokens is None else (tokens, room * schedule.step_tokens)
     key = f"optimizer.{name}_{'steps' if tokens is None else 'tokens'}"
-    return f"{key} = {given} does not fit: {steps} steps of {name} in a run of {schedule.steps} steps; the largest that fits: {largest}"
+    return (
+        f"{key} = {given} does not fit: {steps} steps of {name} in a run of {schedule.steps} "
+        f"steps; the largest that fits: {largest}"
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -393,7 +449,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool]) -> int | None:
-    """The candidate nearest to ``wanted`` for which ``holds``, the smaller of two; None where there is none."""
+    """Return the candidate nearest to ``wanted`` for which ``holds`` is true, or None.
+
+    If two candidates are equally near, the smaller one is returned.
+    """
     return min(
         (value for value in candidates if holds(value)),
         key=lambda value: (abs(value - wanted), value),
@@ -402,85 +461,106 @@ def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool
 
 
 def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is evaluated must be there: a checkpoint."""
+    """Check that the evaluation settings agree with the checkpoints that are written and kept."""
     every, saved = config.evaluate.interval, config.checkpoint.interval
     if every and not saved:
-        yield f"evaluate.interval = {every}, but checkpoint.interval = 0: nothing to evaluate; set checkpoint.interval={every}"
+        yield (
+            f"evaluate.interval = {every}, but checkpoint.interval = 0: no checkpoint to "
+            f"evaluate; set checkpoint.interval={every}"
+        )
     elif every and every % saved:
         near = max(1, round(every / saved)) * saved
-        yield f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the nearest: {near}"
+        yield (
+            f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the "
+            f"nearest: {near}"
+        )
     merged, kept = config.evaluate.merge, config.checkpoint.keep_last
     if merged and merged > kept:
-        yield f"evaluate.merge = {merged} checkpoints, but checkpoint.keep_last = {kept} are kept; set checkpoint.keep_last={merged}"
+        yield (
+            f"evaluate.merge = {merged} checkpoints, but checkpoint.keep_last = {kept} are kept; "
+            f"set checkpoint.keep_last={merged}"
+        )
     if not config.evaluate.suite:
         yield "evaluate.suite is empty: name a suite, such as quick, or the path of its YAML"
 
 
 def _check_fork(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.checkpoint.fork is not None and config.checkpoint.load is not None:
-        yield f"checkpoint.fork = {config.checkpoint.fork} and checkpoint.load are both given: keep one (load takes weights alone)"
+        yield (
+            f"checkpoint.fork = {config.checkpoint.fork} and checkpoint.load are both given: keep "
+            "one (load takes only the weights)"
+        )
 
 
 def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is said of a mirror must have one, which is elsewhere and may be behind by a checkpoint."""
+    """Check the mirror settings: they require a mirror in another location, with consistent
+    intervals.
+    """
     given = config.checkpoint
     apart, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
     mirror = mirror_of(config)
     if mirror is None:
         if given.mirror_keep_last is not None:
             keep = f"checkpoint.mirror_keep_last = {given.mirror_keep_last}"
-            yield f"{keep} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
+            yield f"{keep} requires a mirror; set one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
     elif wrong := refusal(mirror, run_directory(config)):
         yield f"checkpoint.mirror {wrong}"
     elif most is not None and most < apart:
-        yield f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are {apart} steps apart; at least {apart}"
+        yield (
+            f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are "
+            f"{apart} steps apart; at least {apart}"
+        )
     elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:
         near = max(1, round(given.mirror_interval / given.interval)) * given.interval
         yield (
-            f"checkpoint.mirror_interval = {given.mirror_interval} is not a multiple of checkpoint.interval = {given.interval}; "
-            f"the nearest: {near}"
+            f"checkpoint.mirror_interval = {given.mirror_interval} is not a multiple of "
+            f"checkpoint.interval = {given.interval}; the nearest: {near}"
         )
 
 
 def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sources in stores: no password may stand in a file, and a pair lies in a folder. What is no source is none in a store."""
+    """Check URLs: no passwords; data sources name a pair in a folder; other paths are not URLs."""
     for key, place, way in (
         (
             "run_dir",
             config.run_dir,
-            "a run writes in a folder, and checkpoint.mirror=URL sends it there",
+            "it must be a folder; checkpoint.mirror=URL copies checkpoints to a store",
         ),
         (
             "data.store_cache",
             config.data.store_cache,
-            "it is the folder that keeps what is read of stores",
+            "it must be a folder, which caches files read from stores",
         ),
         (
             "checkpoint.load",
             config.checkpoint.load,
-            "bring it first: python -m tools.checkpoint fetch FOLDER URL",
+            "copy it to a folder first: python -m tools.checkpoint fetch FOLDER URL",
         ),
         (
             "checkpoint.fork",
             config.checkpoint.fork,
-            "bring it first: python -m tools.checkpoint fetch FOLDER URL",
+            "copy it to a folder first: python -m tools.checkpoint fetch FOLDER URL",
         ),
     ):
         if place and is_url(place):
             yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"
     for split in SPLITS:
         for number, source in enumerate(getattr(config.data, split)):
-            key, (kind, mark, place) = (
-                f"data.{split}.{number}.prefix",
-                source.prefix.partition("://"),
-            )
+            key = f"data.{split}.{number}.prefix"
+            (kind, mark, place) = source.prefix.partition("://")
             if secrets.hides_a_password(source.prefix):
-                yield f"{key} has a password in it, which would stand in files; give credentials in the environment"
+                yield (
+                    f"{key} contains a password, which would be written to files; set credentials "
+                    "in the environment"
+                )
             elif mark and not all(place.rpartition("/")[::2]):
-                yield f"{key} = {source.prefix} names no pair in a folder; as in {kind}://BUCKET/FOLDER/train"
+                yield (
+                    f"{key} = {source.prefix} does not name a .bin/.idx pair in a folder; as in "
+                    f"{kind}://BUCKET/FOLDER/train"
+                )
 
 
-# Each with the sections that it reads.
+# Each check with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
     (_check_profile, "log"),

@@ -1,1 +1,4 @@
-"""What a run needs, from its configuration alone: parameters, FLOPs, memory. No torch."""
+"""Planning: the parameters, FLOPs and memory that a run needs, from its configuration alone.
+
+The module does not import torch.
+"""

@@ -1,4 +1,7 @@
-"""Context parallelism of a run from its configuration alone: how its mixers' reads are made, what ranks send, what is wrong. No torch."""
+"""Context parallelism of a run: communication scheme, bytes sent and checks.
+
+All values are derived from the configuration alone. The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from pretrain.plan.memory import training_of
 
 
 def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
-    """Mixer -> how its reads are made where sequences are cut; {} where they are not.
+    """Return mixer -> communication scheme of its reads across ranks; {} without context
+    parallelism.
 
     Raises:
-        ValueError: of a mixer they cannot be; the message names the width.
+        ValueError: a mixer cannot be split; the message names the width.
     """
     layout, separate = config.parallel, config.data.documents == "separate"
     if layout.context_parallel_size == 1:
@@ -36,9 +40,10 @@ def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
 
 
 def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool = False) -> float:
-    """Bytes that one rank sends the others of its context-parallel group in a step: all its layers and micro-batches, both ways.
+    """Return the bytes that one rank sends to its context-parallel group in a step.
 
-    beside: those alone that go while attention runs (`Crossing.beside`).
+    The sum is over all layers and micro-batches, forward and backward. The last argument restricts
+    it to the transfers that overlap with attention.
     """
     train, model, kinds = config.train, config.model, kinds_of_cut(config)
     of = Crossing.beside if beside else Crossing.sent
@@ -53,7 +58,7 @@ def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool
 
 
 def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
-    """The plan's lines; none where no sequence is cut."""
+    """Yield the plan's lines about context parallelism; no lines without it."""
     kinds, size = kinds_of_cut(config), config.parallel.context_parallel_size
     if kinds:
         reads = ", ".join(
@@ -66,7 +71,10 @@ def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
 
 
 def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, int]]:
-    """The run with twice, four times, ... its context-parallel size, and its processes: as many if they are enough, else more."""
+    """Yield (run, number of processes) with two, four, ... times the context-parallel size.
+
+    The number of processes stays the same if possible; otherwise it grows by the same factor.
+    """
     layout, length = config.parallel, config.data.seq_length
     for times in (2**n for n in range(1, length.bit_length())):
         cut = replace(
@@ -86,26 +94,30 @@ def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, 
 
 
 def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is wrong with the run's context parallelism, each with the nearest that is right."""
-    layout, length, size = (
-        config.parallel,
-        config.data.seq_length,
-        config.parallel.context_parallel_size,
-    )
+    """Yield the mistakes in the run's context parallelism, each with the nearest valid value."""
+    layout = config.parallel
+    length = config.data.seq_length
+    size = config.parallel.context_parallel_size
     kind, key = layout.context_parallel_kind, f"parallel.context_parallel_size = {size}"
     if size == 1:
         if kind is not None:
-            yield f"parallel.context_parallel_kind = {kind} needs parallel.context_parallel_size of 2 or more"
+            yield (
+                f"parallel.context_parallel_kind = {kind} needs parallel.context_parallel_size of "
+                "2 or more"
+            )
         return
     if kind in ("all_gather", "ring") and config.data.documents == "separate":
-        yield f"parallel.context_parallel_kind = {kind}: data.documents = separate is read by whole heads; leave it out"
+        yield (
+            f"parallel.context_parallel_kind = {kind} does not support data.documents = separate, "
+            "which reads complete heads; leave it out"
+        )
         return
     uncut = next(
         (name for name in mixer_names(config.model) if "CP" not in describe(name).layouts.split()),
         None,
     )
     if uncut is not None:
-        yield f"{key}: the sequences of {uncut} cannot be cut; set it to 1"
+        yield f"{key}: {uncut} does not support context parallelism; set it to 1"
         return
     part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     if length % (size * part):
@@ -115,13 +127,16 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
             if part == 2
             else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
         )
-        yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
+        yield (
+            f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that "
+            f"is: {near}"
+        )
     try:
         found = kinds_of_cut(config).values()
         if kind in (wanted := {"all_gather": "gathers", "ring": "ring"}) and not any(
             getattr(each, wanted[kind]) for each in found
         ):
-            yield f"parallel.context_parallel_kind = {kind}: no layer's reads can be made so; leave it out"
+            yield f"parallel.context_parallel_kind = {kind}: no layer supports it; leave it out"
     except ValueError as error:
         others = layout.model_parallel // size
         fit = [

@@ -1,12 +1,16 @@
-"""What is known of devices by their names: peak and memory. No torch."""
+"""Peak performance and memory of devices by their names.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TypeVar
 
-# Dense bf16 tensor-core peaks in TFLOP/s, from NVIDIA's product data sheets (H100, H200, A100, L40S, DGX B200), which print figures with
-# 2:4 sparsity for most: those are halved here. A device matches by the longest key that its name contains.
+# Dense bf16 tensor-core peaks in TFLOP/s, from NVIDIA's product data sheets (H100, H200, A100,
+# L40S, DGX B200). Most data sheets give figures with 2:4 sparsity, which are halved in this table.
+# A device matches the longest key that its name contains.
 DEVICE_PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -16,7 +20,8 @@ DEVICE_PEAK_TFLOPS = {
     "L40S": 362.0,
 }
 
-# GiB that torch finds on them (total_memory), rounded down; an A100 without its size in its name is taken for the larger one.
+# GiB that torch reports (total_memory), rounded down. An A100 without a size in its name counts as
+# the larger one.
 DEVICE_MEMORY_GIB = {
     "B200": 178,
     "H200": 139,
@@ -31,12 +36,15 @@ T = TypeVar("T")
 
 
 def peak_tflops(device: str) -> float | None:
-    """The dense bf16 peak of a device by its name (``NVIDIA H100 80GB HBM3`` finds ``H100``), or None where it is not listed."""
+    """Return the dense bf16 peak of a device by its name, or None if it is not listed.
+
+    ``NVIDIA H100 80GB HBM3`` finds ``H100``.
+    """
     return _of_device(DEVICE_PEAK_TFLOPS, device)
 
 
 def memory_gib(device: str) -> int | None:
-    """The memory of a device by its name, or None where it is not listed."""
+    """Return the memory of a device by its name, or None if it is not listed."""
     return _of_device(DEVICE_MEMORY_GIB, device)
 
 

@@ -1,4 +1,7 @@
-"""What train.fp8 means for a run, from its configuration alone: which products are of 8-bit floats, and whether they can be. No torch."""
+"""8-bit matrix products of a run (train.fp8) and their checks, from its configuration alone.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.shape import WIDE, BlockShape, Weights
 from pretrain.config import RunConfig
 
-TILE = 16  # what a GPU's product of 8-bit floats wants every size to be a multiple of
+TILE = 16  # every size of a GPU's 8-bit product must be a multiple of this
 
 
 def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What keeps the run from multiplying 8-bit floats: a model without such products, a size of one on a rank."""
+    """Yield the mistakes that prevent 8-bit products: no suitable product, or a wrong size."""
     layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
     if train.fp8 == "none":
         return
@@ -31,30 +34,35 @@ def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
             )
             if rows % TILE or columns % TILE:
                 yield (
-                    f"{key} needs sizes that {TILE} divides, and {weight} of {name} is {rows} x {columns} on a rank; take other widths "
-                    "(model.*, parallel.tensor_model_parallel_size), or set train.fp8=none"
+                    f"{key} needs sizes that are multiples of {TILE}, but {weight} of {name} is "
+                    f"{rows} x {columns} on a rank; take other widths (model.*, "
+                    "parallel.tensor_model_parallel_size), or set train.fp8=none"
                 )
                 return
             found = True
     if not found:
-        yield f"{key}: no layer of {', '.join(dict.fromkeys(names))} has a linear map that may be of 8-bit floats; set train.fp8=none"
+        yield (
+            f"{key}: no layer of {', '.join(dict.fromkeys(names))} has a linear map that supports "
+            "8-bit floats; set train.fp8=none"
+        )
     own = config.data.seq_length // layout.context_parallel_size
     if train.micro_batch_size * own % TILE:
         needed = TILE // math.gcd(TILE, own)
         near = max(1, round(train.micro_batch_size / needed)) * needed
         yield (
-            f"{key} needs sizes that {TILE} divides, and train.micro_batch_size = {train.micro_batch_size} sequences have "
-            f"{train.micro_batch_size * own} tokens on a rank; the nearest: train.micro_batch_size={near}"
+            f"{key} needs sizes that are multiples of {TILE}, but train.micro_batch_size = "
+            f"{train.micro_batch_size} sequences have {train.micro_batch_size * own} tokens on a "
+            f"rank; the nearest: train.micro_batch_size={near}"
         )
 
 
 def eight_bit(block: BlockShape) -> Weights:
-    """The block's weights whose products are of 8-bit floats where train.fp8 is on."""
+    """Return the weights of a block whose products use 8-bit floats under train.fp8."""
     return {name: weight for name, weight in block.weights().items() if weight.eight_bit}
 
 
 def forward_flops(model: ModelConfig) -> float:
-    """FLOPs of 8-bit floats in a token's forward pass: each such map is applied once an iteration."""
+    """Return the 8-bit FLOPs of a token's forward pass; each map is applied once per iteration."""
     return sum(
         2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values())
         for block in model.blocks()
@@ -62,10 +70,18 @@ def forward_flops(model: ModelConfig) -> float:
 
 
 def told(config: RunConfig, forward: float) -> str:
-    """What share of the ``forward`` pass's FLOPs a token is of 8-bit floats, and what delayed scaling keeps, in a line."""
+    """Return a line with the share of 8-bit FLOPs in the ``forward`` pass and the memory of delayed
+    scaling.
+    """
     model, train = config.model, config.train
-    line = f"{100 * forward_flops(model) / forward:.1f}% of them of 8-bit floats; MFU is told by the peak of 16-bit ones"
+    line = (
+        f"{100 * forward_flops(model) / forward:.1f}% of them with 8-bit floats; the MFU uses the "
+        "peak of 16-bit floats"
+    )
     if train.fp8 != "delayed":
         return line
     maps = sum(len(eight_bit(block)) for block in model.blocks())
-    return f"{line}; scales by {counted(train.fp8_history, 'step')}' largest magnitudes, {size(3 * WIDE * maps * train.fp8_history)}"
+    return (
+        f"{line}; scales from the largest magnitudes of {counted(train.fp8_history, 'step')}, "
+        f"{size(3 * WIDE * maps * train.fp8_history)}"
+    )

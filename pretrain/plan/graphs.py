@@ -1,4 +1,7 @@
-"""What train.cuda_graphs asks of a run, from its configuration alone. No torch."""
+"""Requirements and memory of train.cuda_graphs, from the configuration alone.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from collections.abc import Iterator
 from fem_megatron.catalogue import mixer_names
 from pretrain.config import RunConfig
 
-_OWN = 3  # hidden states that a layer's graph has of its own: its input and the gradients of both its ends
+# Hidden states that a layer's graph owns: its input and the gradients of its input and output.
+_OWN = 3
 
 
 def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What of the run no CUDA graph of a layer holds, each thing with the nearest setting that works."""
+    """Yield the settings that CUDA graphs of layers do not support, each with the nearest valid
+    setting.
+    """
     if not config.train.cuda_graphs:
         return
     layout, train, data = config.parallel, config.train, config.data
@@ -20,65 +26,71 @@ def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
             "engine.name",
             config.engine.name,
             "megatron",
-            "DeepSpeed keeps gradients where a micro-batch's replay writes the next ones",
+            "DeepSpeed keeps gradients in memory that the replay of the next micro-batch "
+            "overwrites",
         ),
         (
             "parallel.pipeline_model_parallel_size",
             layout.pipeline_model_parallel_size,
             1,
-            "a graph has room for one micro-batch under way",
+            "a graph supports one micro-batch in flight",
         ),
         (
             "parallel.context_parallel_size",
             layout.context_parallel_size,
             1,
-            "the exchange of a cut sequence has not been captured yet",
+            "graphs do not support the exchange between context-parallel ranks yet",
         ),
         (
             "train.recompute",
             train.recompute,
             "none",
-            "a graph keeps all that it computes with, to the end of the run",
+            "a graph keeps all its tensors until the end of the run",
         ),
         (
             "train.offload_activations",
             train.offload_activations,
             False,
-            "a graph's activations stay where they are",
+            "the activations of a graph cannot be moved",
         ),
         (
             "data.documents",
             data.documents,
             "joined",
-            "documents that are read apart have other sizes in every micro-batch",
+            "separate documents have different sizes in every micro-batch",
         ),
         (
             "data.reset_positions",
             bool(data.reset_positions),
             False,
-            "a graph has the positions that it was captured with",
+            "a graph always uses the positions with which it was captured",
         ),
     ):
         if value != wanted:
-            yield f"train.cuda_graphs = true: {why}; set {key}={_written(wanted)}, or train.cuda_graphs=false"
+            yield (
+                f"train.cuda_graphs = true: {why}; set {key}={_written(wanted)}, or "
+                "train.cuda_graphs=false"
+            )
     for name, block in dict(
         zip(mixer_names(config.model), config.model.blocks(), strict=True)
     ).items():
         if reason := block.mixer.uncapturable():
-            yield f"train.cuda_graphs = true: {name}: {reason}; take another mixer (model.*), or train.cuda_graphs=false"
+            yield (
+                f"train.cuda_graphs = true: {name}: {reason}; take another mixer (model.*), or "
+                "train.cuda_graphs=false"
+            )
 
 
 def graph_bytes(config: RunConfig, hidden_state: float) -> int:
-    """Bytes that a rank's graphs hold beside what layers hold without them, the gradients of their weights too, to the end of the run.
+    """Return the additional bytes that CUDA graphs use on a rank until the end of the run,
+    including weight gradients.
 
-    hidden_state: bytes of a micro-batch's.
+    hidden_state: bytes of the hidden state of a micro-batch.
     """
     if not config.train.cuda_graphs:
         return 0
-    ranks, element = (
-        config.parallel.tensor_model_parallel_size,
-        2 if config.train.precision == "bf16" else 4,
-    )
+    ranks = config.parallel.tensor_model_parallel_size
+    element = 2 if config.train.precision == "bf16" else 4
     weights = [
         (weight, count)
         for block, count in config.model.kinds

@@ -1,38 +1,53 @@
-"""Memory of one rank from the configuration alone, in bytes. No torch: the terms are those that this code path was seen to keep.
+"""Memory of one rank in bytes, from the configuration alone.
 
-Static, per parameter (Megatron-core): weights 2 (bf16) or 4 (fp32); gradients 4, always accumulated in fp32; optimizer 8 for Adam's moments
-(4 for Muon's, which is one) and, in bf16 only, 4 for the fp32 main weights (in fp32 the main weights are the weights, with the distributed
-optimizer too), divided by the data-parallel size under the distributed optimizer.
+The module does not import torch. The terms were found by measurement of this code.
 
-What autograd keeps of one layer, per token (e: bytes of the training precision; D hidden; t: tensor-parallel size; s: t under sequence
-parallelism, else 1; per rank: P packed projection width, q query width, d value width, F MLP width, all / t; H_c conditioner width).
-Numbers marked 4 are fp32 in either precision.
+Static memory per parameter (Megatron-core): weights 2 (bf16) or 4 (fp32); gradients 4, always
+accumulated in fp32; optimizer 8 for Adam's two moments (4 for Muon's single moment) and, only in
+bf16, 4 for the fp32 main weights. In fp32 the main weights are the weights themselves, also with
+the distributed optimizer. The distributed optimizer divides the optimizer part by the data-parallel
+size.
 
-    norms         e 2D/s         the inputs of the two RMSNorms (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)
-    projection    e D/s          the input of in_proj, gathered again in the backward pass; e D where in_proj has a bias or a conditioner's
-                  LayerNorm shares it
-    conditioner   e (D + H_c) + 4 (5/t + 4) H_c    inputs of its two projections, the scan's and the norms' operands
+Memory that autograd keeps of one layer, per token. e: bytes of the training precision; D: hidden
+size; t: tensor-parallel size; s: t under sequence parallelism, else 1; per rank, all divided by t:
+P packed projection width, q query width, d value width, F MLP width; H_c: conditioner width. Terms
+with a factor 4 are fp32 in either precision.
+
+    norms         e 2D/s         the inputs of the two RMSNorms
+                  (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)
+    projection    e D/s          the input of in_proj, gathered again in the backward pass;
+                  e D if in_proj has a bias or shares the input with a conditioner's LayerNorm
+    conditioner   e (D + H_c) + 4 (5/t + 4) H_c
+                  inputs of its two projections, the operands of the scan and of the norms
     scaling       e 2P           z and 1 + phi, the factors of the conditioned projection
-    rope          e 2 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch
-    qk_norm       4 (q + k + 1 a head), in bf16 4 (q + k) more: both over their root mean squares, fp32 copies; fused: the numbers a head
-                  and the norms' inputs, where nothing else keeps them (model.qk_norm)
-    attention     e (q + q + w + o) + 4 heads      q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one width;
-                  with a window also the copies of q, k and v that its blocks of queries read
-    packed        e P            the whole projection, where a view into it is kept: the g-logit, or v where the attention reads v itself
-    gates         e d + e d      lambda, + 4d for its fp32 copy in bf16; g before its RMS norm (fp32 on a CPU), + 4d for g itself
+    rope          e 2 d_k / b    cosines and sines of q and k, once for b sequences of a micro-batch
+    qk_norm       4 (q + k + 1 per head), in bf16 4 (q + k) more
+                  q and k over their root mean squares, and fp32 copies; fused: the numbers per head
+                  and the inputs of the norms, if no other term includes them (model.qk_norm)
+    attention     e (q + q + w + o) + 4 heads
+                  q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one
+                  width; with a window also the copies of q, k and v that its query blocks read
+    packed        e P            the entire projection, if a view into it is kept: the g-logit,
+                  or v if the attention reads v itself
+    gates         e d + e d      lambda, + 4d for its fp32 copy in bf16; g before its RMS norm
+                  (fp32 on a CPU), + 4d for g itself
     prep          4 * 2d         x = beta (v - c) and the stream's slope (L)
-    epilogue      4 * 4d         mu - c, Z's and mu's factors and F - mu (L); + 4d for o before the outer gate (G)
-    out_proj      e d            its input (in fp32 with neither L nor G it is the attention's output)
+    epilogue      4 * 4d         mu - c, the factors of Z and mu, and F - mu (L);
+                  + 4d for o before the outer gate (G)
+    out_proj      e d            its input (in fp32 without L and G this is the attention's output)
     MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
 
-The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``), and on a
-GPU over every prior (``PriorShape.read_bytes``). Every other mixer is estimated from what it was seen to keep for each channel of its
-width (``Kept``), on a CPU or by a GPU's kernels, and the plan says so. With train.recompute = selective an MLP keeps its input, a read what
-it is given; on a CPU an estimate stays what it is without, which is more. On a GPU the peak is within 15% of the rehearsed one
-(tests/pretrain/test_rehearsal.py).
-With train.fp8 a linear map keeps its input in 8 bits, of the whole sequence, beside what else keeps that; an estimate stays what it is.
-With train.cuda_graphs the workspace has what graphs hold of their own (`pretrain.plan.graphs`); activations stay where they are.
-With train.offload_activations what the layers keep is on the host, but for one layer's; on a CPU that is the same memory.
+The table covers the FEM over the softmax prior, attention and the SwiGLU MLP; it is implemented by
+their shapes (``Shape.kept_bytes``), on a GPU for every prior (``PriorShape.read_bytes``). Every
+other mixer is estimated from measured memory per channel of its width (``Kept``), on a CPU or with
+a GPU's kernels, and the plan reports that it is an estimate. With train.recompute = selective an
+MLP keeps its input, and a read keeps its arguments; on a CPU an estimate does not change, so it is
+too high. On a GPU the peak is within 15% of the rehearsed peak (tests/pretrain/test_rehearsal.py).
+With train.fp8 a linear map keeps its input in 8 bits, for the full sequence, in addition to other
+copies of that input; estimates do not change. With train.cuda_graphs the workspace includes the
+graphs' own memory (`pretrain.plan.graphs`); activations do not change. With
+train.offload_activations the layers' activations are on the host, except for one layer; on a CPU
+that is the same memory.
 """
 
 from __future__ import annotations
@@ -61,15 +76,17 @@ class StageMemory:
     optimizer: int
     activations: int
     workspace: int
-    host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads, and what the layers keep
-    apart: int = (
-        0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
-    )
-    muons: int = 0  # of the parameters, those of which the optimizer keeps one moment alone
+    # Bytes of host memory: offloaded DeepSpeed tensors and offloaded activations of the layers.
+    host: int = 0
+    # Bytes by which the sum exceeds the peak: DeepSpeed's gradients appear while activations are
+    # freed.
+    apart: int = 0
+    # Number of parameters with only one moment in the optimizer.
+    muons: int = 0
 
     @property
     def total(self) -> int:
-        """The peak, without the host's."""
+        """Peak on the device, without the host's memory."""
         return (
             self.weights
             + self.gradients
@@ -89,7 +106,9 @@ def stage_memory(
     cuda: bool,
     muons: int = 0,
 ) -> StageMemory:
-    """Memory of a rank of pipeline stage ``stage`` that holds ``parameters`` parameters, of which Muon updates ``muons``."""
+    """Return the memory of a rank of a pipeline stage with ``parameters`` parameters, of which Muon
+    updates ``muons``.
+    """
     layout, bf16 = config.parallel, config.train.precision == "bf16"
     if config.engine.name == "deepspeed":
         return _zero_stage_memory(
@@ -99,8 +118,8 @@ def stage_memory(
     sharded = -(-parameters // ranks) if layout.use_distributed_optimizer else parameters
     single = -(-muons // ranks) if layout.use_distributed_optimizer else muons
     activations = stage_activations(config, stage, data_parallel, cuda=cuda)
-    # When the activations are gone: gloo reduces and scatters a copy of all gradients, which lives until the weights are
-    # gathered (CPU). AdamW is fused and makes no temporaries.
+    # After the activations are freed, gloo reduces and scatters a copy of all gradients, which
+    # exists until the weights are gathered (CPU). AdamW is fused and makes no temporaries.
     step = WIDE * parameters if layout.use_distributed_optimizer and not cuda else 0
     step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(
         config, parameters, data_parallel
@@ -122,7 +141,7 @@ def stage_memory(
 
 
 def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> int:
-    """Bytes of the copy that `TensorNorms` makes of the fp32 weights that a rank updates, at the steps that it looks at."""
+    """Return the bytes of the copy that `TensorNorms` makes of the fp32 weights of a rank."""
     if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
         return 0
     split = (
@@ -150,10 +169,8 @@ def _zero_stage_memory(
     copy = copied_weights(replace(config, engine=engine), parameters, data_parallel)
     there = "host" if engine.offload_optimizer and cuda else "reduction"
     kept = replace(kept, **{there: getattr(kept, there) + copy})
-    activations, workspace = (
-        stage_activations(config, 0, data_parallel, cuda=cuda),
-        backward_workspace(config, 0, cuda=cuda),
-    )
+    activations = stage_activations(config, 0, data_parallel, cuda=cuda)
+    workspace = backward_workspace(config, 0, cuda=cuda)
     sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
     return StageMemory(
         stage=0,
@@ -172,7 +189,9 @@ def _zero_stage_memory(
 def zero_variants(
     config: RunConfig, own: StageMemory, data_parallel: int, *, cuda: bool
 ) -> dict[str, StageMemory]:
-    """The memory of every ZeRO stage and offload that the run, whose ``own`` is given, could have, by name."""
+    """Return name -> memory of every ZeRO stage and offload that the run could use; ``own`` is the
+    memory of the run itself.
+    """
     rank = {"parameters": own.parameters, "data_parallel": data_parallel, "muons": own.muons}
     return {
         name: _zero_stage_memory(config, engine, **rank, cuda=cuda)
@@ -181,7 +200,9 @@ def zero_variants(
 
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
-    """Bytes a token that autograd keeps of one layer on one rank, by term (the table above)."""
+    """Return term -> bytes per token that autograd keeps of one layer on one rank (see the table
+    above).
+    """
     e, split, training = _element(config), _sequence_split(config), training_of(config, cuda=cuda)
     again = training.again
     norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
@@ -198,7 +219,7 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
 
 
 def training_of(config: RunConfig, *, cuda: bool) -> Training:
-    """How the run trains, as shapes are asked about it."""
+    """Return the training settings in the form that shapes take."""
     layout, train = config.parallel, config.train
     return Training(
         element=_element(config),
@@ -214,30 +235,35 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
 
 
 def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
-    """Whether a mixer or an MLP of the model is outside the table, so that its activations are an estimate."""
+    """Return True if a mixer or MLP of the model is outside the table, so that its activations are
+    an estimate.
+    """
     return any(
         ESTIMATE in layer_activations(config, block, cuda=cuda) for block, _ in config.model.kinds
     )
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
-    """Bytes a token that autograd keeps of the final norm, the output layer and the loss on one rank of the last stage."""
+    """Return term -> bytes per token that autograd keeps of the final norm, the output layer and
+    the loss on the last stage.
+    """
     e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
     softmax = WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size
     return {
         "final norm": (e if cuda else WIDE * 2) * hidden / s,
-        "output layer": e * hidden / s,  # its input, or with train.loss_chunk that one's gradient
+        "output layer": e * hidden / s,  # its input, or with train.loss_chunk the input's gradient
         "softmax": 0.0 if config.train.loss_chunk else softmax,
     }
 
 
 def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
-    """Forward passes of a model chunk whose backward pass is still to come, at most (Megatron's 1F1B and interleaved schedules)."""
+    """Return the largest number of forward passes of a model chunk whose backward pass is pending.
+
+    The schedules are Megatron's 1F1B and interleaved schedules.
+    """
     layout, train = config.parallel, config.train
-    stages, chunks = (
-        layout.pipeline_model_parallel_size,
-        layout.virtual_pipeline_model_parallel_size or 1,
-    )
+    stages = layout.pipeline_model_parallel_size
+    chunks = layout.virtual_pipeline_model_parallel_size or 1
     micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel)
     if chunks == 1:
         return min(stages - stage, micro_batches)
@@ -245,7 +271,11 @@ def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
 
 
 def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
-    """Bytes kept on a rank of ``stage`` at the peak: its layers' for every micro-batch in flight, and on the last stage the loss's."""
+    """Return the bytes of activations on a rank of ``stage`` at the peak.
+
+    These are its layers' activations for every micro-batch in flight, and on the last stage those
+    of the loss.
+    """
     stages = config.parallel.pipeline_model_parallel_size
     per_token = (
         0.0
@@ -260,7 +290,9 @@ def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda
 
 
 def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
-    """Bytes that a rank of ``stage`` keeps on the host at the peak (train.offload_activations): what its layers would keep."""
+    """Return the bytes of layer activations that a rank of ``stage`` keeps on the host at the peak
+    (train.offload_activations).
+    """
     per_token = (
         _layers_activations(config, stage, data_parallel, cuda=cuda)
         if _offloads(config, cuda=cuda)
@@ -270,7 +302,7 @@ def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, 
 
 
 def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
-    """Bytes a token of a rank's layers, for every micro-batch in flight."""
+    """Return the bytes per token of a rank's layers, for every micro-batch in flight."""
     layout, layers = config.parallel, 0.0
     for block, count in config.model.kinds:
         again = config.train.recompute == "full"
@@ -284,12 +316,14 @@ def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cu
 
 
 def _offloads(config: RunConfig, *, cuda: bool) -> bool:
-    """On a CPU the host's memory is the device's."""
+    """Return True if activations are offloaded to another memory; on a CPU, device and host memory
+    are the same.
+    """
     return config.train.offload_activations and cuda
 
 
 def _residual(config: RunConfig) -> float:
-    """Bytes a token of the residual stream on one rank."""
+    """Return the bytes per token of the residual stream on one rank."""
     return _element(config) * config.model.stream_size / _sequence_split(config)
 
 
@@ -301,33 +335,47 @@ def beside_told(
     *,
     cuda: bool,
 ) -> Iterator[str]:
-    """What the table of all stages' memory leaves out, in lines: offloaded activations, and that a copy for tensors' norms is in it."""
+    """Yield lines about memory that the table of all stages does not show.
+
+    These are offloaded activations, and the copy of the weights for tensor norms, which the table
+    includes.
+    """
     ranks = min(world_size, RANKS_OF_A_NODE)
     sizes = [
         offloaded_activations(config, stage.stage, data_parallel, cuda=cuda) for stage in memory
     ]
     if any(sizes):
         node = f"{gib(ranks * max(sizes))} a node of {ranks} ranks"
-        yield f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory comes in powers of two, so up to twice that"
+        yield (
+            f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory is "
+            "allocated in powers of two, so it may be up to twice that"
+        )
     if size := copied_weights(config, max(stage.parameters for stage in memory), data_parallel):
-        yield f"  log.diagnostics has tensors: at those steps {gib(size)} more after the backward pass, a copy of what the rank updates"
+        yield (
+            f"  log.diagnostics includes tensors: at those steps {gib(size)} more after the "
+            "backward pass, for a copy of the weights that the rank updates"
+        )
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
-    """Bytes of short-lived tensors at the peak, which is the loss's backward pass (last stage) or, the loss's tensors gone, a layer's.
+    """Return the bytes of short-lived tensors at the peak.
 
-    Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer. With
-    train.loss_chunk both passes in one, a chunk at a time: its logits and softmax, or their gradient and its own of the weight, beside the
-    weight's so far and all hidden states.
-    Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, on a CPU in bf16 as much
-    again; and what its mixer alone holds (``Shape.moment_bytes``).
+    The peak is the backward pass of the loss (last stage) or of a layer, when the tensors of the
+    loss have been freed.
+
+    Loss: in bf16 the logits in addition to their fp32 softmax, and the weight gradient of the
+    output layer before it is added to the fp32 buffer. With train.loss_chunk both passes run
+    together, one chunk at a time: the logits and softmax of the chunk, or their gradient and its
+    weight gradient, in addition to the accumulated weight gradient and all hidden states.
+
+    Layer: the gradients inside its MLP or its mixer, the weight gradient of fc1, under recompute
+    its own activations, on a CPU in bf16 the same amount again; and the temporary memory of its
+    mixer (``Shape.moment_bytes``).
     """
-    model, train, e, t = (
-        config.model,
-        config.train,
-        _element(config),
-        config.parallel.tensor_model_parallel_size,
-    )
+    model = config.model
+    train = config.train
+    e = _element(config)
+    t = config.parallel.tensor_model_parallel_size
     tokens = train.micro_batch_size * _own_length(config)
     inner, packed = model.ffn_size / t, max(_packed_width(block) for block, _ in model.kinds) / t
     per_token = (
@@ -335,8 +383,8 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
         if cuda
         else e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
     )
-    # Under recompute what was not kept of a layer is made again; on a CPU in bf16 its fp32 parts have fp32 gradients, about as much as it
-    # has activations (seen, not derived).
+    # Recompute makes the missing activations of a layer again. On a CPU in bf16 the fp32 parts of a
+    # layer have fp32 gradients of about the size of its activations (measured, not derived).
     plain = replace(config, train=replace(train, recompute="none"))
     whole = max(
         sum(layer_activations(plain, block, cuda=cuda).values()) for block, _ in model.kinds
@@ -368,7 +416,7 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
             + _residual(config) * tokens
         )
     else:
-        # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
+        # Megatron's fused loss (on a GPU in bf16) turns the softmax into its gradient in place.
         wide = 0 if cuda and not train.z_loss else WIDE
         loss = (
             rows * (e + wide) * (e < WIDE) + e * model.hidden_size
@@ -377,7 +425,7 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
 
 
 def _packed_width(block: BlockShape) -> int:
-    """Channels of the mixer's widest linear map."""
+    """Return the number of channels of the mixer's widest linear map."""
     return max(
         (max(weight.shape) for weight in block.mixer.weights().values() if len(weight.shape) == 2),
         default=0,
@@ -389,7 +437,7 @@ def _element(config: RunConfig) -> int:
 
 
 def _own_length(config: RunConfig) -> int:
-    """Tokens of a sequence that a context-parallel rank has."""
+    """Return the number of tokens of a sequence on one context-parallel rank."""
     return config.data.seq_length // config.parallel.context_parallel_size
 
 

@@ -1,4 +1,7 @@
-"""What Muon costs, from the configuration alone: FLOPs of its Newton-Schulz iteration, parameters with one moment. No torch."""
+"""Cost of Muon, from the configuration alone: FLOPs of its Newton-Schulz iteration.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,25 @@ from fem_megatron.shape import Weight
 from pretrain.config import RunConfig
 
 STEPS = 5
-ROUND = 2**26  # elements of whole maps that a rank works on at a time, where no map has more
-TENSORS = 6  # of them at once: the directions, whole maps, two in the iteration, its result, what is sent back
+# Elements of unsharded maps that a rank processes at a time, unless one map has more.
+ROUND = 2**26
+# Tensors of that size at once: the directions, the unsharded maps, two in the iteration, its
+# result, and the returned updates.
+TENSORS = 6
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of making one map orthogonal: X X^T, its square, and a product with X at each step; a the smaller side, b the larger."""
+    """Return the FLOPs of making one map orthogonal.
+
+    Each of the STEPS iterations computes X X^T, its square, and a product with X. With a the
+    smaller and b the larger side, this is 4 a^2 b + 2 a^3 per iteration.
+    """
     a, b = sorted((rows, columns))
     return STEPS * (4.0 * a * a * b + 2.0 * a**3)
 
 
 def step_flops(weights: Iterable[Weight]) -> float:
-    """FLOPs of one optimizer step for all maps of these whole weights."""
+    """Return the FLOPs of one optimizer step for all maps of these unsharded weights."""
     return sum(
         newton_schulz_flops(rows, one.shape[-1])
         for one in weights
@@ -30,16 +40,21 @@ def step_flops(weights: Iterable[Weight]) -> float:
 
 
 def told(config: RunConfig, weights: Iterable[Weight], data_parallel: int, training: float) -> str:
-    """What Muon does, in a line. training: FLOPs of a step's passes. An optimizer that is not split does its work on each rank."""
+    """Return the plan's line about Muon.
+
+    training: FLOPs of the forward and backward passes of a step. If the optimizer is not split,
+    every rank repeats its work.
+    """
     split = (
         config.engine.zero_stage > 0
         if config.engine.name == "deepspeed"
         else config.parallel.use_distributed_optimizer
     )
     muons = [one for one in weights if one.orthogonal]
-    maps, flops = (
-        sum(len([*one.linear_maps()]) for one in muons),
-        step_flops(muons) * (1 if split else data_parallel),
-    )
+    maps = sum(len([*one.linear_maps()]) for one in muons)
+    flops = step_flops(muons) * (1 if split else data_parallel)
     size = sum(one.size for one in muons)
-    return f"Muon: {size:,} parameters in {maps:,} maps, {si(flops)}FLOP a step, {100 * flops / training:.2g}% of training"
+    return (
+        f"Muon: {size:,} parameters in {maps:,} maps, {si(flops)}FLOP a step, "
+        f"{100 * flops / training:.2g}% of training"
+    )

@@ -1,6 +1,7 @@
-"""What a run will need, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size. No torch, nothing started.
+"""Plan of a run, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size.
 
-Memory is ``pretrain.plan.memory``'s part; text for the console is ``render``. The names and shapes here are those of the built model.
+Memory is computed in ``pretrain.plan.memory``; ``render`` formats the plan for the console.
+Parameter names and shapes are those of the built model. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer
 Shapes = dict[str, tuple[int, ...]]
 
 
-# --- parameters ----------------------------------------------------------------------------------------------------------------
+# --- parameters ----------------------------------------------------------------------------------
 
 
 def model_weights(model: ModelConfig) -> Weights:
-    """Name -> weight of every parameter of the whole model (unsharded; tied output layer absent), as its state dict has them."""
+    """Return name -> weight of every parameter of the full model, with the names of its state dict.
+
+    Weights are unsharded, and a tied output layer is absent.
+    """
     outer = outer_weights(model)
     embedding = "embedding.word_embeddings.weight"
     weights: Weights = {embedding: outer.pop(embedding)}
@@ -50,12 +54,12 @@ def model_weights(model: ModelConfig) -> Weights:
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
-    """Name -> shape of every parameter of the whole model."""
+    """Return name -> shape of every parameter of the full model."""
     return {name: weight.shape for name, weight in model_weights(model).items()}
 
 
 def component(name: str) -> str:
-    """The part of the model a parameter is counted under, one of COMPONENTS."""
+    """Return the component, one of COMPONENTS, to which a parameter belongs."""
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("output_layer."):
@@ -68,7 +72,7 @@ def component(name: str) -> str:
 
 
 def count_by_component(model: ModelConfig) -> dict[str, int]:
-    """Component -> number of parameters of the whole model."""
+    """Return component -> number of parameters of the full model."""
     counts: dict[str, int] = {}
     for name, shape in parameter_shapes(model).items():
         counts[component(name)] = counts.get(component(name), 0) + math.prod(shape)
@@ -76,9 +80,10 @@ def count_by_component(model: ModelConfig) -> dict[str, int]:
 
 
 def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
-    """Parameters that one rank of each pipeline stage holds, exactly; a tied embedding is held by the first and the last stage.
+    """Return the exact number of parameters of one rank of each pipeline stage.
 
-    muons: those alone that Muon updates.
+    A tied embedding counts on the first and the last stage. muons: count only the parameters that
+    Muon updates.
     """
     layout, model = config.parallel, config.model
     stages = layout.pipeline_model_parallel_size
@@ -92,9 +97,8 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
             // (1 if weight.split is None else layout.tensor_model_parallel_size)
         )
 
-    for layer, block in enumerate(
-        model.blocks()
-    ):  # interleaving deals the layers out in another order, but as many to each stage
+    # Interleaving assigns the layers in another order, but the same number to each stage.
+    for layer, block in enumerate(model.blocks()):
         counts[layer * stages // model.num_layers] += sum(map(own, block.weights().values()))
     for name, weight in outer_weights(model).items():
         ends = {0, stages - 1} if model.tie_embeddings else {0}
@@ -103,16 +107,18 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
     return counts
 
 
-# --- FLOPs ---------------------------------------------------------------------------------------------------------------------
+# --- FLOPs ---------------------------------------------------------------------------------------
 
 
 def forward_flops(
     model: ModelConfig, seq_length: int, pieces: Pieces | None = None
 ) -> dict[str, float]:
-    """FLOPs of one token's forward pass, by component: matrix products alone, a multiply-add counted as two.
+    """Return component -> FLOPs of one token's forward pass.
 
-    Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average. Each mixer's own products are in its
-    ``Shape.flops``. pieces: of documents that are read apart, each by its own length; the tokens that fill their rows up are not counted.
+    Only matrix products are counted; a multiply-add counts as two. Attention is counted over the
+    causal half: a token reads (seq_length + 1) / 2 keys on average. Each mixer's own products are
+    in its ``Shape.flops``. pieces: documents that are read separately, each counted by its own
+    length; padding tokens are not counted.
     """
     flops: dict[str, float] = {}
     for block, count in model.kinds:
@@ -129,17 +135,26 @@ def _block_flops(block: BlockShape, seq_length: int, pieces: Pieces | None) -> d
 
 
 def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
-    """Bytes of one sequence's decoding state after ``length`` tokens, over all layers, activations of ``element`` bytes."""
+    """Return the bytes of one sequence's decoding state after ``length`` tokens.
+
+    The sum is over all layers; ``element``: bytes of an activation.
+    """
     return sum(block.state_bytes(length, element) for block in model.blocks())
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Model FLOPs of training on one token, over whole sequences: forward plus twice as much backward; recompute is not counted."""
+    """Return the model FLOPs of training on one token, over full sequences.
+
+    These are the forward pass plus twice as much for the backward pass; recompute is not counted.
+    """
     return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
 
 
 def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
-    """FLOPs that recompute adds for a token, by component: of the layers' ``forward`` pass all that runs twice."""
+    """Return component -> FLOPs per token that recompute adds.
+
+    These are the parts of the layers' ``forward`` pass that run twice.
+    """
     once = {
         "none": set(forward),
         "selective": {"mixer projections", "conditioner"},
@@ -148,15 +163,16 @@ def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str,
     return {part: value for part, value in forward.items() if part not in once | {"output layer"}}
 
 
-# --- the plan ------------------------------------------------------------------------------------------------------------------
+# --- the plan ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs. Sizes in bytes, FLOPs per token.
+    """Requirements of a run. Sizes are in bytes, FLOPs per token.
 
-    train_flops, the MFU's numerator, and hardware_flops, recompute counted too, are by ``pieces`` where documents are read apart and data
-    is here that tells their lengths.
+    train_flops is the numerator of the MFU; hardware_flops also counts recompute. Both use
+    ``pieces``, the lengths of the documents, if documents are read separately and the data is
+    available.
     """
 
     config: RunConfig
@@ -174,17 +190,21 @@ class Plan:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Of the whole model, by COMPONENTS."""
+        """Component -> number of parameters of the full model."""
         return count_by_component(self.config.model)
 
     @property
     def dense_flops(self) -> float:
-        """As ``train_flops``, over whole sequences."""
+        """FLOPs like ``train_flops``, but over full sequences."""
         return flops_per_token(self.config)
 
     @property
     def transformer_parameters(self) -> int:
-        """Of a Transformer of the same width; they do not depend on its heads, and one head fits any width."""
+        """Number of parameters of a Transformer of the same width.
+
+        The number does not depend on the number of heads; one head is used because it fits any
+        width.
+        """
         twin = replace(
             self.config.model,
             mixer=BASELINE,
@@ -204,17 +224,17 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint."""
+        """Bytes of one checkpoint."""
         return checkpoint_bytes(self.config)
 
     @property
     def total_parameters(self) -> int:
-        """Of the whole model, tied weights once."""
+        """Number of parameters of the full model; tied weights count once."""
         return sum(self.parameters.values())
 
     @property
     def non_embedding_parameters(self) -> int:
-        """Without the embedding and the output layer."""
+        """Number of parameters without the embedding and the output layer."""
         return sum(
             count
             for name, count in self.parameters.items()
@@ -223,41 +243,37 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens the run consumes, whole steps."""
+        """Number of tokens that the run consumes, in full steps."""
         return self.schedule.steps * self.schedule.step_tokens
 
     @property
     def save_memory(self) -> int:
-        """Bytes of host memory for a save, on the rank with most to write: a copy of its part, and 1/32 more in the blocks of a GPU's.
+        """Bytes of host memory for a save, on the rank with the most data.
 
-        Of the blocks of `fem_megatron.megatron.staging` up to 2.2% stay empty, for models of 1.3B to 70B parameters.
+        This is a copy of its part; on a GPU it is 1/32 larger, because the staging blocks are not
+        completely filled. Up to 2.2% of the blocks of `fem_megatron.megatron.staging` stay empty
+        for models of 1.3B to 70B parameters.
         """
-        ranks, parts = (
-            self.data_parallel * self.config.parallel.context_parallel_size,
-            33 if self.cuda else 32,
+        ranks = self.data_parallel * self.config.parallel.context_parallel_size
+        parts = 33 if self.cuda else 32
+        most = max(
+            stage.parameters * stored_bytes(self.config) - 4 * stage.muons for stage in self.memory
         )
-        return (
-            max(
-                stage.parameters * stored_bytes(self.config) - 4 * stage.muons
-                for stage in self.memory
-            )
-            // ranks
-            * parts
-            // 32
-        )
+        return most // ranks * parts // 32
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Bytes of the rank that needs most memory."""
         return max(stage.total for stage in self.memory)
 
 
 def make_plan(
     config: RunConfig, world_size: int, facts: DataFacts | None = None, *, cuda: bool = True
 ) -> Plan:
-    """The plan of a validated configuration on ``world_size`` processes; ``cuda`` picks the memory model of a GPU or of a CPU.
+    """Return the plan of a validated configuration on ``world_size`` processes.
 
-    ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data.facts.fill_from_data``).
+    ``cuda`` selects the memory model of a GPU or of a CPU. ``model.vocab_size`` must be known
+    (given, or filled in by ``pretrain.data.facts.fill_from_data``).
     """
     layout = config.parallel
     data_parallel = world_size // layout.model_parallel
@@ -265,9 +281,8 @@ def make_plan(
     counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
     pieces = None
     if facts is not None and config.data.documents == "separate":
-        from pretrain.data.pieces import (
-            pieces_of,
-        )  # numpy: a plan of whole sequences starts without
+        # Imported late, because it imports numpy, which a plan of full sequences does not need.
+        from pretrain.data.pieces import pieces_of
 
         pieces = pieces_of(config, facts)
     forward = forward_flops(config.model, config.data.seq_length, pieces)
@@ -293,7 +308,7 @@ def make_plan(
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of one checkpoint."""
+    """Return the size of one checkpoint in bytes."""
     muons = config.optimizer.name == "muon"
     weights = model_weights(config.model).values()
     return sum(
@@ -303,9 +318,12 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def stored_bytes(config: RunConfig) -> int:
-    """Bytes that a checkpoint holds of one parameter: the weight in the training precision and the optimizer's fp32 state.
+    """Return the bytes that a checkpoint contains per parameter: the weight and the optimizer's
+    fp32 state.
 
-    Megatron's distributed optimizer stores its fp32 parameters beside the two moments in either precision; the plain one only in bf16.
+    The weight has the training precision. Megatron's distributed optimizer stores its fp32
+    parameters with the two moments in either precision; the plain optimizer stores them only in
+    bf16.
     """
     bf16 = config.train.precision == "bf16"
     main_parameter = 4 if bf16 or config.parallel.use_distributed_optimizer else 0
@@ -313,7 +331,7 @@ def stored_bytes(config: RunConfig) -> int:
 
 
 def render(plan: Plan) -> str:
-    """The plan as text for a console."""
+    """Return the plan as text for the console."""
     return "\n".join(
         line
         for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines)
@@ -322,7 +340,10 @@ def render(plan: Plan) -> str:
 
 
 def memory_excess(plan: Plan) -> str | None:
-    """What is wrong where the fullest rank needs more memory than log.device has; None where it fits, or nobody says what it has."""
+    """Return an error text if the rank with the highest peak needs more memory than log.device has.
+
+    Returns None if the memory is sufficient or the device's memory is unknown.
+    """
     device = plan.config.log.device
     room = memory_gib(device) if device else None
     if room is None or plan.peak_memory <= room * 2**30:
@@ -334,8 +355,9 @@ def memory_excess(plan: Plan) -> str | None:
     )
     enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
     return (
-        f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
-        f"train.recompute=full or train.loss_chunk, or split the model further (parallel.*, engine.*)"
+        f"log.device = {device} has {room} GiB of memory, and a rank needs "
+        f"{gib(plan.peak_memory)}: lower train.micro_batch_size, set train.recompute=full or "
+        "train.loss_chunk, or split the model further (parallel.*, engine.*)"
         + (f"; the smallest parallel.context_parallel_size that fits: {enough}" if enough else "")
     )
 
@@ -345,29 +367,46 @@ def _model_lines(plan: Plan) -> Iterator[str]:
     names, blocks = mixer_names(model), model.blocks()
     again = f", each applied {model.recurrence} times" if model.recurrence > 1 else ""
     what = " ".join(model.pattern or (model.mixer,))
-    yield f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads{again}"
+    yield (
+        f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, "
+        f"{model.num_attention_heads} heads{again}"
+    )
     for name, block in dict(zip(names, blocks, strict=True)).items():
-        yield f"  {name}: {', '.join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)}"
+        shapes = [shape for shape in (block.mixer, block.mlp) if shape is not None]
+        yield f"  {name}: {', '.join(shape.summary() for shape in shapes)}"
     yield f"  vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
     if model.parametrization == "mup":
-        yield f"  muP: m = {width_ratio(model):g}, from a base of width {model.mup.base_hidden_size}"
+        yield (
+            f"  muP: m = {width_ratio(model):g}, from a base of width {model.mup.base_hidden_size}"
+        )
     yield "parameters"
     for name in COMPONENTS:
         if name in plan.parameters:
             count = plan.parameters[name]
             yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
-    yield f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and output layer)"
+    yield (
+        f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and "
+        "output layer)"
+    )
     if any(block.mixer.external for block in blocks):
-        yield "  without those inside flash-linear-attention's layers, which the package alone knows"
+        yield (
+            "  without the parameters inside flash-linear-attention's layers, whose number is "
+            "unknown"
+        )
     elif set(names) != {BASELINE}:
         excess = 100 * (total / plan.transformer_parameters - 1)
-        yield f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has {excess:+.2f}%"
+        yield (
+            f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has "
+            f"{excess:+.2f}%"
+        )
 
 
 def _cost_lines(plan: Plan) -> Iterator[str]:
     config, forward = plan.config, sum(plan.forward_flops.values())
     half = "causal half" if plan.pieces is None else "causal half of each document's part"
-    yield f"FLOPs per token (matrix products; attention over the {half} of {config.data.seq_length})"
+    yield (
+        f"FLOPs per token (matrix products; attention over the {half} of {config.data.seq_length})"
+    )
     for name, value in plan.forward_flops.items():
         yield f"  {name:<18} {si(value):>11}FLOP  {100 * value / forward:5.1f}%"
     yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
@@ -381,35 +420,52 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
         yield f"  {_documents_told(plan)}"
     if config.optimizer.name == "muon":
         weights = model_weights(config.model).values()
-        yield f"  {muon.told(config, weights, plan.data_parallel, plan.train_flops * plan.schedule.step_tokens)}"
+        step_flops = plan.train_flops * plan.schedule.step_tokens
+        yield f"  {muon.told(config, weights, plan.data_parallel, step_flops)}"
     length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
-    yield f"  decoding state of {length:,} tokens: {gib(decoding_state_bytes(config.model, length, element))} a sequence"
+    yield (
+        f"  decoding state of {length:,} tokens: "
+        f"{gib(decoding_state_bytes(config.model, length, element))} a sequence"
+    )
     schedule = plan.schedule
     yield "length"
-    yield f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {si(plan.tokens)}tokens ({plan.tokens:,})"
+    yield (
+        f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {si(plan.tokens)}tokens "
+        f"({plan.tokens:,})"
+    )
     warmup = schedule.warmup_samples // schedule.batch_samples
     yield f"  warm-up {warmup:,} steps; training compute {si(plan.tokens * plan.train_flops)}FLOP"
     if plan.train_data_tokens is not None:
-        yield f"  training data {plan.train_data_tokens:,} tokens: {plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
+        yield (
+            f"  training data {plan.train_data_tokens:,} tokens: "
+            f"{plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
+        )
 
 
 def _documents_told(plan: Plan) -> str:
     pieces = plan.pieces
     if pieces is None:
-        return "counted over whole sequences: documents are read apart, but no data is here that tells their lengths"
+        return (
+            "counted over full sequences: documents are separate, but their lengths are unknown "
+            "without the data"
+        )
     read = (
         ""
         if pieces.read == pieces.documents
         else f" ({pieces.read:,} of {pieces.documents:,} were read)"
     )
-    return f"by documents of {pieces.mean:,.0f} tokens on average{read}; over whole sequences training {si(plan.dense_flops)}FLOP"
+    return (
+        f"by documents of {pieces.mean:,.0f} tokens on average{read}; over full sequences "
+        f"training {si(plan.dense_flops)}FLOP"
+    )
 
 
 def _layout_lines(plan: Plan) -> Iterator[str]:
     layout, train = plan.config.parallel, plan.config.train
     chunks = layout.virtual_pipeline_model_parallel_size
     words = [
-        f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP {layout.tensor_model_parallel_size}",
+        f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP "
+        f"{layout.tensor_model_parallel_size}",
         f"x PP {layout.pipeline_model_parallel_size}"
         + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
         *([f"x CP {layout.context_parallel_size}"] if layout.context_parallel_size > 1 else []),
@@ -418,8 +474,9 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
     yield "layout"
     yield "  " + " ".join(words) + (", sequence parallel" if layout.sequence_parallel else "")
     yield (
-        f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {train.micro_batch_size} x "
-        f"{plan.config.data.seq_length} tokens on each data-parallel rank, {train.precision}, recompute {train.recompute}"
+        f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of "
+        f"{train.micro_batch_size} x {plan.config.data.seq_length} tokens on each data-parallel "
+        f"rank, {train.precision}, recompute {train.recompute}"
     )
     yield from cut.told(plan.config, plan.data_parallel, cuda=plan.cuda)
 
@@ -431,15 +488,14 @@ def _split_words(config: RunConfig) -> str:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    rows = (
-        plan.config.data.documents == "separate"
-    )  # a little longer than the documents, and kept beside what they were copied from
+    # Rows of separate documents are padded copies, which exist in addition to their sources.
+    rows = plan.config.data.documents == "separate"
     estimated = (
         "; activations estimated, to about 25%"
         if rows or is_estimated(plan.config, cuda=plan.cuda)
         else ""
     )
-    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
+    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, without the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:
@@ -452,22 +508,30 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     if excess := memory_excess(plan):
         yield f"DOES NOT FIT: {excess}"
     checkpoint = plan.config.checkpoint
-    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {checkpoint.keep_last + len(checkpoint.keep)} kept"
-    meanwhile = "while training goes on" if checkpoint.async_save else "while training waits"
+    yield (
+        f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; "
+        f"{checkpoint.keep_last + len(checkpoint.keep)} kept"
+    )
+    meanwhile = "while training continues" if checkpoint.async_save else "while training waits"
     speed = checkpoint.gb_per_second
     took = (
         f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s"
         if speed
-        else "(checkpoint.gb_per_second tells in how long)"
+        else "(duration: set checkpoint.gb_per_second)"
     )
     yield f"  written {took} {meanwhile}, from up to {gib(plan.save_memory)} of host memory a rank"
 
 
 def _zero_lines(plan: Plan) -> Iterator[str]:
-    """The same rank under every stage and offload, the run's own marked."""
+    """Yield the memory of the same rank under every ZeRO stage and offload; the run's own is
+    marked.
+    """
     (own,) = plan.memory
     host = plan.cuda
-    yield "under DeepSpeed's stages (the peak is below the sum: gradients come while activations go)"
+    yield (
+        "under DeepSpeed's stages (the peak is below the sum, because gradients replace "
+        "activations)"
+    )
     titles = (
         "weights",
         "gradients",

@@ -1,24 +1,30 @@
-"""Memory of one rank under DeepSpeed's ZeRO, from the configuration alone, in bytes. No torch: the terms are what its stages keep.
+"""Memory of one rank under DeepSpeed's ZeRO in bytes, from the configuration alone.
 
-P parameters of the rank, d data-parallel ranks, e bytes of the training precision, b elements of a reduction bucket. Everything that ZeRO
-updates is fp32: a copy of the weights and Adam's two moments, 12 P / d, in fp32 training too (stage 0 has the moments alone, 8 P). Of what
-Muon updates there is one moment, 4 bytes less.
+P: parameters of the rank; d: data-parallel ranks; e: bytes of the training precision; b: elements
+of a reduction bucket. All optimizer state of ZeRO is fp32: a copy of the weights and Adam's two
+moments, 12 P / d, also in fp32 training (stage 0 has only the moments, 8 P). Parameters updated by
+Muon have one moment, which is 4 bytes less.
 
     stage 0          weights eP      gradients 4P             reduction 4b
     stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
     stage 1, bf16    weights eP      gradients 4P + eP *      reduction 4b
-    stage 2          weights eP      gradients 4P/d, twice    reduction eb, and 4b more in bf16: what is reduced is converted
-    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g (gloo: 8b + 4g), update 4g
+    stage 2          weights eP      gradients 4P/d, twice    reduction eb (in bf16 4b more)
+    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g, update 4g
 
-The update makes no temporaries: both Adams are fused. Stage 3 updates g elements at a time, the smaller of P/d and sub_group_size, whose
-gradients it flattens first.
+In stage 2 the 4b more in bf16 are the converted gradients. In stage 3 with gloo the reduction is
+8b + 4g. The update makes no temporaries, because both Adam implementations are fused. Stage 3
+updates g elements at a time, the smaller of P/d and sub_group_size, and flattens their gradients
+first.
 
-Gradients marked * are there from the start; the others come while activations go, unless a step has several micro-batches. Stage 3 holds
-a bucket, 4b, all the time, and L elements whole beside the activations: the smaller of P and max_live_parameters (and max_reuse_distance),
-beyond which DeepSpeed gathers a parameter anew for every use. Offload keeps the 12 P / d and two 4 P / d of gradients on the host and a
-bucket, eb in stages 1 and 2, on the device; offloaded parameters are the e P / d of stage 3, on the host.
+Gradients marked * exist from the start; the others appear while activations are freed, unless a
+step has several micro-batches. Stage 3 always holds a bucket, 4b, and L unsharded elements in
+addition to the activations: L is the smaller of P and max_live_parameters (and max_reuse_distance);
+beyond L, DeepSpeed gathers a parameter again for every use. Offload keeps the 12 P / d and two 4 P
+/ d of gradients on the host and a bucket, eb in stages 1 and 2, on the device; offloaded parameters
+are the e P / d of stage 3, on the host.
 
-On a CPU this is within 15% of what processes were seen to hold (tests/pretrain/test_memory.py, docs/engines.md); no GPU was looked at.
+On a CPU this is within 15% of the measured memory of processes (tests/pretrain/test_memory.py,
+docs/engines.md); it was not measured on a GPU. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,15 +36,16 @@ from pretrain.config import EngineConfig, RunConfig
 WIDE = 4  # bytes of fp32
 BUCKET = 500_000_000  # elements, DeepSpeed's default
 LIVE = 1_000_000_000  # DeepSpeed's max_live_parameters and max_reuse_distance
-SUB_GROUP = 1_000_000_000  # and its sub_group_size
+SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size
 
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """Bytes of a rank's device, and of its host where that is another memory.
+    """Bytes of a rank's device memory, and of the host's memory if that is separate.
 
-    bucket is held all the time. fresh: of the gradients, wherever they are, what comes with the backward pass. Beside the activations
-    stands ``forward``; when they are gone, ``reduction`` beside all gradients.
+    bucket: used all the time. fresh: the part of the gradients, on device or host, that appears
+    during the backward pass. forward: used in addition to the activations. reduction: used in
+    addition to all gradients, after the activations have been freed.
     """
 
     weights: int
@@ -52,11 +59,13 @@ class ZeroMemory:
 
     @property
     def workspace(self) -> int:
-        """All that is neither weights, gradients, optimizer nor activations."""
+        """Bytes that are neither weights, gradients, optimizer state nor activations."""
         return self.bucket + max(self.forward, self.reduction)
 
     def peak(self, activations: int) -> int:
-        """The most that the device holds at once, of which ``activations`` are the model's own with their workspace."""
+        """Return the peak of the device, given the ``activations`` of the model including their
+        workspace.
+        """
         steady = self.weights + self.gradients - self.fresh + self.optimizer + self.bucket
         return steady + max(activations + self.forward, self.fresh + self.reduction)
 
@@ -70,9 +79,10 @@ def zero_memory(
     cuda: bool,
     muons: int = 0,
 ) -> ZeroMemory:
-    """What ZeRO keeps for a rank of ``parameters`` parameters, of which Muon updates ``muons``; ``engine`` may be another than the run's.
+    """Return the ZeRO memory of a rank with ``parameters`` parameters, of which Muon updates
+    ``muons``.
 
-    On a CPU there is no host.
+    ``engine`` may differ from the run's engine. On a CPU the host's memory counts as the device's.
     """
     e = 2 if config.train.precision == "bf16" else WIDE
     stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
@@ -113,7 +123,10 @@ def zero_memory(
 
 
 def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
-    """(name, settings) of every stage and offload that the run could have in its precision, the run's own bucket sizes kept."""
+    """Return (name, settings) of every ZeRO stage and offload that the run could use.
+
+    The stages fit the run's precision, and the settings include its bucket sizes.
+    """
     found = []
     for stage in (0, 1, 2, 3):
         if stage == 0 and config.train.precision == "bf16":
@@ -131,12 +144,10 @@ def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
 
 
 def zero_name(engine: EngineConfig) -> str:
-    """A stage with its offload in words."""
-    offloaded = (
-        ", all offloaded"
-        if engine.offload_parameters
-        else ", optimizer offloaded"
-        if engine.offload_optimizer
-        else ""
-    )
+    """Return the name of a stage with its offload."""
+    offloaded = ""
+    if engine.offload_parameters:
+        offloaded = ", all offloaded"
+    elif engine.offload_optimizer:
+        offloaded = ", optimizer offloaded"
     return f"stage {engine.zero_stage}{offloaded}"

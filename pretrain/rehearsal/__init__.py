@@ -1,1 +1,3 @@
-"""A step of one rank before there is a machine: the code that will train, on tensors without numbers, in a world of the true size."""
+"""Rehearsal of a step of one rank without its machine: the training code runs on meta tensors in a
+fake process group.
+"""

@@ -1,6 +1,8 @@
-"""What a rank's steps hold and send, operation by operation: `Recorder` sees every one of torch's as it is dispatched.
+"""Recorder of the memory and collectives of a rank's steps: `Recorder` intercepts every dispatched
+torch operation.
 
-It records a real run as well, where it leaves everything as it is: so the collectives of both can be compared, call by call.
+It can also record a real run without changing it, so that the collectives of both can be compared
+call by call.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = (
     "activations",
     "workspace",
 )
-"""What holds memory; activations were made by a forward pass, workspace by a backward pass or the update, or before the step."""
+"""Holders of memory. Activations are made by a forward pass; workspace by a backward pass, by the
+update, or before the step."""
 
 
 @dataclass
 class Held:
-    """A tensor's memory from its birth to its end, in ticks of the recorder (None: it is still there). part: of the model."""
+    """Memory of a tensor from its creation to its release, in ticks of the recorder (gone is None:
+    still allocated).
+
+    part: part of the model.
+    """
 
     bytes: int
     phase: str
@@ -47,12 +54,14 @@ class Held:
     place: str
     born: int
     gone: int | None = None
-    kind: str = ""  # of HOLDERS, where that is known
+    kind: str = ""  # one of HOLDERS; empty if unknown
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A call. group: the ranks' numbers; bytes: of this rank's largest tensor in it; peer: of a send or receive."""
+    """A collective call. group: numbers of the ranks; bytes: size of this rank's largest tensor;
+    peer: of a send or receive.
+    """
 
     phase: str
     kind: str
@@ -63,7 +72,10 @@ class Collective:
 
 @dataclass
 class StepTrace(Trace):
-    """A trace that knows a step's phases; ``stage`` is ``setup``, ``forward`` (with the backward), ``reduction`` or ``update``."""
+    """Trace with the phases of a step.
+
+    ``stage`` is ``setup``, ``forward`` (including the backward pass), ``reduction`` or ``update``.
+    """
 
     stage: str = SETUP
     part: str = ""
@@ -72,21 +84,25 @@ class StepTrace(Trace):
 
     @property
     def phase(self) -> str:
-        """Of what runs now."""
+        """Phase of the operation that runs now."""
         running = torch._C._current_graph_task_id() != -1
         return BACKWARD if running and self.stage == FORWARD else self.stage
 
     def launched(self, kernel: Any, given: dict[str, Any]) -> None:
-        """A Triton kernel was; its arguments, tensors of the step, are let go."""
+        """Ignore the launch of a Triton kernel, so that its arguments, tensors of the step, can be
+        released.
+        """
 
     def add(self, name: str, moved: float, kind: str = "pointwise", flops: float = 0.0) -> None:
-        """A kernel ran."""
+        """Record a kernel."""
         self.backward = self.phase == BACKWARD
         super().add(name, moved, kind, flops)
 
 
 class Recorder(Dispatched):
-    """Records all collectives, and the memory of the tensors of one device: those without numbers, or in a real run those of the CPU."""
+    """Recorder of all collectives, and of the memory of tensors on one device: meta tensors, or CPU
+    tensors in a real run.
+    """
 
     trace: StepTrace
 
@@ -98,7 +114,7 @@ class Recorder(Dispatched):
         self.tick = 0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the operation and records it."""
+        """Run the operation and record it."""
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         if self.trace.muted:
@@ -108,7 +124,9 @@ class Recorder(Dispatched):
         return out
 
     def fused(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as one kernel: what it makes on its way is in no memory."""
+        """Wrap the function so that it counts as one kernel; its intermediate tensors are not
+        recorded.
+        """
 
         def call(*args: Any) -> Any:
             self.trace.muted = True
@@ -125,7 +143,7 @@ class Recorder(Dispatched):
         return call
 
     def note(self, made: Any, operation: str) -> None:
-        """The memory of tensors that were not there before."""
+        """Record the memory of new tensors."""
         for t in tree_leaves(made):
             if isinstance(t, Tensor) and self._is_here(t):
                 storage = t.untyped_storage()
@@ -144,7 +162,7 @@ class Recorder(Dispatched):
                     self.tick += 1
 
     def known(self, tensors: Any, kind: str) -> None:
-        """What holds these tensors' memory."""
+        """Set the holder (one of HOLDERS) of these tensors' memory, unless it is already set."""
         for t in tree_leaves(tensors):
             if (
                 isinstance(t, Tensor)
@@ -155,7 +173,7 @@ class Recorder(Dispatched):
                 held.kind = held.kind or kind
 
     def forget(self, tensors: Any) -> None:
-        """These tensors hold no memory of the device."""
+        """Count the memory of these tensors as zero."""
         for t in tree_leaves(tensors):
             if isinstance(t, Tensor) and self._is_here(t):
                 self.here[t.untyped_storage()._cdata][0].bytes = 0
@@ -201,4 +219,4 @@ NAMES = {
     "broadcast": "broadcast",
     "recv": "receive",
 }
-"""torch's name of a collective -> the field's."""
+"""Name of a collective in torch -> common name."""

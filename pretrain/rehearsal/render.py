@@ -1,4 +1,4 @@
-"""A rehearsal as text, as JSON and as a picture."""
+"""Output of a rehearsal as text, JSON and figure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LARGEST = 12
 
 
 def text(told: Rehearsal) -> str:
-    """For a console."""
+    """Return the rehearsal as text for the console."""
     room = memory_gib(told.device)
     lines = [
-        f"{told.config.name} on {told.plan.world_size} x {told.device}{'' if room is None else f', {room} GiB each'}: one step, rehearsed "
-        "without numbers"
+        f"{told.config.name} on {told.plan.world_size} x "
+        f"{told.device}{'' if room is None else f', {room} GiB each'}: rehearsal of one step"
     ]
     for rank in told.ranks:
         lines += _rank_lines(told, rank)
@@ -35,8 +35,10 @@ def text(told: Rehearsal) -> str:
 def _rank_lines(told: Rehearsal, rank: Rank) -> Iterator[str]:
     peak, plan = rank.peak, told.plan.memory[rank.stage]
     yield (
-        f"rank {rank.rank}, stage {rank.stage + 1} of {told.config.parallel.pipeline_model_parallel_size}: {gib(peak.bytes)} at the peak, "
-        f"{peak.phase} of {peak.part}; the plan says {gib(plan.total)}, {100 * (plan.total / peak.bytes - 1):+.0f}% ({rank.seconds:.0f} s)"
+        f"rank {rank.rank}, stage {rank.stage + 1} of "
+        f"{told.config.parallel.pipeline_model_parallel_size}: {gib(peak.bytes)} at the peak, "
+        f"{peak.phase} of {peak.part}; planned {gib(plan.total)}, "
+        f"{100 * (plan.total / peak.bytes - 1):+.0f}% ({rank.seconds:.0f} s)"
     )
     rows = [["", "rehearsed", "planned"]]
     rows += [[name, gib(size), gib(getattr(plan, name))] for name, size in peak.by_holder().items()]
@@ -58,7 +60,7 @@ def _rank_lines(told: Rehearsal, rank: Rank) -> Iterator[str]:
     )
     forward, backward = (rank.flops(backward=which) for which in (False, True))
     yield f"  {len(rank.launches):,} kernels, which move {size_of(rank.moved)}"
-    yield f"  {si(forward)}FLOP forward and {si(backward)}FLOP backward, Triton's own aside"
+    yield f"  {si(forward)}FLOP forward and {si(backward)}FLOP backward, without Triton kernels"
     yield f"  {counted(len(rank.reads), 'host read')}: {', '.join(rank.reads)}"
     yield "  " + ", ".join(f"{name}: {chosen}" for name, chosen in sorted(rank.chosen.items()))
 
@@ -68,7 +70,7 @@ def _table(rows: list[list[str]], left: list[int] | None = None) -> Iterator[str
 
 
 def _by_part(rank: Rank) -> dict[str, int]:
-    """Part of the model -> bytes of activations; layers that hold alike are one."""
+    """Return part of the model -> bytes of activations; layers with the same size are combined."""
     parts: dict[str, int] = defaultdict(int)
     for each in rank.peak.held:
         if holder(each) == ACTIVATIONS:
@@ -83,7 +85,9 @@ def _by_part(rank: Rank) -> dict[str, int]:
 
 
 def _largest(rank: Rank) -> list[tuple[str, str, int, int]]:
-    """(what holds it, where it is made, tensors, bytes) of the places whose tensors hold most at the peak."""
+    """Return (holder, place of creation, tensors, bytes) of the places with the most memory at the
+    peak.
+    """
     sizes, numbers = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each in rank.peak.held:
         key = holder(each), f"{each.operation}, {each.place}"
@@ -93,7 +97,9 @@ def _largest(rank: Rank) -> list[tuple[str, str, int, int]]:
 
 
 def _sent(rank: Rank) -> list[tuple[tuple[str, str, str], int, int]]:
-    """((phase, kind, group), calls, bytes in all) of collectives over several ranks, in the order of the step."""
+    """Return ((phase, kind, group), calls, total bytes) of collectives over several ranks, in the
+    order of the step.
+    """
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for each in rank.collectives:
         if len(each.group) > 1:
@@ -108,7 +114,7 @@ def _sent(rank: Rank) -> list[tuple[tuple[str, str, str], int, int]]:
 
 
 def as_json(told: Rehearsal) -> dict[str, Any]:
-    """All numbers; sizes in bytes, of one rank."""
+    """Return all numbers as a JSON value; sizes are in bytes, of one rank."""
     return {
         "name": told.config.name,
         "device": told.device,
@@ -154,7 +160,9 @@ def _planned(stage: StageMemory) -> dict[str, int]:
 
 
 def draw(told: Rehearsal, file: Path) -> None:
-    """Writes ``file`` as PNG: for each kind of rank, what holds its memory through the step."""
+    """Write ``file`` as a PNG figure of the memory by holder through the step, for each kind of
+    rank.
+    """
     figure = new_figure((9.0, 1.0 + 2.6 * len(told.ranks)))
     room = memory_gib(told.device)
     for axes, rank in zip(
@@ -164,7 +172,10 @@ def draw(told: Rehearsal, file: Path) -> None:
         axes.stackplot(places, levels, labels=HOLDERS, colors=COLOURS, step="post", linewidth=0)
         axes.axhline(rank.peak.bytes / 2**30, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlim(0, places[-1])
-        title = f"rank {rank.rank}, stage {rank.stage + 1}: {gib(rank.peak.bytes)} in {rank.peak.phase} of {rank.peak.part}"
+        title = (
+            f"rank {rank.rank}, stage {rank.stage + 1}: {gib(rank.peak.bytes)} in "
+            f"{rank.peak.phase} of {rank.peak.part}"
+        )
         axes.set_title(
             title + ("" if room is None else f", of {room} GiB"), loc="left", fontsize=10
         )
@@ -172,13 +183,16 @@ def draw(told: Rehearsal, file: Path) -> None:
         axes.legend(loc="upper right", fontsize=8, ncols=len(HOLDERS), frameon=False)
         axes.set_ylim(0, 1.25 * rank.peak.bytes / 2**30)
     axes.set_xlabel(
-        f"tensors made and freed in one step of {told.config.name} on {told.plan.world_size} x {told.device}"
+        f"tensors made and freed in one step of {told.config.name} on {told.plan.world_size} x "
+        f"{told.device}"
     )
     save(figure, file)
 
 
 def _through_the_step(rank: Rank) -> tuple[list[int], list[list[float]]]:
-    """(ticks from the step's begin, GiB of each of HOLDERS then); a few thousand points at most."""
+    """Return (ticks from the beginning of the step, GiB of each of HOLDERS), a few thousand points
+    at most.
+    """
     changes = [(each.born, holder(each), each.bytes) for each in rank.held]
     changes += [
         (each.gone, holder(each), -each.bytes) for each in rank.held if each.gone is not None

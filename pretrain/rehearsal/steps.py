@@ -1,4 +1,6 @@
-"""The rehearsal itself: each kind of rank sets up and takes two steps; the second is told."""
+"""Rehearsal of steps: each kind of rank is set up and runs two steps, of which the second is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ from pretrain.signals import STOP
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a rank holds at once. phase, part: of the step and the model, in which it does."""
+    """Peak memory of a rank. phase, part: the phase of the step and the part of the model in which
+    it occurs.
+    """
 
     bytes: int
     phase: str
@@ -55,7 +59,7 @@ class Peak:
     held: list[Held]
 
     def by_holder(self) -> dict[str, int]:
-        """Bytes by HOLDERS."""
+        """Return the bytes by HOLDERS."""
         found = dict.fromkeys(HOLDERS, 0)
         for each in self.held:
             found[holder(each)] += each.bytes
@@ -64,7 +68,11 @@ class Peak:
 
 @dataclass(frozen=True)
 class Rank:
-    """What the second step of one rank does. begin, end: its ticks; groups: of ranks, their names; seconds: that the rehearsal took."""
+    """Recording of the last rehearsed step of one rank.
+
+    begin, end: its ticks; groups: names of the process groups by their ranks; seconds: duration of
+    the rehearsal.
+    """
 
     stage: int
     rank: int
@@ -80,7 +88,7 @@ class Rank:
 
     @cached_property
     def peak(self) -> Peak:
-        """When most is held, within the step."""
+        """Peak memory within the step."""
         changes = {each.born: each for each in self.held} | {
             each.gone: each for each in self.held if each.gone is not None
         }
@@ -103,25 +111,30 @@ class Rank:
 
     @property
     def moved(self) -> float:
-        """Bytes that the step's kernels read and write in the device's memory (`fem_megatron.trace`)."""
+        """Bytes that the step's kernels read and write in the device's memory
+        (`fem_megatron.trace`).
+        """
         return sum(launch.bytes for launch in self.launches)
 
     def flops(self, *, backward: bool) -> float:
-        """Of all matrix products that torch and the attention's engine do in one of the passes; those within Triton kernels are unknown."""
+        """Return the FLOPs of all matrix products of torch and of the attention kernel in one of
+        the passes.
+
+        Products within Triton kernels are unknown and not included.
+        """
         return sum(launch.flops for launch in self.launches if launch.backward == backward)
 
 
 def holder(held: Held) -> str:
-    """Of HOLDERS, what holds a tensor's memory."""
-    kept = held.phase == FORWARD and not held.place.startswith(
-        "deepspeed/"
-    )  # where it gathers weights
+    """Return the holder, one of HOLDERS, of a tensor's memory."""
+    # DeepSpeed gathers weights during the forward pass.
+    kept = held.phase == FORWARD and not held.place.startswith("deepspeed/")
     return held.kind or (ACTIVATIONS if kept else WORKSPACE)
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Of a run on one device: the plan, and each kind of rank by its pipeline stage."""
+    """Rehearsal of a run on one device: the plan, and each kind of rank by its pipeline stage."""
 
     config: RunConfig
     device: str
@@ -130,24 +143,30 @@ class Rehearsal:
 
     @property
     def excess(self) -> str | None:
-        """What is wrong where the fullest rank needs more memory than the device has."""
+        """Error text if the rank with the highest peak needs more memory than the device has, else
+        None.
+        """
         room, most = memory_gib(self.device), max(self.ranks, key=lambda rank: rank.peak.bytes)
         if room is None or most.peak.bytes <= room * 2**30:
             return None
         return (
-            f"{self.device} has {room} GiB of memory, and rank {most.rank} needs {gib(most.peak.bytes)}: lower train.micro_batch_size, set "
-            "train.recompute=full or train.loss_chunk, or split the model further (parallel.*)"
+            f"{self.device} has {room} GiB of memory, and rank {most.rank} needs "
+            f"{gib(most.peak.bytes)}: lower train.micro_batch_size, set train.recompute=full or "
+            "train.loss_chunk, or split the model further (parallel.*)"
         )
 
 
 def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
-    """The run's first, middle and last pipeline stage on ``device`` (h100, h200 or cpu), one after the other in this process.
+    """Rehearse the first, middle and last pipeline stage on ``device`` (h100, h200 or cpu), one
+    after another.
 
-    Raises ConfigError for what is offloaded, and where DeepSpeed's engine is asked for and not installed.
+    All run in this process. Raises ConfigError for offloading, and if DeepSpeed is selected but not
+    installed.
     """
     if config.train.offload_activations:
         raise ConfigError(
-            "train.offload_activations = true cannot be rehearsed, whose memory is the device's alone; set it to false"
+            "train.offload_activations = true cannot be rehearsed, because a rehearsal covers "
+            "only the device's memory; set it to false"
         )
     if config.engine.name == "deepspeed":
         zero.prepare(config)
@@ -160,15 +179,15 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
 
 
 def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stage: int) -> Rank:
-    """The first rank of a pipeline stage: set up, a step, and the step that is told."""
+    """Rehearse the first rank of a pipeline stage: set it up, run the steps, and return the record
+    of the last one.
+    """
     began = time.monotonic()
-    trace = StepTrace(
-        number=(1 + 2 * config.optimizer.clip_grad) ** 2
-    )  # the gradient's squared norm, among others
+    # The number replaces values read from tensors, among others the squared norm of the gradient.
+    trace = StepTrace(number=(1 + 2 * config.optimizer.clip_grad) ** 2)
     recorder = Recorder(trace)
-    rank = stage * (
-        world_size // config.parallel.pipeline_model_parallel_size
-    )  # Megatron's order: tp, cp, dp, pp
+    # Megatron's order of ranks: tp, cp, dp, pp.
+    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)
     with (
         paper.machine(device, rank, world_size, trace, recorder.fused),
         recorder,
@@ -191,21 +210,23 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
 def recorded_steps(
     engine: Any, recorder: Recorder, batches: Iterator[Any], schedule: Schedule, world_size: int
 ) -> Rank:
-    """A few steps of an engine, of which the last is told. The recorder sees what runs; so it does of a real engine."""
+    """Run a few steps of an engine and return the record of the last one.
+
+    The recorder works with a rehearsal and with a real engine.
+    """
     trace, deepspeed = recorder.trace, engine.config.engine.name == "deepspeed"
     _name_parts(engine, trace)
     (zero.follow if deepspeed else _follow)(engine, recorder)
     peaks = [0.0] * world_size
     begin = launches = collectives = reads = 0
-    # ZeRO-3 notes the order of the modules in its first micro-batch, and compares it between the ranks in the second.
+    # ZeRO-3 records the order of the modules in its first micro-batch, and compares it between the
+    # ranks in the second.
     for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
         gc.collect()
-        begin, launches, collectives, reads = (
-            recorder.tick,
-            len(trace.launches),
-            len(trace.collectives),
-            len(trace.reads),
-        )
+        begin = recorder.tick
+        launches = len(trace.launches)
+        collectives = len(trace.collectives)
+        reads = len(trace.reads)
         trace.stage = FORWARD
         engine.train_step(
             batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks]
@@ -228,7 +249,9 @@ def recorded_steps(
 
 
 def _follow(engine: Any, recorder: Recorder) -> None:
-    """Have the recorder know where Megatron's schedule reduces the gradients; after that comes the update."""
+    """Set the phase of the trace when Megatron's schedule reduces the gradients; the update
+    follows.
+    """
     trace, reduce = recorder.trace, engine.settings.finalize_model_grads_func
 
     def reduced(*args: Any, **kwargs: Any) -> None:
@@ -240,7 +263,7 @@ def _follow(engine: Any, recorder: Recorder) -> None:
 
 
 def _tell(engine: Any, recorder: Recorder) -> None:
-    """What holds the memory of Megatron's tensors, which it makes once."""
+    """Set the holders of the tensors that Megatron allocates once."""
     recorder.known([list(model.parameters()) for model in engine.models], WEIGHTS)
     buffers = [
         buffer
@@ -255,7 +278,9 @@ def _tell(engine: Any, recorder: Recorder) -> None:
 
 
 def _groups() -> dict[tuple[int, ...], str]:
-    """The ranks of this rank's groups -> what they share, as the configuration abbreviates it."""
+    """Return ranks -> name of this rank's process groups, with the abbreviations of the
+    configuration.
+    """
     named = {
         "TP x DP": parallel_state.get_amax_reduction_group(with_context_parallel=True),
         "all ranks": torch.distributed.group.WORLD,
@@ -277,7 +302,7 @@ def _groups() -> dict[tuple[int, ...], str]:
 
 
 def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches without numbers, as `pretrain.data.datasets.batches` brings them to the device."""
+    """Yield micro-batches of meta tensors, with the fields of `pretrain.data.datasets.batches`."""
     shape = (
         config.train.micro_batch_size,
         config.data.seq_length // config.parallel.context_parallel_size,
@@ -292,7 +317,9 @@ def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _name_parts(engine: Any, trace: StepTrace) -> None:
-    """Have the trace know the part of the model that runs: a layer by its number, embedding, final norm, output layer."""
+    """Set the trace's part of the model by hooks: a layer by its number, embedding, final norm,
+    output layer.
+    """
     for model in engine.models:
         parts = {f"layer {layer.layer_number}": layer for layer in model.decoder.layers}
         others = {
@@ -313,7 +340,7 @@ def _engine_on_paper(config: RunConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def _built_without_numbers() -> Iterator[None]:
-    """The model is built where tensors have no numbers, instead of on the host from where it would be moved."""
+    """Build the model directly with meta tensors, instead of moving it from the host."""
     build = fem_model.build
 
     def built(*args: Any, **named: Any) -> Any:

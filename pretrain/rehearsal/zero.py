@@ -1,6 +1,8 @@
-"""DeepSpeed's ZeRO in a rehearsal: its own set-up and step on tensors without numbers, and which of its tensors hold what.
+"""DeepSpeed's ZeRO in a rehearsal: its own set-up and step on meta tensors, and the holders of its
+tensors.
 
-All that stands in for something of DeepSpeed is here, each with its reason and where upstream (0.19.8) the need arises.
+This module contains every replacement of a DeepSpeed function, each with its reason and the place
+upstream (0.19.8).
 """
 
 from __future__ import annotations
@@ -27,20 +29,22 @@ from pretrain.rehearsal.record import (
 
 
 def prepare(config: RunConfig) -> None:
-    """Import DeepSpeed, which looks for this machine's own device, before another one is played.
+    """Import DeepSpeed, which detects the device of this machine, before another device is
+    simulated.
 
     Raises:
-        ConfigError: it is not installed, or the run offloads or has Muon.
+        ConfigError: DeepSpeed is not installed, or the run uses offloading or Muon.
     """
-    if config.engine.offload_optimizer:  # as every offload has it
+    if config.engine.offload_optimizer:  # set with every kind of offload
         raise ConfigError(
-            "engine.offload_optimizer = true cannot be rehearsed: DeepSpeed's update on the host reads numbers by their address; set it to "
-            "false (--plan knows what it needs)"
+            "engine.offload_optimizer = true cannot be rehearsed: DeepSpeed's update on the host "
+            "reads tensors by their address; set it to false (--plan estimates its memory)"
         )
     if config.optimizer.name == "muon":
         raise ConfigError(
-            "optimizer.name = muon cannot be rehearsed under engine.name=deepspeed: each rank tells the others what it updates, and here "
-            "are none; set optimizer.name=adamw, or engine.name=megatron"
+            "optimizer.name = muon cannot be rehearsed under engine.name=deepspeed: each rank "
+            "sends its updates to other ranks, which a rehearsal does not have; set "
+            "optimizer.name=adamw, or engine.name=megatron"
         )
     if obstacle := check_ops(offload_optimizer=False):
         raise ConfigError(f"engine.name = deepspeed: {obstacle}")
@@ -52,7 +56,9 @@ def prepare(config: RunConfig) -> None:
 
 @contextmanager
 def on_paper() -> Iterator[None]:
-    """DeepSpeed within `fem_megatron.megatron.paper.machine`; what it keeps for the process is this process's own again at the end."""
+    """Run DeepSpeed within `fem_megatron.megatron.paper.machine`, and restore its process-wide
+    state at the end.
+    """
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.runtime import bf16_optimizer
@@ -63,12 +69,14 @@ def on_paper() -> Iterator[None]:
         stack.callback(set_accelerator, get_accelerator())
         if platform.has_cuda():
             set_accelerator(_gpu())
-        # The default group and its clone (comm/comm.py:44, utils/groups.py:46) are of a process, not of an engine.
+        # The default group and its clone (comm/comm.py:44, utils/groups.py:46) belong to a process,
+        # not to an engine.
         stack.enter_context(mock.patch.object(deepspeed.comm.comm, "cdb", None))
         stack.enter_context(mock.patch.multiple(groups, _WORLD_GROUP=None, mpu=None))
-        # Which operations could be compiled here (ops/__init__.py:27): it starts compilers, and none of them runs.
+        # The check for compilable operations (ops/__init__.py:27) starts compilers, and a rehearsal
+        # runs none of these operations.
         stack.enter_context(mock.patch.dict(vars(deepspeed.ops), {"__compatible_ops__": {}}))
-        # It prints this process's memory, whatever is asked for (bf16_optimizer.py:54).
+        # This function always prints the process's memory (bf16_optimizer.py:54).
         stack.enter_context(mock.patch.object(bf16_optimizer, "see_memory_usage"))
         stack.enter_context(mock.patch.multiple(utils, **_alike(utils)))
         yield
@@ -78,7 +86,9 @@ def _gpu() -> Any:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     class Gpu(CUDA_Accelerator):
-        """Without the profiler's marks, which a torch without CUDA lacks (cuda_accelerator.py:248)."""
+        """CUDA accelerator without profiler ranges, which a torch without CUDA lacks
+        (cuda_accelerator.py:248).
+        """
 
         range_push = range_pop = lambda *_, **__: None
 
@@ -86,7 +96,11 @@ def _gpu() -> Any:
 
 
 def _alike(utils: Any) -> dict[str, Any]:
-    """ZeRO-3 compares the order of its modules with rank 0's (zero/utils.py:81 and 99): sent and read here, too, and always the same."""
+    """Return replacements of ZeRO-3's comparisons of the module order with rank 0 (zero/utils.py:81
+    and 99).
+
+    They send and read like the originals, but always report equality.
+    """
     length, numbers = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0
 
     def same_length(given: list[int]) -> None:
@@ -101,7 +115,7 @@ def _alike(utils: Any) -> dict[str, Any]:
 
 
 def follow(engine: Any, recorder: Recorder) -> None:
-    """Have the recorder know the phases of an engine's steps, and what holds the memory of DeepSpeed's tensors."""
+    """Set the recorder's phases of the engine's steps and the holders of DeepSpeed's tensors."""
     trace, inner = recorder.trace, engine.engine
     reduce, update = inner.allreduce_gradients, inner._take_model_step
 
@@ -116,7 +130,8 @@ def follow(engine: Any, recorder: Recorder) -> None:
         update(*args, **kwargs)
 
     inner.allreduce_gradients, inner._take_model_step = reduced, updated
-    # Shapes that it keeps as tensors of "meta" (zero/stage_1_and_2.py:485), which in a rehearsal look like memory.
+    # DeepSpeed stores shapes as meta tensors (zero/stage_1_and_2.py:485), which a rehearsal would
+    # count as memory.
     recorder.forget(getattr(inner.optimizer, "round_robin_bit16_meta", []))
     for parameter in engine.model.parameters():
         parameter.register_post_accumulate_grad_hook(_gradient_told(engine, recorder))
@@ -125,7 +140,10 @@ def follow(engine: Any, recorder: Recorder) -> None:
 
 
 def _gradient_told(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
-    """A hook for a parameter whose gradient is there; DeepSpeed's own has run, and may have moved it into a bucket."""
+    """Return a hook for a parameter whose gradient exists.
+
+    DeepSpeed's own hook has run before it and may have moved the gradient into a bucket.
+    """
 
     def told(parameter: Any) -> None:
         recorder.known(_buckets(engine.engine.optimizer), WORKSPACE)
@@ -139,12 +157,13 @@ def _buckets(optimizer: Any) -> list[Any]:
 
 
 def tell(engine: Any, recorder: Recorder) -> None:
-    """Tell the recorder what holds the memory that is there now. The first name counts: in stage 0 the optimizer updates the weights."""
-    optimizer, parameters, flat = (
-        engine.engine.optimizer,
-        list(engine.model.parameters()),
-        engine.state.flat(),
-    )
+    """Set the holders of the memory that exists now.
+
+    The first holder counts: in stage 0 the optimizer updates the weights directly.
+    """
+    optimizer = engine.engine.optimizer
+    parameters = list(engine.model.parameters())
+    flat = engine.state.flat()
     recorder.known(_buckets(optimizer), WORKSPACE)
     recorder.known(
         [getattr(parameter, "ds_tensor", parameter) for parameter in parameters], WEIGHTS

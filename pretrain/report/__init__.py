@@ -1,1 +1,1 @@
-"""What a run tells: loggers, metrics, progress, slow ranks, evaluations beside it."""
+"""Reporting of a run: loggers, metrics, progress file, slow ranks and evaluations."""

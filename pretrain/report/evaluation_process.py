@@ -1,7 +1,8 @@
-"""``python -m pretrain.report.evaluation_process PARENT COMMAND...`` becomes the command: niced, and ended with its parent, a rank.
+"""``python -m pretrain.report.evaluation_process PARENT COMMAND...``: run a command niced, and end
+it with its parent.
 
-Standard library and the table of exit codes alone. It replaces itself, so that the process that was started is the command and not its
-keeper.
+The parent is a rank. The process replaces itself by the command, so that the process that was
+started is the command and not a wrapper. It imports only the standard library and the exit codes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ _NICENESS = 19
 
 
 def main(words: list[str]) -> int:
-    """Runs the command in this process's place; returns only where it cannot be started: 127."""
+    """Replace this process by the command.
+
+    Return 127 if the command cannot be started, 0 if the parent has ended.
+    """
     parent, command = int(words[0]), words[1:]
-    for number in (
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):  # a queue sends them to all processes of a job: they are the ranks' business
+    # A queue sends these signals to all processes of a job; only the ranks handle them.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     if sys.platform == "linux":
@@ -31,7 +33,7 @@ def main(words: list[str]) -> int:
             _PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), *map(ctypes.c_ulong, (0, 0, 0))
         )
     if os.getppid() != parent:
-        return 0  # it ended before it could be watched
+        return 0  # the parent ended before the death signal was set
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,7 +1,9 @@
-"""Evaluation while training: a callback that starts ``tools.evaluate`` on checkpoints beside the loop, and hands its scores to the loggers.
+"""Evaluation during training: a callback that runs ``tools.evaluate`` on checkpoints and passes its
+scores to the loggers.
 
-It exists on rank 0 alone and knows the evaluation by its command line and by the files that it writes. One runs at a time; one more waits,
-the newest that is due. Whatever becomes of an evaluation, training goes on.
+It exists only on rank 0 and uses the evaluation through its command line and its output files. One
+evaluation runs at a time; one more, the newest that is due, waits. A failed evaluation does not
+stop training.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pretrain.report.metrics import StepRecord
 NAME = "evaluations.jsonl"
 FOLDER = "evaluations"
 _ROOT = Path(__file__).resolve().parents[2]
+# Prefixes of variables that would make the evaluation a rank of the training.
 _LAUNCHERS = (
     "TORCHELASTIC_",
     "TORCH_NCCL_",
@@ -37,18 +40,18 @@ _LAUNCHERS = (
     "PET_",
     "ROLE_",
     "GROUP_",
-)  # variables that would make it a rank of the training
-_AVERAGE = re.compile(
-    r"-last_(\d+)$"
-)  # what tools.evaluate names the average of a run's newest checkpoints by
+)
+# Suffix that tools.evaluate gives the average of a run's newest checkpoints.
+_AVERAGE = re.compile(r"-last_(\d+)$")
 _RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _POLL_SECONDS = 0.2
-_WORD_SECONDS = 300.0  # between lines while the end of training waits: a supervisor that hears nothing takes it for a hang
-_END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+# Interval of messages while the end of training waits; without output a supervisor assumes a hang.
+_WORD_SECONDS = 300.0
+_END_SECONDS = 10.0  # between SIGTERM and SIGKILL
 
 
 class Store(Protocol):
-    """The part of ``pretrain.checkpoint.store.Checkpoints`` that is needed."""
+    """Part of ``pretrain.checkpoint.store.Checkpoints`` that evaluations use."""
 
     folder: Path
     last: Path | None
@@ -57,7 +60,7 @@ class Store(Protocol):
 
 @dataclass
 class _Running:
-    """An evaluation under way."""
+    """A running evaluation."""
 
     step: int
     checkpoint: Path
@@ -66,7 +69,10 @@ class _Running:
 
 
 class Evaluations(Callback):
-    """Starts, watches and reports evaluations; a `loggers.Callback`, the first of them: when it ends, the others are open."""
+    """Callback that starts, monitors and reports evaluations.
+
+    It must be the first callback, because it still uses the other loggers when it ends.
+    """
 
     def __init__(
         self,
@@ -78,30 +84,32 @@ class Evaluations(Callback):
         received: list[int],
         step: int = 0,
     ) -> None:
-        """``folder``: the run directory; ``steps``: the last one's number; ``received``: signals that asked to stop, as they come.
+        """Start the newest evaluation that is due and has not ended in an earlier attempt.
 
-        ``step``: the last one that is done. What an earlier attempt left undone is started: the newest evaluation that is due, if it has
-        not ended.
+        ``folder``: the run directory; ``steps``: number of the last step; ``received``: list that
+        receives stop signals; ``step``: the last finished step.
         """
         self.settings, self.folder, self.steps = settings, folder, steps
         self.checkpoints, self.loggers, self.received = checkpoints, loggers, received
         self.running: _Running | None = None
         self.waiting: tuple[int, Path] | None = None
-        self.seen: Path | None = None  # the newest checkpoint that was looked at
+        self.seen: Path | None = None  # the newest checkpoint that was considered
         newest = _newest(checkpoints)
-        self.ended = {
-            number for number in _ended(folder / NAME) if number <= newest
-        }  # later ones were of weights that are no more
+        # Later evaluations were of weights that no longer exist.
+        self.ended = {number for number in _ended(folder / NAME) if number <= newest}
         self.step = step
         self._look()
 
     def on_step(self, record: StepRecord) -> None:
-        """Takes what has ended, starts what is due."""
+        """Report a finished evaluation and start the next one that is due."""
         self.step = record.step
         self._look()
 
     def on_end(self) -> None:
-        """Waits for what is under way where training is complete; ends it where training stopped early, or a signal comes meanwhile."""
+        """Wait for the running evaluation if training is complete.
+
+        If training stopped early or a signal arrives while waiting, the evaluation is terminated.
+        """
         try:
             self._look()
             told = time.monotonic()
@@ -109,7 +117,8 @@ class Evaluations(Callback):
                 if time.monotonic() - told > _WORD_SECONDS:
                     told = time.monotonic()
                     self._say(
-                        f"waiting for the evaluation of step {self.running.step} ({(told - self.running.started) / 60:.0f} minutes)"
+                        f"waiting for the evaluation of step {self.running.step} "
+                        f"({(told - self.running.started) / 60:.0f} minutes)"
                     )
                 time.sleep(_POLL_SECONDS)
                 self._look()
@@ -117,14 +126,15 @@ class Evaluations(Callback):
             self._leave()
 
     def _look(self) -> None:
-        """One look: no error of files or processes leaves it."""
+        """Update the state once; errors of files and processes are reported, not raised."""
         try:
             self._take()
             if self.checkpoints.last != self.seen:
                 self.seen = self.checkpoints.last
+                # Training may have rewound.
                 self.ended = {
                     number for number in self.ended if number <= _newest(self.checkpoints)
-                }  # training may have gone back
+                }
                 self._note_due()
             if self.running is None and self.waiting is not None:
                 (step, checkpoint), self.waiting = self.waiting, None
@@ -133,7 +143,7 @@ class Evaluations(Callback):
             self._say(f"evaluation: {error}")
 
     def _note_due(self) -> None:
-        """The newest checkpoint that is due waits for its turn; an older one that waited loses it."""
+        """Queue the newest checkpoint that is due; it replaces an older checkpoint in the queue."""
         due = [
             (step, path)
             for path in self.checkpoints.folder.glob("step_*")
@@ -145,7 +155,8 @@ class Evaluations(Callback):
             return
         if self.waiting is not None:
             self._say(
-                f"evaluation of step {self.waiting[0]} is left out: that of step {busy[0]} still runs, and step {step} is due"
+                f"evaluation of step {self.waiting[0]} is skipped: that of step {busy[0]} still "
+                f"runs, and step {step} is due"
             )
         elif busy:
             self._say(f"evaluation of step {step} waits: that of step {busy[0]} still runs")
@@ -153,7 +164,8 @@ class Evaluations(Callback):
         self._note_use()
 
     def _is_due(self, step: int) -> bool:
-        # Older ones were evaluated, or left out for a newer one; a later one than the newest good one is damaged.
+        # Older checkpoints were evaluated or skipped; later ones than the newest good one are
+        # damaged.
         if not max(self.ended, default=0) < step <= _newest(self.checkpoints):
             return False
         return bool(self.settings.interval and step % self.settings.interval == 0) or (
@@ -177,13 +189,13 @@ class Evaluations(Callback):
                 stdout=log,
                 stderr=log,
                 env=environment(os.environ, self.settings.device),
-                start_new_session=True,  # Ctrl-C at the training's terminal is not for it
+                start_new_session=True,  # Ctrl-C at the training's terminal does not stop it
             )
         self.running = _Running(step, checkpoint, process, time.monotonic())
         self._note_use()
 
     def _take(self) -> None:
-        """What has ended is reported; what takes too long is ended and reported."""
+        """Report the running evaluation if it has ended; terminate it if it is too slow."""
         running = self.running
         if running is None:
             return
@@ -197,19 +209,21 @@ class Evaluations(Callback):
         self.ended.add(running.step)
         self._note_use()
         out = self._out(running.checkpoint)
-        scores = (
-            _scores(out, running.checkpoint) if code in (0, 1) and not late else {}
-        )  # 1: a task failed, the others have theirs
+        # With exit code 1 a task failed, and the other tasks have scores.
+        scores = _scores(out, running.checkpoint) if code in (0, 1) and not late else {}
         fault = (
             f"not done within {self.settings.timeout_minutes:g} minutes"
             if late
             else _fault(code, out / "log")
         )
         if code == 0:
-            fault = "" if scores else "it wrote no scores"
+            fault = "" if scores else "no scores were written"
         line: dict[str, Any] = {
-            "step": running.step, "checkpoint": running.checkpoint.name, "suite": self.settings.suite, "seconds": round(seconds, 1)
-        }  # fmt: skip
+            "step": running.step,
+            "checkpoint": running.checkpoint.name,
+            "suite": self.settings.suite,
+            "seconds": round(seconds, 1),
+        }
         if scores:
             values = {f"evaluation/{label}": score["value"] for label, score in scores.items()}
             for logger in self.loggers:
@@ -223,7 +237,9 @@ class Evaluations(Callback):
         self._write(line)
 
     def _leave(self) -> None:
-        """Nothing is left behind: what still runs is ended, and what is undone is told with the command that does it."""
+        """Terminate the running evaluation, and report unfinished evaluations with the commands
+        that run them.
+        """
         undone = [self.running.checkpoint] if self.running is not None else []
         if self.running is not None:
             _end(self.running.process)
@@ -233,7 +249,8 @@ class Evaluations(Callback):
         for checkpoint in undone:
             command = shlex.join(["python", *self._command(checkpoint)[1:]])
             self._say(
-                f"evaluation of step {_step(checkpoint)} is not done; a resumed training starts it again, or: {command}"
+                f"evaluation of step {_step(checkpoint)} is not finished; resuming the training "
+                f"starts it again, or run: {command}"
             )
 
     def _command(self, checkpoint: Path) -> list[str]:
@@ -247,7 +264,8 @@ class Evaluations(Callback):
             "--device",
             settings.device,
         ]
-        options.append("--retry")  # results of a step that was trained anew are of other weights
+        # A step that is trained again has other weights, so earlier results are invalid.
+        options.append("--retry")
         options += ["--merge", str(settings.merge)] if self._averaged(checkpoint) else []
         return [sys.executable, "-m", "tools.evaluate", str(checkpoint), *options, *limit]
 
@@ -255,7 +273,9 @@ class Evaluations(Callback):
         return self.folder / FOLDER / checkpoint.name
 
     def _averaged(self, checkpoint: Path) -> list[Path]:
-        """The checkpoints whose average is evaluated beside this one; none while there are too few."""
+        """Return the checkpoints whose average is evaluated with this one; empty until enough
+        checkpoints exist.
+        """
         older = (
             path
             for path in self.checkpoints.folder.glob("step_*")
@@ -265,7 +285,9 @@ class Evaluations(Callback):
         return found if len(found) == self.settings.merge else []
 
     def _note_use(self) -> None:
-        """No checkpoint that is read, or will be, goes for a newer one."""
+        """Mark the checkpoints that are read, or will be read, as in use, so that they are not
+        deleted.
+        """
         used = [self.running.checkpoint] if self.running else []
         used += [self.waiting[1]] if self.waiting else []
         self.checkpoints.in_use = {
@@ -282,7 +304,11 @@ class Evaluations(Callback):
 
 
 def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
-    """The variables of an evaluation's process: not those of a rank, threads of its own, and on a CPU no GPU to be seen."""
+    """Return the environment of an evaluation process.
+
+    It lacks the variables of a rank, sets the number of threads, and hides all GPUs if the device
+    is the CPU.
+    """
     kept = {
         name: value
         for name, value in inherited.items()
@@ -296,9 +322,10 @@ def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
 
 
 def _scores(out: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Label -> value, stderr, metric of every result file of an evaluation; what is not one is passed over.
+    """Return label -> {value, stderr, metric} from every result file of an evaluation; other files
+    are ignored.
 
-    So is what is older than the checkpoint: of weights that a rollback took back.
+    Files older than the checkpoint are ignored too: they belong to weights that a rewind discarded.
     """
     found = {}
     for file in sorted(out.glob("*/[!.]*.json")):
@@ -324,7 +351,7 @@ def _with_error(score: Mapping[str, Any]) -> str:
 
 
 def _fault(code: int | None, log: Path) -> str:
-    """How it ended, and its last words."""
+    """Return how the process ended, with the last line of its log."""
     if code is not None and code < 0:
         return f"ended by {signal_name(-code)}"
     with suppress(OSError):
@@ -334,7 +361,7 @@ def _fault(code: int | None, log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it started, all of one session."""
+    """Terminate a process and its children, which form one session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -344,7 +371,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ended(file: Path) -> set[int]:
-    """Steps whose evaluation ended by itself, well or not, in this attempt or an earlier one; none later than a rollback's next."""
+    """Return the steps whose evaluation ended, successfully or not, in this attempt or an earlier
+    one.
+
+    A line for an earlier step than the previous lines (after a rewind) removes the later steps.
+    """
     found = set[int]()
     with suppress(OSError):
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -355,7 +386,7 @@ def _ended(file: Path) -> set[int]:
 
 
 def _newest(checkpoints: Store) -> int:
-    """The step of the newest checkpoint that is known to be good, 0 where there is none."""
+    """Return the step of the newest checkpoint known to be good, or 0."""
     return 0 if checkpoints.last is None else _step(checkpoints.last)
 
 
@@ -365,7 +396,10 @@ def _step(path: Path) -> int:
 
 
 def check_suite(settings: EvaluateConfig) -> None:
-    """Raises ConfigError where the evaluation's command refuses the suite: at the start of training, not hours later."""
+    """Raise ConfigError if the evaluation command rejects the suite.
+
+    The check runs at the start of training, so that the error does not appear hours later.
+    """
     if not settings.wanted:
         return
     command = [sys.executable, "-m", "tools.evaluate", "--list", "--suite", settings.suite]
@@ -377,7 +411,7 @@ def check_suite(settings: EvaluateConfig) -> None:
         env=environment(os.environ, "cpu"),
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1].removeprefix(
+        last = (done.stderr.strip().splitlines() or ["no error output"])[-1].removeprefix(
             "tools.evaluate: error: "
         )
         raise ConfigError(f"evaluate.suite = '{settings.suite}': {last}")

@@ -1,6 +1,6 @@
-"""Callbacks that write what the loop tells: console, JSON lines, TensorBoard, Weights & Biases. The loop knows none by name.
+"""Loggers: callbacks that write to the console, JSON lines, TensorBoard and Weights & Biases.
 
-They exist on rank 0 alone.
+They exist only on rank 0. The training loop uses them only through the interface `Callback`.
 """
 
 from __future__ import annotations
@@ -26,35 +26,47 @@ Say = Callable[[str], None]
 
 
 class Callback:
-    """What the loop tells; who does not care about something leaves it out."""
+    """Interface of loggers: events of the training loop. The methods of this class are empty."""
 
     def on_restart(self, step: int) -> None:
-        """Training goes on after ``step``: at the start, after a resume and after a rewind. Records of later steps are void."""
+        """Called when training continues after ``step``: at the start, after a resume and after a
+        rewind.
+
+        Records of later steps become invalid.
+        """
 
     def on_step(self, record: StepRecord) -> None:
-        """After every optimizer step."""
+        """Called after every optimizer step."""
 
     def on_eval(self, step: int, values: dict[str, float]) -> None:
-        """After a validation."""
+        """Called after a validation."""
 
     def on_values(self, step: int, values: dict[str, float]) -> None:
-        """After a step that was looked at closely: ``diagnostics/layer_03/mixer/step_norm``, ``ranks/slowest_ratio`` -> value.
+        """Called with further values of a step, as ``diagnostics/layer_03/mixer/step_norm`` or
+        ``ranks/slowest_ratio``.
 
-        ``evaluation/ARC-C``, of an evaluation beside training, comes when later steps have been told.
+        Values of an evaluation during training, as ``evaluation/ARC-C``, arrive after the records
+        of later steps.
         """
 
     def on_message(self, text: str) -> None:
-        """Something a person should know."""
+        """Called with a message for the user."""
 
     def on_alert(self, title: str, text: str) -> None:
-        """A reason to look at the run soon: a spike, a failed save, the error that ends training. It is printed in any case."""
+        """Called with a reason to inspect the run soon: a spike, a failed save, or the error that
+        ends training.
+
+        The text is also printed elsewhere.
+        """
 
     def on_end(self) -> None:
-        """The loop is over, whatever ended it."""
+        """Called when the loop has ended for any reason."""
 
 
 Watch = Callable[[int], AbstractContextManager[dict[str, float]]]
-"""What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_values` tells."""
+"""Context manager around a step on every rank, given the number of the step.
+
+When it ends, its dictionary contains on rank 0 the values for `on_values`."""
 
 
 def alert(callbacks: Iterable[Callback], title: str, text: str) -> None:
@@ -64,7 +76,7 @@ def alert(callbacks: Iterable[Callback], title: str, text: str) -> None:
 
 
 class Console(Callback):
-    """A line every log interval."""
+    """Logger that prints a line every log interval."""
 
     def __init__(self, interval: int, total_steps: int) -> None:
         self.interval, self.total_steps = interval, total_steps
@@ -84,10 +96,12 @@ class Console(Callback):
         note = "  SPIKE" if math.isfinite(record.grad_norm) else "  NOT FINITE"
         note = f"{note}, step skipped" if record.skipped else ""
         print(
-            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {count(record.consumed_tokens)}"
-            f"  loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {record.grad_norm:.3f}"
-            f"  {count(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{dense}{mfu}"
-            f"  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA {_duration(record.eta_seconds)}{note}",
+            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens "
+            f"{count(record.consumed_tokens)}  loss {record.loss:.4f}  lr {record.lr:.2e}  grad "
+            f"norm {record.grad_norm:.3f}  {count(record.tokens_per_second)} tok/s  "
+            f"{record.tflops_per_device:.3g} TFLOP/s{dense}{mfu}  peak "
+            f"{record.peak_memory_bytes / 2**30:.2f} GiB  ETA "
+            f"{_duration(record.eta_seconds)}{note}",
             flush=True,
         )
 
@@ -102,9 +116,9 @@ class Console(Callback):
 
 
 class JsonLines(Callback):
-    """Every step and validation, one JSON object a line, in ``metrics.jsonl``. After a resume the last line of a step counts.
+    """Logger of every step and validation, one JSON object per line, in ``metrics.jsonl``.
 
-    A number that is not finite is null.
+    After a resume the last line of a step is valid. A number that is not finite is null.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,7 +137,7 @@ class JsonLines(Callback):
 
 
 class TensorBoard(Callback):
-    """Scalars over steps, each step once: TensorBoard drops what was written of later steps before a restart."""
+    """Logger of scalars to TensorBoard, which discards values of later steps at a restart."""
 
     def __init__(self, folder: Path, interval: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -133,7 +147,7 @@ class TensorBoard(Callback):
     def on_restart(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        # What SummaryWriter(purge_step=...) writes, which a rewind needs in the middle of a file.
+        # SummaryWriter(purge_step=...) writes this event; a rewind needs it within a file.
         self.writer._get_file_writer().add_event(
             Event(session_log=SessionLog(status=SessionLog.START)), step + 1
         )
@@ -157,14 +171,20 @@ class TensorBoard(Callback):
 
 
 class Wandb(Callback):
-    """Weights & Biases. The x axis is the metric ``step``: of a step that a resume or a rewind repeats, both values are kept."""
+    """Logger to Weights & Biases. The x axis is the metric ``step``.
+
+    If a resume or a rewind repeats a step, both values are kept.
+    """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Raises ConfigError where the credentials or the settings are not valid."""
+        """Start or continue the wandb run.
+
+        Raises ConfigError if credentials or settings are invalid.
+        """
         import wandb
 
         settings, id_file = config.log.wandb, folder / "wandb_id"
-        if not id_file.exists():  # one id a run directory: a resumed run continues the same curves
+        if not id_file.exists():  # one id per run directory: a resumed run continues its curves
             write_whole(id_file, uuid.uuid4().hex[:8])
         try:
             self.run = wandb.init(
@@ -187,7 +207,8 @@ class Wandb(Callback):
         self.interval = config.log.interval
         if self.run.offline:
             print(
-                f"Weights & Biases: offline; upload with: wandb sync {folder / 'wandb' / 'offline-run-*'}",
+                "Weights & Biases: offline; upload with: wandb sync "
+                f"{folder / 'wandb' / 'offline-run-*'}",
                 flush=True,
             )
         elif not self.run.disabled:
@@ -210,7 +231,7 @@ class Wandb(Callback):
 
 
 def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Callback]:
-    """The callbacks that the configuration asks for; console and JSON lines always."""
+    """Return the configured loggers; console and JSON lines are always included."""
     callbacks: list[Callback] = [Console(config.log.interval, total_steps), JsonLines(folder)]
     if config.log.tensorboard:
         callbacks.append(TensorBoard(folder, config.log.interval))
@@ -221,9 +242,11 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 
 @contextmanager
 def kernels_told(say: Say) -> Iterator[None]:
-    """Passes on what the kernels log meanwhile: which implementation of an operation runs, and why not a faster one.
+    """Pass on the log records of the kernels inside the block: the chosen implementations and the
+    reasons.
 
-    Without a GPU the reasons are all the same: the choices of a step are one line, without them, each implementation named once.
+    Without a GPU all reasons are the same, so the choices of a step are combined into one line
+    without reasons.
     """
     chosen: dict[str, list[str]] = {}
 
@@ -265,7 +288,10 @@ def _scalars(record: StepRecord) -> dict[str, Any]:
 
 
 def _wandb_mode() -> str:
-    """The mode that WANDB_MODE or a settings file of wandb names; else online where wandb has credentials for its server, or offline."""
+    """Return the wandb mode from WANDB_MODE or a wandb settings file.
+
+    Otherwise return "online" if wandb has credentials for its server, else "offline".
+    """
     import wandb
 
     mode = str(wandb.setup().settings.mode)

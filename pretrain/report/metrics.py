@@ -1,4 +1,4 @@
-"""Numbers about a run in progress: throughput, utilisation, memory, time left. Measures; prints nothing."""
+"""Metrics of a run in progress: throughput, utilisation, memory, remaining time."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as every logger gets it."""
+    """Record of one optimizer step for the loggers."""
 
     step: int
     consumed_tokens: int
-    loss: float  # nats a token
+    loss: float  # nats per token
     lr: float
     grad_norm: float
     skipped: bool
     step_seconds: float
     tokens_per_second: float
-    tflops_per_device: float  # model FLOPs (recompute not counted), per process; by the documents' lengths where these are read apart
-    mfu: float | None  # share of the named device's peak; None where no peak is named (CPU)
+    # Model FLOPs per process, without recompute; by document lengths if documents are separate.
+    tflops_per_device: float
+    mfu: float | None  # share of the device's peak; None if the peak is unknown (CPU)
     peak_memory_bytes: int  # largest over the ranks
     eta_seconds: float
-    dense_tflops_per_device: float | None = (
-        None  # over whole sequences; None where that is what tflops_per_device counts
-    )
-    dense_mfu: float | None = None  # as mfu, of that
-    passed_over: int = (
-        0  # samples before this step's that no step learnt from, going back from spikes
-    )
+    # Over full sequences; None if tflops_per_device counts full sequences itself.
+    dense_tflops_per_device: float | None = None
+    dense_mfu: float | None = None  # MFU of dense_tflops_per_device
+    # Number of earlier samples that rewinds after spikes have skipped.
+    passed_over: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For loggers."""
+        """Return the record as a dictionary for loggers."""
         return asdict(self)
 
 
 class Meter:
-    """Turns step ends into rates, and says how long the rest will take.
+    """Meter that computes rates and the ETA from the times of steps.
 
-    The ETA is the steps left, at a running mean that forgets the slow first ones, and the pauses left ("save", "validation"), each at the
-    mean of those of its kind so far, none where none has been seen yet. A pause counts as itself alone: it lengthens no step.
-    dense_flops: FLOPs per token over whole sequences, where ``flops_per_token`` is of something else.
+    The ETA is the number of remaining steps times a running mean, in which the slow first steps
+    lose weight, plus the remaining pauses ("save", "validation") times the mean duration of their
+    kind. A kind that has not occurred yet counts as
+    0. Pauses are not part of the step time. dense_flops: FLOPs per token over full sequences, if
+      ``flops_per_token`` counts
+    documents separately.
     """
 
     def __init__(
@@ -54,25 +56,28 @@ class Meter:
         peak_tflops: float | None,
         dense_flops: float | None = None,
     ) -> None:
-        self.step_tokens, self.flops_per_token, self.dense_flops = (
-            step_tokens,
-            flops_per_token,
-            dense_flops,
-        )
+        self.step_tokens = step_tokens
+        self.flops_per_token = flops_per_token
+        self.dense_flops = dense_flops
         self.world_size, self.peak_tflops = world_size, peak_tflops
         self.last = time.monotonic()
         self.mean: float | None = None
         self.pauses: dict[str, list[float]] = {}
 
     def restart(self, pause: str | None = None) -> None:
-        """Do not count what happened since the last step as a part of the next one, but as a ``pause`` of this kind, or not at all."""
+        """Exclude the time since the last step from the next step.
+
+        pause: record the time as a pause of this kind.
+        """
         now = time.monotonic()
         if pause is not None:
             self.pauses.setdefault(pause, []).append(now - self.last)
         self.last = now
 
     def measure(self, steps_left: int, pauses_left: Mapping[str, int]) -> dict[str, Any]:
-        """The record's fields that time gives. pauses_left: how many of each kind are still to come."""
+        """Return the fields of the record that depend on time. pauses_left: number of remaining
+        pauses of each kind.
+        """
         now = time.monotonic()
         seconds, self.last = now - self.last, now
         self.mean = seconds if self.mean is None else 0.9 * self.mean + 0.1 * seconds
@@ -93,7 +98,7 @@ class Meter:
         }
 
     def _spent(self, rate: float, flops_per_token: float) -> tuple[float, float | None]:
-        """TFLOP/s of a process at so many tokens a second, and its share of the peak."""
+        """Return the TFLOP/s per process at ``rate`` tokens/s, and the share of the peak."""
         tflops = rate * flops_per_token / self.world_size / 1e12
         return tflops, tflops / self.peak_tflops if self.peak_tflops else None
 

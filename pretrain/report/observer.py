@@ -1,4 +1,4 @@
-"""Looks at every layer at an interval, on all ranks alike, and gathers what they saw on rank 0. What there is to see it does not know."""
+"""Layer diagnostics at an interval, computed on all ranks and gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "diagnostics/"
 
 
 def blocks_of(models: Iterable[nn.Module]) -> dict[int, Block]:
-    """The blocks of a rank's model chunks by their number (from 0) in the whole model."""
+    """Return the blocks of a rank's model chunks by their number (from 0) in the full model."""
     blocks = [
         module
         for model in models
@@ -29,9 +29,11 @@ def blocks_of(models: Iterable[nn.Module]) -> dict[int, Block]:
 
 
 class Observer:
-    """A `pretrain.report.loggers.Watch` of every ``interval``-th step (0: of none), on its first micro-batch.
+    """`pretrain.report.loggers.Watch` of the first micro-batch of every ``interval``-th step (0:
+    never).
 
-    The first data-parallel replica looks: its tensor-parallel ranks compute together, its pipeline stages each see their own layers.
+    Only the first data-parallel replica observes. Its tensor-parallel ranks compute together, and
+    each pipeline stage observes its own layers.
     """
 
     def __init__(self, models: Iterable[nn.Module], interval: int) -> None:
@@ -49,7 +51,7 @@ class Observer:
 
 
 def together(*watches: Watch) -> Watch:
-    """All of them around a step, their values in one dictionary."""
+    """Combine several watches into one whose dictionary contains the values of all."""
 
     @contextmanager
     def watch(step: int) -> Iterator[dict[str, float]]:
@@ -64,15 +66,15 @@ def together(*watches: Watch) -> Watch:
 
 
 def _from_every_stage(found: dict[str, float]) -> dict[str, float]:
-    """All pipeline stages' values on the first of them, in the layers' order; its own on the others."""
-    group, first = (
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_first_rank(),
-    )
+    """Gather the values of all pipeline stages on the first stage, in the order of the layers;
+    other stages return {}.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    first = parallel_state.get_pipeline_model_parallel_first_rank()
     here = torch.distributed.get_rank() == first
     everyone: list[dict[str, float]] = [{}] * group.size()
     torch.distributed.gather_object(found, everyone if here else None, dst=first, group=group)
-    # Interleaved stages hold layers by turns; within a layer the order is the look's.
+    # Interleaved stages have alternating layers; within a layer the order of values is kept.
     return dict(
         sorted(
             (pair for stage in everyone for pair in stage.items()),

@@ -1,4 +1,6 @@
-"""A step traced by torch's profiler: of the steps and ranks that the configuration names, and of a rank that received SIGUSR2."""
+"""Traces of single steps with torch's profiler, for configured steps and ranks and for ranks that
+received SIGUSR2.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ FOLDER = "profile"
 
 
 class Profiler:
-    """Put around every step, on every rank; what a step computes does not change.
+    """Context manager around every step on every rank; it does not change the result of a step.
 
     A traced step writes profile/step_NNNNNNNN_rank_NNNNN.json.gz (chrome://tracing, Perfetto) into
-    the run directory: operators with their shapes, allocations, no stacks. Then, with
-    ``log.profile.memory`` on a GPU, it writes a .pickle of the same name (pytorch.org/memory_viz).
-    Other ranks wait meanwhile.
+    the run directory, with operators, shapes and allocations, but without stacks. With
+    ``log.profile.memory`` on a GPU it then writes a .pickle with the same name
+    (pytorch.org/memory_viz). Other ranks wait during that time.
     """
 
     def __init__(self, settings: ProfileConfig, folder: Path, received: Received) -> None:
@@ -29,7 +31,9 @@ class Profiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[list[str]]:
-        """Trace the step where that is asked; the yielded list then has a line for each file, written or not, at the end."""
+        """Trace the step if requested; the yielded list then receives one line per file, written or
+        failed.
+        """
         told: list[str] = []
         asked, self.received.profile = self.received.profile, False
         rank = torch.distributed.get_rank()
@@ -45,7 +49,7 @@ class Profiler:
         ):
             with torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
                 yield told
-            # The trace first: a snapshot may take long, and whatever ends it leaves the trace.
+            # The trace is written first, because a snapshot can take long and may be interrupted.
             export = trace.export_chrome_trace
             told.append(
                 _written("trace", name.with_suffix(".json.gz"), lambda path: export(str(path)))
@@ -58,7 +62,10 @@ class Profiler:
 
 
 def _written(what: str, path: Path, write: Callable[[Path], object]) -> str:
-    """A line that says where ``write`` has written a file, or why it could not, which ends no run; no part of it is left then."""
+    """Write a file and return a line with its path, or with the error, which does not end the run.
+
+    A partially written file is removed.
+    """
     try:
         path.parent.mkdir(exist_ok=True)
         write(path)

@@ -1,4 +1,7 @@
-"""``progress.json`` in the run directory: how the run stands, for programs that watch it and import nothing of it. No torch."""
+"""State of the run in ``progress.json`` in the run directory, for external monitoring programs.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,35 @@ _LONGEST_MESSAGE = 1000
 
 
 class ProgressFile:
-    """Writes ``progress.json`` at every change of state and at every checkpoint; a reader sees the old file or the new one, whole.
+    """Writer of ``progress.json``, which is replaced atomically at every change of state and at
+    every checkpoint.
 
-    Keys: format, state, step, steps, consumed_tokens, total_tokens, checkpoint (the newest complete one, relative to the run directory),
-    signal (what asked the run to stop), message (one line), time (Unix seconds), pid, host, world_size. ``step`` is the last one that was
-    done when the file was written: between checkpoints metrics.jsonl has newer ones. Rank 0 writes; where it is killed, or dies inside a
-    library, the file keeps its last word.
+    Keys: format, state, step, steps, consumed_tokens, total_tokens, checkpoint (the newest complete
+    one, relative to the run directory), signal (the signal that stopped the run), message (one
+    line), time (Unix seconds), pid, host, world_size. ``step`` is the last finished step at the
+    time of writing; metrics.jsonl has newer steps between checkpoints. Rank 0 writes the file. If
+    rank 0 is killed or crashes in a library, the file keeps its last state.
     """
 
     def __init__(self, folder: Path | None, schedule: Schedule, world_size: int) -> None:
-        """``folder``: the run directory, None on ranks that do not write."""
+        """``folder``: the run directory; None on ranks that do not write."""
         self.folder, self.schedule, self.world_size = folder, schedule, world_size
         self.told: tuple[str | None, Path | None] = None, None  # state and checkpoint in the file
         self.step = self.consumed_samples = 0
         self.checkpoint: Path | None = None
 
     def at(self, step: int, consumed_samples: int, checkpoint: Path | None) -> None:
-        """What the next words are about: the step that is done, and the newest complete checkpoint."""
+        """Set the finished step and the newest complete checkpoint for the next write."""
         self.step, self.consumed_samples, self.checkpoint = step, consumed_samples, checkpoint
 
     def tell(self, state: str, *, signal: str | None = None, message: str | None = None) -> None:
-        """Write the file; a message of several lines becomes one, and values of secrets in the environment become ***.
+        """Write the file.
+
+        A message of several lines becomes one line, and secret values from the environment are
+        replaced by ***.
 
         Raises:
-            OSError: the run directory cannot be written to.
+            OSError: the run directory is not writable.
         """
         assert state in STATES
         self.told = state, self.checkpoint
@@ -75,7 +83,7 @@ class ProgressFile:
         except OSError:
             if state != "failed":
                 raise
-            # A full file system has room where the old file is; spaces make up the length.
+            # On a full file system the old file can still be overwritten; spaces keep its length.
             with (self.folder / NAME).open("r+b") as file:
                 file.write(text.ljust((self.folder / NAME).stat().st_size))
                 file.flush()
@@ -83,7 +91,9 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """What ``progress.json`` in a run directory says; None where there is none that can be read."""
+    """Return the content of ``progress.json`` in a run directory, or None if it is missing or
+    invalid.
+    """
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,12 +1,16 @@
-"""Which rank the others wait for: at an interval, every rank's time in a step is gathered on rank 0 and compared. Knows no model.
+"""Detection of slow ranks: at an interval, every rank's time in a step is compared on rank 0.
 
-What is compared is the time from a step's beginning to the moment when its gradients are to be reduced: data, forward and backward passes.
-Up to there a rank waits for no other data-parallel replica, but ranks of one replica wait for each other inside it: tensor-parallel ranks
-in every layer, pipeline stages in every micro-batch. So a slow device makes its whole replica slow, and the step's times name the replica,
-not the rank. Stages of a pipeline have different times by nature: a rank is compared with the ranks of its own stage alone.
+The compared time is the time from the beginning of a step until its gradients are to be reduced:
+data, forward and backward passes. Until then a rank does not wait for other data-parallel replicas,
+but ranks of one replica wait for each other: tensor-parallel ranks in every layer, pipeline stages
+in every micro-batch. A slow device therefore makes its entire replica slow, and the step times
+identify the replica, not the rank. Pipeline stages differ in their times, so a rank is compared
+only with ranks of the same stage.
 
-Within a replica, and where there is only one, a second measure tells ranks apart: a small matrix product that each computes alone. It shows
-a device that computes slowly, nothing else: not slow data, memory, links or processes that take the CPU away for a while.
+Within a replica, and if only one replica exists, a second measure distinguishes the ranks: the time
+of a small matrix product that each rank computes alone. It detects only slow computation on a
+device. It does not detect slow data, memory or links, or other processes that use the CPU for a
+while.
 """
 
 from __future__ import annotations
@@ -25,12 +29,12 @@ from fem_megatron.megatron import platform
 from pretrain.engines import StepTimes
 
 NAME = "ranks.jsonl"
-_PRODUCTS = 5  # the fastest counts
+_PRODUCTS = 5  # the fastest one counts
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: its host's name, its data-parallel replica and its pipeline stage."""
+    """Position of a rank: host name, data-parallel replica and pipeline stage."""
 
     host: str
     replica: int
@@ -39,24 +43,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank to look at."""
+    """The slowest rank, with the measurements behind the comparison."""
 
     rank: int
     host: str
-    ratio: float  # of `seconds` to `median`
+    ratio: float  # ratio of `seconds` to `median`
     seconds: float
-    median: float  # of the ranks it is compared with; the lower of two
-    compared: int  # how many these are
-    group: tuple[int, ...]  # the ranks of its replica, itself among them
-    matmul_ratio: float  # its matrix product's time to all ranks' median
-    by: str  # what `ratio` compares: "step" or, where there is one replica, "matmul"
+    median: float  # of the compared ranks; the lower of two middle values
+    compared: int  # number of compared ranks
+    group: tuple[int, ...]  # ranks of its replica, including itself
+    matmul_ratio: float  # ratio of its matrix product's time to the median of all ranks
+    by: str  # measure of `ratio`: "step", or "matmul" with a single replica
 
     def message(self, limit: float) -> str:
-        """One line for people."""
-        who, times = (
-            f"slowest rank {self.rank} on node {self.host}",
-            f"{self.ratio:.2f} times the median of {self.compared} ranks",
-        )
+        """Return one line for the console."""
+        who = f"slowest rank {self.rank} on node {self.host}"
+        times = f"{self.ratio:.2f} times the median of {self.compared} ranks"
         against = f"({self.seconds:.3g} s against {self.median:.3g} s)"
         if self.by == "matmul":
             return f"{who}: {times} in a matrix product by itself {against}"
@@ -68,15 +70,20 @@ class Slowest:
             if self.matmul_ratio >= _half(limit)
             else "by matrix products alone none of them is slow"
         )
-        return f"{who}: with ranks {_ranges(self.group)}, which wait for each other, {times} {against}; {which}"
+        return (
+            f"{who}: with ranks {_ranges(self.group)}, which wait for each other, {times} "
+            f"{against}; {which}"
+        )
 
 
 def find_slowest(
     places: list[Place], busy: list[float], matmul: list[float], limit: float
 ) -> Slowest:
-    """The slowest rank by its step's ``busy`` seconds, told apart within its replica by ``matmul`` seconds; lists are by rank.
+    """Return the slowest rank by the ``busy`` seconds of its step.
 
-    ``limit``: the ratio from which a rank is worth telling; in a matrix product half of that excess tells ranks of a replica apart.
+    Within its replica, the ranks are distinguished by their ``matmul`` seconds. Lists are indexed
+    by rank. ``limit``: the ratio from which a rank is reported as slow; within a replica, half of
+    that excess in the matrix product is enough to identify a rank.
     """
     ranks = range(len(places))
     typical = median_low(matmul)
@@ -118,10 +125,12 @@ def find_slowest(
 
 
 class Stragglers:
-    """Compares the ranks at every ``interval``-th step (0: at none) and adds a line to ``ranks.jsonl``; collective."""
+    """Comparison of the ranks at every ``interval``-th step (0: never), written to ``ranks.jsonl``;
+    collective.
+    """
 
     def __init__(self, interval: int, limit: float, folder: Path | None) -> None:
-        """``folder``: the run directory, None on ranks that do not write."""
+        """``folder``: the run directory; None on ranks that do not write."""
         self.interval, self.limit, self.folder = interval, limit, folder
         here = Place(
             host.node(),
@@ -134,11 +143,11 @@ class Stragglers:
         self.hosts_told = False
 
     def due(self, step: int) -> bool:
-        """Whether ``step``'s times are wanted; never of a rank that is alone."""
+        """Return True if the times of ``step`` are compared; always False with a single rank."""
         return bool(self.interval) and step % self.interval == 0 and len(self.places) > 1
 
     def compare(self, step: int, times: StepTimes) -> Slowest:
-        """The slowest rank of ``step``, the same answer on every rank."""
+        """Return the slowest rank of ``step``; the result is the same on every rank."""
         own = torch.tensor(
             [times.busy, times.waiting, matmul_seconds()],
             dtype=torch.float64,
@@ -179,7 +188,9 @@ class Stragglers:
 
 @torch.no_grad()
 def matmul_seconds() -> float:
-    """Seconds of a small matrix product on this rank's device, the best of a few; draws no random number."""
+    """Return the seconds of a small matrix product on this rank's device, the best of a few; uses
+    no random numbers.
+    """
     size, times, dtype = (
         (2048, 8, torch.bfloat16) if platform.has_cuda() else (256, 1, torch.float32)
     )
@@ -205,7 +216,7 @@ def _half(limit: float) -> float:
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:
-    """``0-3, 8`` for 0, 1, 2, 3, 8; ascending."""
+    """Format ascending numbers as ranges: ``0-3, 8`` for 0, 1, 2, 3, 8."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:

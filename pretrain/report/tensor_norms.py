@@ -1,4 +1,4 @@
-"""The norms of every parameter's weight, gradient, update and moments at an interval, over all ranks. The engine tells what is updated."""
+"""Norms of every parameter's weight, gradient, update and moments, over all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ KINDS = ("weight", "gradient", "update", *MOMENTS)
 
 
 class TensorNorms:
-    """A `pretrain.report.loggers.Watch` of every ``interval``-th step (0: of none): ``tensors/<name of the parameter>/<one of KINDS>``.
+    """`pretrain.report.loggers.Watch` of every ``interval``-th step (0: never).
 
-    A step's gradient, the mean over its tokens before clipping, and what the step leaves: the weight, the update |w_after - w_before| of
-    the weight that the optimizer has (fp32), the moments that it keeps. Meanwhile a rank holds a copy of the weights that it updates. A
-    part's squares are fp32: numbers below 1e-19 count as zero.
+    It returns values named ``tensors/<name of the parameter>/<one of KINDS>``: the gradient of the
+    step, which is the mean over its tokens before clipping; and after the step the weight, the
+    update |w_after - w_before| of the optimizer's fp32 weight, and the optimizer's moments. During
+    the step a rank has a copy of the weights that it updates. The squares of a part are summed in
+    fp32: numbers below 1e-19 count as zero.
     """
 
     def __init__(self, engine: Engine, interval: int) -> None:
@@ -48,11 +50,14 @@ class TensorNorms:
 
 
 class _Sums:
-    """Sums of squares of tensors' elements, of each element on one rank alone, until all ranks' are added up. An `AroundUpdate`."""
+    """Sums of squares of tensor elements over all ranks, each element counted on one rank.
+
+    An `AroundUpdate`.
+    """
 
     def __init__(self, rows: dict[str, int]) -> None:
         self.rows = rows
-        # Beside each sum how many elements it is of: none of a moment that is not kept.
+        # Each sum has its number of elements next to it: 0 for a moment that does not exist.
         self.sums = torch.zeros(
             len(rows), len(KINDS), 2, dtype=torch.float64, device=platform.device()
         )
@@ -88,7 +93,9 @@ class _Sums:
             )
 
     def norms(self) -> dict[str, float]:
-        """``<name>/<kind>`` -> norm, on rank 0, where the host reads them all at once; collective."""
+        """Return ``<name>/<kind>`` -> norm on rank 0, with a single read by the host; {} on other
+        ranks. Collective.
+        """
         torch.distributed.all_reduce(self.sums)
         if torch.distributed.get_rank():
             return {}
@@ -102,7 +109,9 @@ class _Sums:
 
     @torch.no_grad()
     def _add(self, kind: str, found: dict[str, tuple[Tensor, float]]) -> None:
-        """Name -> (flat tensor, a factor that is to be taken out of its norm)."""
+        """Add the squared norms of ``found``: name -> (flat tensor, factor by which its norm is
+        divided).
+        """
         if not found:
             return
         device, tensors = self.sums.device, [tensor for tensor, _ in found.values()]
@@ -117,7 +126,9 @@ class _Sums:
 
 
 def _spoken_for(parts: Iterable[Held]) -> list[Held]:
-    """The parts that this rank tells: one rank's of what several hold."""
+    """Return the parts that this rank reports: a part that several ranks have is reported by one of
+    them.
+    """
     return [one for one in parts if is_main_replica(one.place.replica_id)]
 
 
@@ -126,7 +137,9 @@ def _param(held: Held) -> Tensor:
 
 
 def _rows(engine: Engine) -> dict[str, int]:
-    """The names of all of the model's parameters, numbered alike on every rank; collective over the pipeline."""
+    """Return the row number of every parameter of the model, the same on every rank; collective
+    over the pipeline.
+    """
     mine = [
         global_name(chunk, name) for chunk in engine.models for name, _ in chunk.named_parameters()
     ]

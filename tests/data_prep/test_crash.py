@@ -285,7 +285,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(
         assert (
             result.returncode == 1
             and result.stderr.count("\n") == 1
-            and "File too large; make room" in result.stderr
+            and "File too large; free some space" in result.stderr
         ), result
         assert f"{out / folder}" in result.stderr and room.entries(out) == done
         assert not list((out / SHARDS).glob(".*")) and not room.merged_hashes(out), result

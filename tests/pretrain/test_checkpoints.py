@@ -350,7 +350,7 @@ def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")
     assert pretrain(*ruined, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_without") == 3
     assert (
-        "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from step 2 on: "
+        "no checkpoint is from before them: start again, with a lower optimizer.lr, or inspect the data from step 2 on: "
         in pretrain.err
     )
     for _ in range(2):

@@ -196,7 +196,7 @@ def test_a_leading_tilde_is_expanded_in_every_path(
         load_run(path, ["run_dir=~nobody_here/x"])
     Path("~").mkdir()  # as older versions made it
     with pytest.raises(
-        ConfigError, match="may be below the home directory or ~ in the working directory"
+        ConfigError, match="can mean the home directory or ~ in the working directory"
     ):
         load_run(path, ["run_dir=~/x"])
 
@@ -442,7 +442,7 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
 
     monkeypatch.chdir(tmp_path)
     assert "no CONFIG.yaml: name a run" in told(code=2)
-    assert "stands alone" in told(DEMO, "--resolve", "--check", code=2)
+    assert "cannot be combined" in told(DEMO, "--resolve", "--check", code=2)
     assert "is not a multiple of train.micro_batch_size" in told(
         DEMO, "--resolve", "parallel.world_size=7", code=2
     )

@@ -231,7 +231,7 @@ def test_one_runs_one_waits_the_newest(
     )
     assert run.heard.messages == [
         "evaluation of step 20 waits: that of step 10 still runs",
-        "evaluation of step 20 is left out: that of step 10 still runs, and step 30 is due",
+        "evaluation of step 20 is skipped: that of step 10 still runs, and step 30 is due",
     ]
     gate.touch()
     run.until(lambda: len(run.heard.values) == 2)
@@ -251,7 +251,7 @@ HELD = {"evaluation/held": 2.5}
 # What the command does -> what is told, and what is logged.
 ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
     "echo first; echo no such data >&2; exit 2": (["failed: exit code 2: no such data; see"], {}),
-    "true": (["failed: it wrote no scores; see"], {}),
+    "true": (["failed: no scores were written; see"], {}),
     "kill -9 $$": (["failed: ended by SIGKILL; see"], {}),
     "kill -40 $$": (["failed: ended by signal 40; see"], {}),
     "sleep 60": (["failed: not done within 0.002 minutes; see"], {}),
@@ -376,7 +376,7 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(
         assert time.monotonic() < end, "nor what it started"
         Event().wait(0.01)
     (message,) = run.heard.messages
-    assert "is not done; a resumed training starts it again, or: python -c" in message
+    assert "is not finished; resuming the training starts it again, or run: python -c" in message
     assert not (tmp_path / NAME).exists()
     again = Run(tmp_path, WRITE, monkeypatch, at_end=True)
     again.store.last = run.store.last

@@ -97,7 +97,7 @@ def test_another_validation_set_or_none_changes_no_training_step(
     assert fork(pretrain, pretrain.run_dir, tmp_path / "fork", *base, "train.steps=4", another) == 0
     assert (
         losses(tmp_path / "fork") == {step: wanted[step] for step in (3, 4)}
-        and "its data are others" not in pretrain.out
+        and "its data differs" not in pretrain.out
     )
     assert pretrain(*base, "train.steps=4", none) == 0, pretrain.err
     manifest = step_of(pretrain.run_dir, 4) / MANIFEST
@@ -129,7 +129,9 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     )
     assert fork(pretrain, pretrain.run_dir, new, *whole) == 0, pretrain.err
     told = [
-        line for line in pretrain.out.splitlines() if line.startswith(("other than", "its data"))
+        line
+        for line in pretrain.out.splitlines()
+        if line.startswith(("different from", "its data"))
     ]
     wording("\n".join(told))
     assert (
@@ -220,7 +222,9 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
     yarn = "model.rope_scaling={kind: yarn, factor: 2, original_length: 32}"
     new, loaded, plain = tmp_path / "new", tmp_path / "loaded", tmp_path / "plain"
     assert fork(pretrain, pretrain.run_dir, new, *long, yarn) == 0, pretrain.err
-    wording("\n".join(line for line in pretrain.out.splitlines() if line.startswith("other than")))
+    wording(
+        "\n".join(line for line in pretrain.out.splitlines() if line.startswith("different from"))
+    )
     assert fork(pretrain, pretrain.run_dir, plain, *long) == 0
     assert (
         pretrain(

@@ -181,7 +181,7 @@ def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
     assert progress(pretrain.run_dir)["message"].startswith("checkpoint ")
     (pretrain.run_dir / "metrics.jsonl").unlink()
     (pretrain.run_dir / "metrics.jsonl").mkdir()
-    with pytest.raises(RuntimeError, match="Is a directory: a path that is checked before"):
+    with pytest.raises(RuntimeError, match="Is a directory: an earlier check should have rejected"):
         pretrain()
     assert progress(pretrain.run_dir)["message"].startswith("IsADirectoryError: ")
 

@@ -472,7 +472,7 @@ def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str])
     )
     assert "optimizer.name = muon cannot be rehearsed" in capsys.readouterr().err
     assert main([DEMO, *BASE, "--gpus", "2"]) == Exit.WRONG_INPUT
-    assert "--gpus is of --rehearse" in capsys.readouterr().err
+    assert "--gpus requires --rehearse" in capsys.readouterr().err
 
 
 def test_of_stages_the_one_that_needs_most_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
     assert (
         pretrain.out.count("back at") == 2
-        and "training has gone back 2 times from about here" in pretrain.err
+        and "training has gone back 2 times from about this step" in pretrain.err
     )
 
 
@@ -253,7 +253,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     assert len(set(read)) == (60 if blended else 48), (
         "of twelve steps, and three that were gone back from"
     )
-    again = "the data order ends 12 samples before the run, whose last steps will read its first samples again"
+    again = "the data order ends 12 samples before the end of the run: the last steps will read its first samples again"
     assert (again in pretrain.out) is not blended
     wanted = losses(pretrain.run_dir)
     shutil.rmtree(pretrain.checkpoints / "step_00000012")

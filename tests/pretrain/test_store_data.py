@@ -424,8 +424,10 @@ def test_a_wrong_place_is_one_line(
     assert f"data.valid.0.prefix = {url}/vlid: {url}/vlid.idx: not found" in refused_with(
         2, f"data.valid.0.prefix={url}/vlid"
     )
-    assert "names no pair in a folder" in refused_with(2, "data.train.0.prefix=s3://train")
-    assert "data.train.0.prefix has a password in it" in refused_with(
+    assert "does not name a .bin/.idx pair in a folder" in refused_with(
+        2, "data.train.0.prefix=s3://train"
+    )
+    assert "data.train.0.prefix contains a password" in refused_with(
         2, f"data.train.0.prefix=s3://me:{SECRET}@bucket/folder/train"
     )
     assert "no-such-kind" in refused_with(

@@ -346,7 +346,7 @@ def test_an_interruption_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Adaptor, "_model_call", interrupt)
     code, _, err = run()
-    assert code == 130 and "the same command goes on" in err
+    assert code == 130 and "the same command continues" in err
 
 
 def test_answers_are_read_back_exactly_and_by_one_process(tmp_path: Path) -> None:
