@@ -128,7 +128,7 @@ def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, value) for value in named if isinstance(value, str))
 
 
-# --- the rules: sources -> faults ------------------------------------------------------------------------------------------------
+# --- the rules: sources -> faults -----------------------------------------------------------------
 
 
 def imports_against_the_stream(sources: Sources) -> list[str]:
@@ -341,7 +341,7 @@ def wide_prose(sources: Sources) -> list[str]:
     return faults
 
 
-# --- the rules hold --------------------------------------------------------------------------------------------------------------
+# --- the rules hold -------------------------------------------------------------------------------
 
 
 def test_every_room_has_a_rule_and_a_first_page() -> None:
@@ -473,7 +473,7 @@ def test_a_rule_lets_the_rest_pass(rule: Rule, name: str, text: str) -> None:
     assert rule({name: text}) == []
 
 
-# --- what only running tells -----------------------------------------------------------------------------------------------------
+# --- what only running tells ----------------------------------------------------------------------
 
 
 def loaded_after(
@@ -536,7 +536,7 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> 
     )
 
 
-# --- packaging -------------------------------------------------------------------------------------------------------------------
+# --- packaging ------------------------------------------------------------------------------------
 
 
 def project() -> dict[str, Any]:

@@ -92,7 +92,7 @@ def build(name: str, **changed: Any) -> Any:
     return drawn(LAYERS[type(shape)](shape, OneProcess(torch.float64)), spread=0.4)
 
 
-# --- the definitions, one sequence, one token after another ------------------------------------------------------------------------
+# --- the definitions, one sequence, one token after another ---------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def test_padding_between_tokens_moves_no_matrix(name: str) -> None:
         torch.testing.assert_close(after["matrix"], before["matrix"], **ROUNDING)
 
 
-# --- sizes ----------------------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPa
         )  # float64 on both sides; the fixtures' own tolerance
 
 
-# --- limits and energies ---------------------------------------------------------------------------------------------------------
+# --- limits and energies --------------------------------------------------------------------------
 
 
 def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None) -> Tensor:
@@ -208,7 +208,7 @@ def test_diagnose(residual: str) -> None:
             torch.testing.assert_close(value, found[name], **ROUNDING)
 
 
-# --- switches --------------------------------------------------------------------------------------------------------------------
+# --- switches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("residual", ["normalised", "raw"])
@@ -316,7 +316,7 @@ def test_as_it_starts() -> None:
     assert parts[0].diagonal.abs().max() == 0 and parts[0].self_bias == parts[0].cross_bias == 0
 
 
-# --- as a language model ---------------------------------------------------------------------------------------------------------
+# --- as a language model --------------------------------------------------------------------------
 
 
 def test_bidirectional() -> None:
@@ -326,7 +326,7 @@ def test_bidirectional() -> None:
     assert not torch.allclose(forth, layer(x, Context()))
 
 
-# --- the shapes ------------------------------------------------------------------------------------------------------------------
+# --- the shapes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)

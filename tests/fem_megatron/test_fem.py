@@ -162,7 +162,7 @@ def close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * wanted.abs().max().item())
 
 
-# --- the released numbers --------------------------------------------------------------------------------------------------------
+# --- the released numbers -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["reference", "fused"])
@@ -325,7 +325,7 @@ def test_aft_inside_reproduces_the_released_code(
         close(got, wanted, 1e-9 if with_epsilons else 2e-5)
 
 
-# --- the plain priors ------------------------------------------------------------------------------------------------------------
+# --- the plain priors -----------------------------------------------------------------------------
 
 
 def by_head(mixer: FemMixer, x: Tensor) -> dict[str, Tensor]:
@@ -488,7 +488,7 @@ def test_without_a_mask_every_token_matters_and_the_reversed_sequence_gives_the_
         )  # float64 rounding
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def test_the_planned_chunks_are_the_kernels() -> None:

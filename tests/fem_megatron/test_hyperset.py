@@ -103,7 +103,7 @@ def test_fixture() -> None:
         )  # float64 on both sides; the fixtures' own tolerance
 
 
-# --- energies --------------------------------------------------------------------------------------------------------------------
+# --- energies -------------------------------------------------------------------------------------
 
 
 def turned(layer: HyperSet, z: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def test_diagnose() -> None:
     torch.testing.assert_close(whole["attention_energy"], half["attention_energy"], **ROUNDING)
 
 
-# --- step sizes, updates, adapters -----------------------------------------------------------------------------------------------
+# --- step sizes, updates, adapters ----------------------------------------------------------------
 
 
 def test_learned_step_sizes_start_at_zero_and_learn() -> None:

@@ -106,7 +106,7 @@ def test_every_weight_starts_and_learns_as_its_fans_ask(name: str) -> None:
     }
 
 
-# --- a step is felt alike at every width ---------------------------------------------------------------------------------------
+# --- a step is felt alike at every width ----------------------------------------------------------
 
 BASE, WIDTHS, RATE = 32, (64, 256), 0.01
 
@@ -237,7 +237,7 @@ def test_without_mup_they_are() -> None:
     ), grown
 
 
-# --- the scores' scale ---------------------------------------------------------------------------------------------------------
+# --- the scores' scale ----------------------------------------------------------------------------
 
 SCALED: dict[str, tuple[ModelConfig, int]] = {
     "transformer": (replace(SMALL, mixer="transformer"), 8),
@@ -320,7 +320,7 @@ def test_at_the_base_s_own_head_nothing_changes(name: str) -> None:
     assert mup(model, 16, width).blocks() == model.blocks()
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_a_configuration_from_before_is_standard() -> None:

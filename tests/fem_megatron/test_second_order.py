@@ -175,7 +175,7 @@ def test_mha2nd_refuses_long_sequences() -> None:
         layer(tokens(9)[8:], Context(past=8))
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def test_temperatures_start_at_the_head_s_width_and_a_raw_one_that_is_not_positive_is_not_hidden() -> (

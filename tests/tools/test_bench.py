@@ -91,7 +91,7 @@ def test_json_goes_where_a_link_leads(tmp_path: Path) -> None:
     assert link.is_symlink() and json.loads(target.read_text()) == [1]
 
 
-# --- whole models -----------------------------------------------------------------------------------------------------------------
+# --- whole models ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_became_slower() -> None:
     ]
 
 
-# --- every benchmark, once, at toy size -------------------------------------------------------------------------------------------
+# --- every benchmark, once, at toy size -----------------------------------------------------------
 
 ENGINES = [*TINY, "--steps", "2", "--rounds", "1", "--precision", "fp32"]
 TOYS = {

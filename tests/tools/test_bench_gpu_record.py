@@ -54,7 +54,7 @@ def timed(seconds: float) -> dict[str, Any]:
     return {**passes, "flops": [3e11, 1e12], "bytes": [3e8, 1e9]}
 
 
-# --- the record -------------------------------------------------------------------------------------------------------------------
+# --- the record -----------------------------------------------------------------------------------
 
 FEW = [
     "--dry",
@@ -217,7 +217,7 @@ def test_a_new_run_keeps_an_older_record_and_a_wrong_folder_or_device_is_named(
     assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
-# --- results and report -----------------------------------------------------------------------------------------------------------
+# --- results and report ---------------------------------------------------------------------------
 
 
 def measured() -> list[Outcome]:

@@ -32,7 +32,7 @@ def task(kind: str, name: str = "", **arguments: Any) -> Task:
     return Task(kind, name or kind, arguments, 1, 1)
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def test_the_most_important_comes_first_and_all_can_be_said_in_json() -> None:
@@ -119,7 +119,7 @@ def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_nam
     )
 
 
-# --- what a worker does -----------------------------------------------------------------------------------------------------------
+# --- what a worker does ---------------------------------------------------------------------------
 
 SIZE = asdict(Size(1, 16, 2, 16, 8))
 
@@ -240,7 +240,7 @@ def test_runs_of_the_trainer_are_compared_step_by_step() -> None:
     assert off["worst"] == pytest.approx(5e-4) and not off["equal"] and not off["good"]
 
 
-# --- processes --------------------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def performed(

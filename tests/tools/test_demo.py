@@ -84,7 +84,7 @@ def findings(fem_loss: float = 4.9, plain_loss: float = 5.0) -> dict[str, Any]:
     return {"models": models, "unigram": entropy, "parity": parity, "run": run, "machine": machine}
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_the_unigram_entropy_is_the_frequencies_own(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_runs_history(tmp_path: Path) -> None:
         largest_difference({1: 2.0}, {2: 2.0})
 
 
-# --- words and picture -----------------------------------------------------------------------------------------------------
+# --- words and picture ----------------------------------------------------------------------------
 
 
 def test_the_words(wording: Wording) -> None:
@@ -241,7 +241,7 @@ def test_the_documents_have_the_demos_figures(
     assert texts == {name: page.read_text() for name, page in places.items()}
 
 
-# --- commands --------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

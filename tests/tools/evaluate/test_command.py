@@ -270,7 +270,7 @@ def test_a_list_of_the_suite(capsys: pytest.CaptureFixture[str], wording: Wordin
     wording(capsys.readouterr().out)
 
 
-# --- interruptions ---------------------------------------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 def killed_amid(kept: Path, arguments: list[str]) -> int:

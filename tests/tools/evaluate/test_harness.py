@@ -206,7 +206,7 @@ def test_models_that_cannot_be_asked(adaptor: Callable[..., Adaptor], raised: Re
         likelihoods(adaptor(broken), *TEXTS)
 
 
-# --- whole tasks -----------------------------------------------------------------------------------------------------------------
+# --- whole tasks ----------------------------------------------------------------------------------
 
 
 def asked(

@@ -112,7 +112,7 @@ class Ends:
         return "".join("ab" if number == EOD else "a" for number in ids)
 
 
-# --- the number ------------------------------------------------------------------------------------------------------------------
+# --- the number -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> Non
     assert open_text(write_text(tmp_path / "one", (90,))).sample(20).starts.tolist() == [0, 20]
 
 
-# --- training's own validation, and the command ----------------------------------------------------------------------------------
+# --- training's own validation, and the command ---------------------------------------------------
 
 
 WHOLE = [
@@ -365,7 +365,7 @@ def test_the_command_refuses_in_one_line(
         assert told.startswith("tools.evaluate.perplexity: error: ") and told.count("\n") == 1
 
 
-# --- interruptions ---------------------------------------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 class Stops:
@@ -506,7 +506,7 @@ def test_a_result_fits_the_tokens_not_their_place(
     assert "was made with data " in (complaint(one(Path("gone"), 8)) or "")
 
 
-# --- what is told in one line ----------------------------------------------------------------------------------------------------
+# --- what is told in one line ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_the_digest_sees_what_a_task_asks(tmp_path: Path) -> None:
     assert digests(tmp_path / "elsewhere") == first, "where it lies does not matter"
 
 
-# --- the quick suite -------------------------------------------------------------------------------------------------------------
+# --- the quick suite ------------------------------------------------------------------------------
 
 
 def test_quick_is_found_and_needs_no_data() -> None:
@@ -135,7 +135,7 @@ def test_items_are_the_same_everywhere() -> None:
     assert hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16] == "2da6afdbc83ff2af"
 
 
-# --- what is wrong with a suite --------------------------------------------------------------------------------------------------
+# --- what is wrong with a suite -------------------------------------------------------------------
 
 WRONG = [
     "tasks: []",

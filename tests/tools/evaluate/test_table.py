@@ -40,7 +40,7 @@ def cells(shown: str, model: str) -> list[str]:
     return [cell.strip() for cell in line[0].split("|")][2:-1]
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", PAPER["groups"], ids=lambda group: group["name"])
@@ -71,7 +71,7 @@ def test_numbers_are_rounded_half_up_as_the_paper_does(
     assert str(printed(value, places)) == text
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def test_a_missing_result_is_a_dash_and_its_column_ranks_nobody(
@@ -272,7 +272,7 @@ def test_a_terminal_is_never_too_narrow(tmp_path: Path) -> None:
     )
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_writes_it_all_and_merges_folders(

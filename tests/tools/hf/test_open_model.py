@@ -162,7 +162,7 @@ def test_without_a_tokenizer_there_is_a_reason(
         assert tokenizer_of(path) is None
 
 
-# --- fingerprints ----------------------------------------------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["checkpoint", "export"])
@@ -209,7 +209,7 @@ def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
     assert len(set(found)) == 6
 
 
-# --- what cannot be opened -------------------------------------------------------------------------------------------------------
+# --- what cannot be opened ------------------------------------------------------------------------
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"

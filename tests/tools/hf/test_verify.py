@@ -230,7 +230,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, refused: Refused) -
         refused(main, "tools.hf", "verify", *arguments)
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_one_difference() -> None:

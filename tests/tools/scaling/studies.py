@@ -123,7 +123,7 @@ def write_run(
     return folder
 
 
-# --- runs by Chinchilla's law, with log-normal noise -------------------------------------------------------------------------------
+# --- runs by Chinchilla's law, with log-normal noise ----------------------------------------------
 
 E, A, B, ALPHA, BETA = (
     1.69,

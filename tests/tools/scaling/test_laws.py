@@ -96,7 +96,7 @@ def test_a_power_law_with_offset_is_found(law: tuple[float, float, float]) -> No
     assert found[1] == pytest.approx(law[1], rel=1e-3)
 
 
-# --- compute multiplier -----------------------------------------------------------------------------------------------------------
+# --- compute multiplier ---------------------------------------------------------------------------
 
 
 def variant(name: str, some: Points) -> VariantFit:
@@ -194,7 +194,7 @@ def test_intervals_of_the_small_studys_design_cover(studies: int, first: int) ->
     assert len(held["multiplier"]) > 0.95 * studies  # in the others a minimum lies outside
 
 
-# --- learning rates ---------------------------------------------------------------------------------------------------------------
+# --- learning rates -------------------------------------------------------------------------------
 
 RATES = np.array([0.0005, 0.001, 0.002, 0.004, 0.008])  # the CEM paper's five
 

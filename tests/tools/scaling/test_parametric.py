@@ -205,7 +205,7 @@ def test_leaving_a_budget_out_predicts_it() -> None:
     assert 0.08 < third.mean_error < 0.1  # 1 - 1/1.1 = 0.091 of the loss that is there
 
 
-# --- what is asked of a fit -------------------------------------------------------------------------------------------------------
+# --- what is asked of a fit -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
-# --- made-up tables -----------------------------------------------------------------------------------------------------------------
+# --- made-up tables -------------------------------------------------------------------------------
 
 
 def test_a_table_becomes_laws_a_comparison_pictures_and_a_report(
@@ -188,7 +188,7 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
         assert str(results / "fit.json") in refused(capsys, *verb)
 
 
-# --- the published studies ----------------------------------------------------------------------------------------------------------
+# --- the published studies ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

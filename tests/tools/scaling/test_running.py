@@ -193,7 +193,7 @@ def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
-# --- real training ----------------------------------------------------------------------------------------------------------------
+# --- real training --------------------------------------------------------------------------------
 
 
 def trained(folder: Path) -> list[int]:
