@@ -82,10 +82,9 @@ def test_a_transformer_has_the_parameters_of_the_textbook_and_a_fem_its_conditio
     # Two norms; W_a, W_f, W_r; W_out.
     conditioner = width + state + 3 * state * width + state * packed
     assert count_by_component(run(LARGE).model)["conditioner"] == layers * conditioner
-    # padded
     assert parameter_shapes(ModelConfig(vocab_size=1001, num_layers=1))[
         "embedding.word_embeddings.weight"
-    ] == (1024, 768)
+    ] == (1024, 768)  # padded
 
 
 @pytest.mark.parametrize("name", ["fem_sm_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml"])

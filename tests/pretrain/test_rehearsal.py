@@ -110,8 +110,8 @@ EVERY: Cases = {
     for layout, more in SIX.items()
     for name in OURS
 }
-# Reads of a training step on a GPU that make the host wait, each with its reason.
-# loss, norm, stop signals, memory: one all-reduce, before the update
+# Reads of a training step on a GPU that make the host wait. This one transfers loss, norm, stop
+# signals and memory: one all-reduce, before the update.
 STEADY = {"pretrain/engines/building.py summed_over_ranks tolist"}
 ON_A_GPU = [
     *BASE,
