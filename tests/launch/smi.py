@@ -37,10 +37,9 @@ class Node:
     """A node of eight H100 as nvidia-smi tells of it; change what is to be wrong with it."""
 
     count: int = 8
-    changed: dict[tuple[int, str], str] = field(default_factory=dict)  # (GPU, field) -> its value
-    older: bool = (
-        False  # a driver that has clocks_throttle_reasons and knows no recovery action, nor fabric
-    )
+    changed: dict[tuple[int, str], str] = field(default_factory=dict)  # (GPU, field) -> value
+    # A driver that has clocks_throttle_reasons, but no recovery action and no fabric.
+    older: bool = False
 
     def value(self, gpu: int, name: str) -> str:
         """A field of a GPU, as --format=csv,noheader,nounits prints it."""

@@ -130,7 +130,7 @@ def end(
 def clean_up(folder: Path) -> None:
     """Kill what a failed test left running: processes with the test's folder in their command line."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # the process may just have ended
             if os.fsencode(folder) in Path("/proc", pid, "cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
 

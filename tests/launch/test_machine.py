@@ -16,7 +16,7 @@ from tests.launch.hostile import program
 from tests.pretrain.test_deepspeed_ops import LOCK, OP, age, folder, needs_deepspeed
 from tests.test_house import ROOT
 
-__all__ = ["folder"]  # the fixture
+__all__ = ["folder"]  # re-exports the fixture
 
 
 @needs_deepspeed
