@@ -16,7 +16,7 @@ import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
 UNKNOWN = 30.0  # seconds assumed for a case without a recorded duration
-# seconds; a case that takes longer, and twice the mean of its function, is recorded separately
+# Seconds; a case that takes longer, and twice the mean of its function, is recorded separately.
 OWN = 20.0
 LEAST = 5.0  # seconds; quick tests of a file that take less in total are not recorded
 # "quick files": file -> seconds of its quick tests; "slow tests": test function -> seconds per

@@ -120,8 +120,8 @@ def _rank(
     os.environ.update(environment, OMP_NUM_THREADS="1")
     import torch
 
-    # exclude the imported objects from garbage collection: collections then visit only the test's
-    # objects
+    # Exclude the imported objects from garbage collection: collections then visit only the test's
+    # objects.
     gc.freeze()
     torch.set_num_threads(1)
     Path(f"{output}.answer").write_bytes(pickle.dumps(function(*given)))

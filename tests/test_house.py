@@ -44,7 +44,7 @@ TORCH_FREE = [
     "pretrain.data.facts",
 ]
 # Modules that query the real machine, and the machine of the paper, which is not present.
-PLATFORM, PAPER = ("fem_megatron/megatron/platform.py", "fem_megatron/megatron/paper.py")
+PLATFORM, PAPER = "fem_megatron/megatron/platform.py", "fem_megatron/megatron/paper.py"
 # `launch doctor` starts it in a separate process to check the requirements of training.
 ASKS_THE_ROOMS = "launch/node/machine.py"
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
@@ -503,7 +503,7 @@ def test_torch_free_modules() -> None:
         loaded_after([name for name in modules_of("launch") if name not in IN_JOBS_WITH_TORCH])
         == ""
     )
-    # the check does find a module that is loaded
+    # The check does find a module that is loaded.
     assert "torch" in loaded_after(["kernels.fem_attention"])
 
 

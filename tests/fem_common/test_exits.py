@@ -125,7 +125,7 @@ def test_a_wrong_path_is_2_and_a_failing_file_system_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "folder"
-    # this command creates the folder, which is impossible below a file
+    # This command creates the folder, which is impossible below a file.
     if command == "data_prep stdlib":
         folder.write_text("")
     assert run(command, folder) == Exit.WRONG_INPUT, capsys.readouterr().err

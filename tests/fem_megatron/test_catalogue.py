@@ -427,8 +427,8 @@ TURNING = [name for name in NAMES if shape_of(name).mixer.rotary_size()]
 @pytest.mark.parametrize("name", TURNING)
 def test_every_mixer_that_turns_stretches(name: str) -> None:
     """linear: positions closer by its factor; abf: another base; yarn and llama3: no position stays, and yarn's factor is for scores."""
-    # float64: the same angles, computed by another product
-    x, close = (tokens(name), dict[str, Any](rtol=1e-10, atol=1e-10))
+    # float64: the same angles, computed by another product.
+    x, close = tokens(name), dict[str, Any](rtol=1e-10, atol=1e-10)
     positions = torch.arange(LENGTH, dtype=x.dtype)
 
     def out(context: Context | None = None, **changes: Any) -> Tensor:

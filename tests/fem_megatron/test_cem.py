@@ -133,7 +133,7 @@ def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPa
                 )
             )
     for got, right in checks:
-        # float64 on both sides; the tolerance of the fixtures
+        # float64 on both sides; the tolerance of the fixtures.
         torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
 
 
@@ -320,7 +320,7 @@ def test_as_it_starts() -> None:
 def test_bidirectional() -> None:
     layer, x = attention(causal=False), tokens(7)
     forth, back = layer(x, Context(causal=False)), layer(x.flip(0), Context(causal=False))
-    # |i - j| does not depend on the direction
+    # |i - j| does not depend on the direction.
     torch.testing.assert_close(forth, back.flip(0), **ROUNDING)
     assert not torch.allclose(forth, layer(x, Context()))
 

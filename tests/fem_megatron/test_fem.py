@@ -269,7 +269,7 @@ def test_scans_reproduce_the_fixture(
         shape_of(name, config, rope=False, norm_eps=0.0, attention_backend=backend, **sizes)
     )
     for key, (got, wanted) in run_fixture(mixer, meta, arrays, decay=name == "gla").items():
-        # its rows of the decay have no gradient, those of the layer have one
+        # Its rows of the decay have no gradient, those of the layer have one.
         if key == "tdc.out_proj.weight" and name == "gla":
             got, wanted = (
                 t.unflatten(0, (meta["H"], -1))[:, [*range(32), *range(33, 57)]]
@@ -370,7 +370,7 @@ def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, ca
             (weights[..., None] * parts["v"][: len(keys)]).sum(0) / weights.sum(0)[..., None]
         )
     expected = x + torch.stack(reads).flatten(2) @ mixer.out_proj.weight.T
-    # float64 rounding
+    # float64 rounding.
     torch.testing.assert_close(mixer(x, Context(causal=causal)), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -390,7 +390,7 @@ def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
             y.square().sum().backward()
             results.append([y, x.grad, *(p.grad for p in mixer.parameters())])
         for one, other in zip(*results, strict=True):
-            # float64 rounding, relative to the largest value; gradients pass through many sums
+            # float64 rounding, relative to the largest value; gradients pass through many sums.
             torch.testing.assert_close(
                 one, other, rtol=0, atol=1e-9 * max(1.0, other.detach().abs().max().item())
             )
@@ -453,7 +453,7 @@ def test_with_all_switches_off_it_is_the_selective_scan(normalise: bool) -> None
         read = (c_out * numerator).sum(-1)
         reads.append(read / (c_out * denominator).sum(-1) if normalise else read)
     expected = x + torch.stack(reads).flatten(2) @ mixer.out_proj.weight.T
-    # float64 rounding
+    # float64 rounding.
     torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -461,7 +461,7 @@ def test_the_first_steps_and_rates_are_mambas() -> None:
     prior = FemMixer(shape_of("mamba"), OneProcess()).prior
     assert isinstance(prior, MambaPrior)
     steps, rates = softplus(prior._step_logit(torch.float32)), prior._rate(torch.float32)
-    # float32 through log and softplus
+    # float32 through log and softplus.
     torch.testing.assert_close(steps[0, 0, [0, -1]], torch.tensor([1e-3, 1e-1]), rtol=1e-4, atol=0)
     torch.testing.assert_close(
         rates[1, 3], torch.arange(1.0, rates.shape[-1] + 1), rtol=1e-5, atol=0
@@ -508,7 +508,7 @@ def test_the_budget_is_four_times_the_width_squared(name: str, budget: str) -> N
             for key, weight in shape.weights().items()
             if key.endswith(".weight") and len(weight.shape) == 2
         )
-        # plus one row per head for the decay
+        # Plus one row per head for the decay.
         assert size == 4 * 768**2 + (8 * 768 if name == "gla" else 0)
 
 
@@ -534,7 +534,7 @@ def test_with_all_switches_off_it_is_aft() -> None:
     weights = parts["k"].exp()
     read = parts["q"].sigmoid() * (weights * parts["v"]).cumsum(0) / weights.cumsum(0)
     expected = x + read.flatten(2) @ mixer.out_proj.weight.T
-    # float64 rounding
+    # float64 rounding.
     torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -542,5 +542,5 @@ def test_the_state_does_not_grow() -> None:
     shape = shape_of("gla")
     assert shape.state_bytes(1, 2) == shape.state_bytes(8192, 2)
     # d_k = 16, d_v = 8, 2 heads: fp32 sums over [v, U, 1] and two limits of the values, plus four
-    # numbers of the conditioner
+    # numbers of the conditioner.
     assert shape.state_bytes(1, 2) == 4 * (2 * (16 * 17 + 2 * 8) + 4)

@@ -120,7 +120,7 @@ def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
     weight, scales = draw(16, 32, seed=1).requires_grad_(), []
     delayed = history(weight, steps=2, margin=3)
     for step, times in enumerate((1.0, 8.0, 0.5, 0.25, 2.0)):
-        # passes of an evaluation
+        # Passes of an evaluation.
         passes(100 * times * draw(16, 32, seed=5), weight, draw(16, 16, seed=6))
         delayed.begin()
         for part in (0.125, 1.0):  # two micro-batches

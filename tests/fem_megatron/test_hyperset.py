@@ -98,7 +98,7 @@ def test_fixture() -> None:
         for name, _ in layer.named_parameters()
     ]
     for got, right in zip((y, attention, *grads), expected, strict=True):
-        # float64 on both sides; the tolerance of the fixtures
+        # float64 on both sides; the tolerance of the fixtures.
         torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
 
 

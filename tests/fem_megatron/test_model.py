@@ -192,7 +192,7 @@ def test_norm_of_many_parts_is_exact() -> None:
     rest = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
     wanted = torch.cat([heavy, rest.flatten()]).double().norm().item()
     norm, _ = _l2_norm(0, torch.zeros(1), [[heavy, rest, torch.zeros(0)]], False)
-    # the resolution of float32
+    # The resolution of float32.
     assert norm.item() == pytest.approx(wanted, rel=1e-7)
 
 

@@ -81,7 +81,7 @@ def test_fixture(kind: str) -> None:
     layer.load_state_dict({**packed("in"), "norm.weight": torch.ones(16)})
     z = stored["in/z"][:, None].clone().requires_grad_()
     y = z + layer.step(z, Context())  # the tokens of the fixture are already normalised
-    # float64 on both sides; the tolerance of the fixtures
+    # float64 on both sides; the tolerance of the fixtures.
     torch.testing.assert_close(y[:, 0], stored["out/0"], rtol=1e-9, atol=1e-9)
     (y[:, 0] * stored["w"]).sum().backward()
     assert z.grad is not None
@@ -145,7 +145,7 @@ def test_yarn_s_factor_is_a_lower_temperature_of_the_same_energy(kind: str) -> N
 def test_only_differences_of_positions_count(kind: str, scaling: RopeScaling) -> None:
     layer, x = build(kind, rope_scaling=scaling), tokens(9)
     near, far = (layer(x, Context(positions=torch.arange(9) + start)) for start in (0, 1000))
-    # float64 angles of up to 1000 radians
+    # float64 angles of up to 1000 radians.
     torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(near, layer(x, Context(positions=2 * torch.arange(9))))
 
@@ -227,7 +227,7 @@ def test_three_quarters_of_attention_and_half_its_cache() -> None:
             weight.size for weight in shape(kind).weights().values() if len(weight.shape) == 2
         ]
         assert sum(matrices) == 3 * 16 * 16
-    # the k and v of attention are twice as many
+    # The k and v of attention are twice as many.
     assert shape("mha2nd1st").state_bytes(100, 2) == 100 * 16 * 2
     assert (
         shape("energy_linear").state_bytes(100, 2)

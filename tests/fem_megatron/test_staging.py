@@ -56,7 +56,7 @@ def test_copies_have_storages_of_their_own_size_and_keep_their_memory() -> None:
         assert platform.stored(copy).nbytes == tensor.nbytes
         written = io.BytesIO()
         torch.save(copy, written)
-        # the file does not contain the entire block
+        # The file does not contain the entire block.
         assert len(written.getvalue()) < tensor.nbytes + 2000
         assert torch.equal(torch.load(io.BytesIO(written.getvalue()), weights_only=True), tensor)
 

@@ -57,7 +57,7 @@ GATHERED = [
 ROUND = [(case, CUTS[3]) for case, _ in GATHERED if fused(case).mixer.cut_widths().rings]
 PASSED = [
     (case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned
-]  # The delta rules have convolutions, which pass states, too.
+]  # the delta rules have convolutions, which pass states, too
 MIXERS = [
     *itertools.product(CASES, (*PLACES, CUTS[0])),
     *GATHERED,
@@ -250,7 +250,7 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     ):
         gradient = gradient_of(ours)
         if ours.sequence_parallel:  # type: ignore[attr-defined]
-            # the reduction that Megatron's finalize_model_grads makes
+            # The reduction that Megatron's finalize_model_grads makes.
             torch.distributed.all_reduce(gradient, group=group)
         errors[key] = error(gradient, part(gradient_of(theirs), ours, parallel))
     return errors

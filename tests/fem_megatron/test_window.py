@@ -135,7 +135,7 @@ def test_memory_grows_with_tokens_times_window() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             windowed_attention(q, k, v, 16)
         kept.append(sum(storages.values()))
-    # the margin covers parts that do not grow: the first window and the mask
+    # The margin covers parts that do not grow: the first window and the mask.
     assert kept[1] < 2.1 * kept[0]
 
 

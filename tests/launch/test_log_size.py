@@ -62,7 +62,7 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
             if chance.random() < 0.02 or not data:
                 followed += seldom.read()
                 now = numbers(list(source.lines()))
-                # every line that is still in the log was also given
+                # Every line that is still in the log was also given.
                 assert not {*now} - {*numbers(followed)}
             if half and len(data) < half:
                 late.skip_to_last(5)
@@ -72,7 +72,7 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
         # No line that was read in time is missing, and no marker is given.
         assert [line.text for line in seen] == said
         given = numbers(followed)
-        # each line once, plus markers
+        # Each line once, plus markers.
         assert given == sorted({*given}) and len(given) < len(followed)
         assert numbers(joined) == list(range(numbers(joined)[0], 500)) and numbers(joined)[0] > 200
         lines = list(source.lines())

@@ -186,7 +186,7 @@ def test_the_guard_tells_a_kill_from_other_ends_and_waits_for_it(tmp_path: Path)
         assert guard.of_its_own_will(tmp_path) == own
     path.rename(path.with_name("stop.json"))
     assert guard.of_its_own_will(tmp_path)
-    # cat ends when its input ends
+    # cat ends when its input ends.
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         threading.Timer(0.5, process.stdin.close).start()

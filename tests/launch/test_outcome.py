@@ -266,7 +266,7 @@ def test_ranks_that_were_all_told_to_end_were_not_the_cause(tmp_path: Path) -> N
         (1, 2000.0, {"exit": 143, "signal": "SIGTERM", "told": TOLD}, True),
         (2, 0.0, {"ended": None, "exit": None, "told": TOLD}, True),
         (3, 2001.0, {"error": RESET, "told": TOLD}, True),
-        # before the rank received the signal
+        # Before the rank received the signal.
         (4, 980.0, {"error": "ValueError: boo", "told": TOLD}, False),
         (4, 2000.0, {"exit": 0}, True),
         (5, 2002.0, {"error": RESET, "told": {"SIGUSR1": 990.0}}, False),
@@ -359,7 +359,7 @@ def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_f
         found = [classify(kind, tmp_path / str(code), end(code)) for kind in ("run", "command")]
         assert [failure and failure.kind for _, failure in found] == kinds
         assert {outcome for outcome, _ in found} == {"busy" if code == 75 else "failed"}
-    # on the same host: no node differs from the others
+    # On the same host: no node differs from the others.
     record(tmp_path / "2", 1, 2001.0, error=RESET)
     assert (failure := classify("run", tmp_path / "2", end())[1]) and failure.kind == "config"
     missing = {"exit": 2, "error": "pretrain: error: x.bin not found"}
@@ -474,7 +474,7 @@ def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
         "exit",
         "lost",
     ]
-    # the process that watches a rank reports the kill, too
+    # The process that watches a rank reports the kill, too.
     record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")
     record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
     assert memory_of(tmp_path) == memory_of(tmp_path / "lost", 137, oom_kill=True)
@@ -502,7 +502,7 @@ RUNNING = {
 }
 ENDING = {"JobState": "COMPLETING"}
 PREEMPTED = {"PreemptTime": "2026-01-01T00:00:00"}
-# fields of scontrol, whether a person ended the job, whether the allocation is taken away
+# Fields of scontrol, whether a person ended the job, whether the allocation is taken away.
 FIELDS: list[tuple[dict[str, str], bool, bool | None]] = [
     ({}, False, None),
     (ENDING, True, False),
@@ -567,7 +567,7 @@ LASTING = [
     "GPU 3 (0000:3B:00.0): 12 entries of a product are wrong",
 ]
 PASSING = [
-    # no GPU was requested, or the driver is not loaded yet
+    # No GPU was requested, or the driver is not loaded yet.
     "0 GPUs are visible, the profile says 8",
     "GPU 3 (0000:3B:00.0): a product did not end in time: it hangs",
     "GPU 3 (0000:3B:00.0): 71000 MiB in use by pid 12 (python, 71000 MiB)",

@@ -311,7 +311,7 @@ def test_what_is_counted() -> None:
         repetitions([again, End("saved"), BUSY, again]) == 2
         and repetitions([again, other, again]) == 1
     )
-    # a kill from outside does not count against the program
+    # A kill from outside does not count against the program.
     assert repetitions([again, End("saved")]) == repetitions([killed("n1")] * 2) == 0
     assert [
         policy.misplaced(past)

@@ -190,7 +190,7 @@ FOREIGN = "1:cpu:/\n0::/\n"
 COUNTERS = {  # /proc/self/cgroup -> the counter under /sys/fs/cgroup
     "0::/slurm/job_7/step_0\n": "slurm/job_7/step_0/memory.events",
     f"4:memory:/slurm/job_7\n{FOREIGN}": "memory/slurm/job_7/memory.oom_control",
-    # the mount of a container begins at the container's own cgroup
+    # The mount of a container begins at the container's own cgroup.
     f"{FOREIGN}4:memory:/docker/af31\n": "memory/memory.oom_control",
     "0::/": "memory.events",
     FOREIGN: None,

@@ -347,15 +347,15 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
     assert not calls.exists() and not (root / "record").exists()
 
 
-# the restarts so far, the comment, what scontrol refuses; the new comment and the delay, or None if
-# it gives up
+# The restarts so far, the comment, what scontrol refuses; the new comment and the delay, or None if
+# it gives up.
 STARTS = [
     (7, "(null)", "nothing", ("not-started:8:1", 0)),
     (7, "grant 12", "nothing", ("grant 12 not-started:8:1", 0)),
     (7, "grant not-started:7:1", "nothing", ("grant not-started:8:2", 300)),
     (8, "grant not-started:8:2", "nothing", ("grant not-started:9:3", 1200)),
     (9, "grant not-started:9:3", "nothing", None),
-    # the job has run in between
+    # The job has run in between.
     (9, "grant not-started:8:3", "nothing", ("grant not-started:10:1", 0)),
     (2, "(null)", "Comment", ("not-started:3:1", 1200)),
     (3, "(null)", "Comment", None),

@@ -175,7 +175,7 @@ def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_nam
             prepare(run(DEMO, *words))
     with pytest.raises(UserError, match="processes_per_node is 2, not 1"):
         prepare(Request((DEMO,), False, load_profile("local.yaml"), "local.yaml", processes=1))
-    # a profile is not part of the settings of a run
+    # A profile is not part of the settings of a run.
     (tmp_path / "local.yaml").write_text(LOCAL + "restarts: {max_failures: 9}\n")
     assert (
         "the profile's restarts.max_failures was 5, is 9"

@@ -320,7 +320,7 @@ def test_a_killed_supervisor_takes_torchrun_along(tmp_path: Path) -> None:
         processes_per_node=2,
     )
     supervisor = case.start()
-    # torchrun, and two watching processes with a program each
+    # torchrun, and two watching processes with a program each.
     wait_for(lambda: len(processes(tmp_path / "attempts" / "0001")) == 5)
     mine = processes(tmp_path / "attempts" / "0001")
     end(supervisor, signal.SIGKILL)

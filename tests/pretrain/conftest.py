@@ -164,7 +164,7 @@ class Command:
         self.out, self.err = self.capsys.readouterr()
         if len(os.listdir("/proc/self/task")) > MANY_THREADS:
             gc.collect()  # frees the process groups of earlier runs
-            # most remaining objects come from imports: exclude them from the next collection
+            # Most remaining objects come from imports: exclude them from the next collection.
             gc.freeze()
         return code
 

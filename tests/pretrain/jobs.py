@@ -203,7 +203,7 @@ def weights_digest(engine: Any) -> dict[str, str]:
 
     from fem_megatron.megatron.model import global_name
 
-    # as arrays: pickling them takes a tenth of the time of tensors
+    # As arrays: pickling them takes a tenth of the time of tensors.
     mine: dict[str, tuple[int, int, Any]] = {}
     for model in engine.models:
         for name, weight in model.named_parameters():

@@ -385,7 +385,7 @@ def test_a_full_file_system_under_two_ranks(
     only to the first.
     """
     run_dir = full / "run"
-    # the free space for the index does not matter for this test
+    # The free space for the index does not matter for this test.
     index = f"data.index_cache={tmp_path / 'index'}"
     arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant", index]
     assert ended(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
@@ -459,7 +459,7 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(
         ) as ranks:
             wait_until(lambda: any(pids.iterdir()), ranks)
             assert list(pretrain.checkpoints.glob(".writing_*"))
-        # stopped processes release the lock only when they are killed
+        # Stopped processes release the lock only when they are killed.
         wait_for_lock(pretrain.run_dir)
         assert pretrain("train.steps=5", "checkpoint.interval=0") == 0
         assert steps(pretrain) == ["latest", "step_00000005"]

@@ -131,7 +131,7 @@ def test_a_section_may_be_a_file_named_by_its_path(
     ):
         data = load_run(path, [f"data={given}", "data.valid.0.prefix=v"]).data
         assert (data.train, data.valid, data.seq_length) == (blend, (Source("v"),), 64), given
-    # replaces the entire section of the file
+    # Replaces the entire section of the file.
     assert load_run(path, ["model=wide.yaml", "model.num_layers=5"]).model.hidden_size == 512
     monkeypatch.chdir(tmp_path)
     assert load_run(path, ["model={base: blends/wide.yaml, num_layers: 7}"]).model.num_layers == 7
@@ -200,7 +200,7 @@ def test_a_leading_tilde_is_expanded_in_every_path(
         load_run(path, ["run_dir=~/x"])
 
 
-NUMBERS: dict[str, object] = {  # Numbers as people write them; YAML 1.1 reads 1e-4 as text.
+NUMBERS: dict[str, object] = {  # numbers as people write them; YAML 1.1 reads 1e-4 as text
     "optimizer.lr=1e-4": 1e-4,
     "optimizer.lr=1": 1.0,
     "train.tokens=500e9": 500 * 10**9,
@@ -260,7 +260,7 @@ def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
     ]
     assert main([str(path), *overrides, f"run_dir={tmp_path}/a_file/run"]) == 2
     out, err = capsys.readouterr()
-    # no vocabulary is read while the model is invalid
+    # No vocabulary is read while the model is invalid.
     assert out == "" and len(err.splitlines()) == 6 and "nowhere" not in err
     wording(err)
 
@@ -401,7 +401,7 @@ def test_the_run_directory_may_name_the_mixer() -> None:
 
 # --- --resolve and --check ------------------------------------------------------------------------
 
-ODD = "name='1e5: $(touch x) \"{}'"  # Text that YAML and shells may interpret.
+ODD = "name='1e5: $(touch x) \"{}'"  # text that YAML and shells may interpret
 ELSEWHERE = ["checkpoint.load=../other/run", "checkpoint.fork=null"]
 OVERRIDES = [
     [],

@@ -349,7 +349,7 @@ def test_a_plan_reads_no_index_through(folder: Path) -> None:
     gigabytes.
     """
     flip(folder / "train.idx", -3)
-    # the longest that fits
+    # The longest that fits.
     assert prepare(run_on(folder, "data.seq_length=899"), None, plan_only=True).facts is not None
 
 

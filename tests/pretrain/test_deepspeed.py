@@ -28,7 +28,7 @@ TP2 = ["parallel.tensor_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
 STAGES = (0, 1, 2, 3)
 # Steps before the start; steps after it until the first checkpoint; steps after it in total.
-BEFORE, FIRST, STEPS = (4, 2, 4)
+BEFORE, FIRST, STEPS = 4, 2, 4
 pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all cases
 
 
@@ -448,5 +448,5 @@ def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(
 ) -> None:
     """Both ranks read the same samples, so the mean over the tokens of one equals that over both."""
     whole, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
-    # fp32 sums of half as many terms
+    # fp32 sums of half as many terms.
     assert half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1

@@ -93,7 +93,7 @@ def test_a_folder_for_each_kind_of_machine(tmp_path: Path, monkeypatch: pytest.M
             patch.setattr(ops, name, value)
             others.add(ops.default_directory())
     assert len(others - {here}) == 3
-    # the XDG specification requires that a relative path is ignored
+    # The XDG specification requires that a relative path is ignored.
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert ops.default_directory().is_relative_to(tmp_path / "home/.cache")
@@ -151,7 +151,7 @@ def test_compiled_when_deepspeed_was_installed(
     origin.with_name("git_version_info_installed.py").write_text(record)
     (folder / LOCK).touch()
     monkeypatch.setenv("PATH", str(tmp_path))
-    # needs no lock, no ninja and no compiler
+    # Needs no lock, no ninja and no compiler.
     assert ops.op_state(OP) == "built" and ops.check_ops(True) is None
     assert ops.op_state("other") == "missing"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")

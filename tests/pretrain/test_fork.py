@@ -148,7 +148,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     assert [curve[step]["consumed_tokens"] for step in (5, 12)] == [
         4 * 4 * 32 + n * 6 * 64 for n in (1, 8)
     ]
-    # linear from the peak to the floor
+    # Linear from the peak to the floor.
     assert curve[5]["lr"] == curve[6]["lr"] / 2 and curve[12]["lr"] == pytest.approx(3e-4)
     progress = find(new).progress
     assert (
@@ -160,7 +160,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     shutil.rmtree(step_of(new, 12))
     wanted = losses(new)
     assert fork(pretrain, pretrain.run_dir, new, *whole) == 0 and losses(new) == wanted
-    # a fork of a fork
+    # A fork of a fork.
     assert (
         fork(
             pretrain,
@@ -231,7 +231,7 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
     assert losses(new)[5][0] == losses(loaded)[1][0] != losses(plain)[5][0]
     assert fork(pretrain, pretrain.run_dir, tmp_path / "base", *long, "model.rope_base=500000") == 2
     wording(pretrain.err.strip().splitlines()[-1])
-    # a resumed run, not a fork
+    # A resumed run, not a fork.
     assert pretrain(*long, yarn, "train.steps=8", "data.seq_length=32") == 2
     wording(pretrain.err.strip().splitlines()[-1])
 

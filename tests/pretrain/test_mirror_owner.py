@@ -137,7 +137,7 @@ def test_a_place_is_claimed_by_one_run_directory(
     assert main(["fetch", str(tmp_path / "new"), str(mirror)]) == 0 and identify(
         tmp_path / "new"
     ) == identify(two)
-    # as if a run that began at the same time had written it
+    # As if a run that began at the same time had written it.
     sender = Mirroring(CheckpointConfig(), str(mirror), moved, print)
     sender.start(0)
     assert sender.process is not None and sender.process.wait() == 2

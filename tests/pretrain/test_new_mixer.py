@@ -30,7 +30,7 @@ CONTRACT = (
     "tests/fem_megatron/test_decoding.py",
     "tests/fem_megatron/test_tensor_parallel.py",
     "tests/pretrain/test_parity.py",  # trains, and gives the same at TP2 x PP2 as in one process
-    # exports, and the exported model gives the same logits as the model
+    # Exports, and the exported model gives the same logits as the model.
     "tests/tools/hf/test_model.py",
 )
 

@@ -121,7 +121,7 @@ def test_a_trace_is_whole_before_the_memory_snapshot_begins(
     trace, snapshot = name.with_suffix(".json.gz"), name.with_suffix(".pickle")
 
     def record(*given: Any, **named: Any) -> None:
-        # raises unless the installed torch accepts the arguments
+        # Raises unless the installed torch accepts the arguments.
         inspect.signature(history).bind(*given, **named)
         recorded.append((given, named))
 

@@ -91,7 +91,7 @@ MODELS: dict[str, list[str]] = {
     "tied": [*PAIR, TIED],
     "plain optimizer": [*PAIR, TIED, "parallel.use_distributed_optimizer=false"],
     "bf16": [*PAIR, "model.tie_embeddings=false", "train.precision=bf16"],
-    # the sizes per rank must be multiples of 16
+    # The sizes per rank must be multiples of 16.
     "fp8": [*PAIR, "model.tie_embeddings=false", "model.hidden_size=64", "train.fp8=tensorwise"],
 }
 MODELS["fp8, delayed"] = [*MODELS["fp8"], "train.fp8=delayed", "train.fp8_history=5"]

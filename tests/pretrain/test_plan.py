@@ -73,7 +73,7 @@ def test_a_transformer_has_the_parameters_of_the_textbook_and_a_fem_its_conditio
     None
 ):
     width, inner, rows, layers = 2048, 5632, 32000, 24
-    # q, k, v, o; gate, up, down; two norms
+    # q, k, v, o; gate, up, down; two norms.
     layer = 4 * width * width + 3 * width * inner + 2 * width
     assert (
         total(run("transformer_1.3b_100bt.yaml").model) == layers * layer + width + 2 * rows * width
@@ -135,7 +135,7 @@ def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
     # Per head, a pair costs one product over d_k for its score, and one over [v | U], which is
     # twice d_v, for its read.
     whole = pairs * shape.heads * (2 * shape.prior.slices()["k"] + 2 * (2 * shape.value_head))
-    # float64 rounding
+    # float64 rounding.
     assert forward_flops(model, length)["attention"] * length == pytest.approx(whole, rel=1e-12)
 
 
@@ -154,7 +154,7 @@ def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layer
         config, forward
     )
     again = replace(config, train=replace(config.train, recompute="full"))
-    # the MFU does not count recomputed operations
+    # The MFU does not count recomputed operations.
     assert flops_per_token(again) == flops_per_token(config)
     assert (
         sum(computed_again(again, forward).values())

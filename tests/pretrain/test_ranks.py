@@ -118,7 +118,7 @@ def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
     ("config", "said", "code"),
     [
         pytest.param(DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT, id="wrong input"),
-        # opening succeeds, reading fails
+        # Opening succeeds, reading fails.
         pytest.param(
             "failing.yaml", "Input/output error", Exit.FAULT, id="fault", marks=pytest.mark.slow
         ),

@@ -350,7 +350,7 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
     # DeepSpeed rounds the sizes up so that each rank of a group has an equal part.
     assert planned == pytest.approx(held, rel=1e-3)
     (rank,) = printed["ranks"]
-    # the form that the launcher reads
+    # The form that the launcher reads.
     assert fullest(printed) == {"rank": 0, "bytes": rank["peak"]["bytes"], "excess": None}
     assert rank["planned"]["weights"] == rank["peak"]["weights"]
     # Each pass reads the weights, and the update writes them.

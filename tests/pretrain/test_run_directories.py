@@ -86,7 +86,7 @@ def test_a_moved_run_continues_where_it_is(
     assert (
         pretrain("run_dir=elsewhere", config=".") == 2 and "are two run directories" in pretrain.err
     )
-    # an explicit request
+    # An explicit request.
     assert pretrain("run_dir=elsewhere", "--check", config="config.yaml") == 0
     assert (
         pretrain(config=str(trained / "checkpoints")) == 2
@@ -95,7 +95,7 @@ def test_a_moved_run_continues_where_it_is(
     assert sorted(trained.rglob("*")) == before
 
 
-# a section in place of a value
+# A section in place of a value.
 ODD: tuple[Any, ...] = (None, "x", -1, 2**70, 1.5, True, [], ["x"], {}, {"x": {}})
 
 
@@ -171,7 +171,7 @@ def test_an_odd_manifest_is_a_checkpoint_or_passed_over(trained: Path) -> None:
     for key in ("files", "sha256"):
         assert wrong[f"{key}..metadata 'deleted'"] and wrong[f"{key}.common.pt 'deleted'"]
     assert wrong["format 'x'"] and wrong["added None"] is None
-    # older checkpoints lack rng_device
+    # Older checkpoints lack rng_device.
     assert wrong["rng_device -1"] and wrong["rng_device 'deleted'"] is None
 
 

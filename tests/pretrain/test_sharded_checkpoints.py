@@ -73,7 +73,7 @@ MODEL = [
     "optimizer.warmup_steps=3",
 ]
 ZERO = "engine.name=deepspeed"
-LAYOUTS: dict[str, list[str]] = {  # Each layout reads the checkpoint of the previous one.
+LAYOUTS: dict[str, list[str]] = {  # each layout reads the checkpoint of the previous one
     "DP2": [],
     "TP2 + SP": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
     "PP2": ["parallel.pipeline_model_parallel_size=2"],

@@ -243,7 +243,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
             f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]"
         )
     else:
-        # 48 samples and a last label: the data that twelve steps read
+        # 48 samples and a last label: the data that twelve steps read.
         write_pair(tmp_path / "short", [[*range(49 * 32)]], "int32")
         base += [f"data.train=[{{prefix: {tmp_path / 'short'}}}]", "model.vocab_size=2000"]
     base += ["checkpoint.keep_last=9", "train.spike_rewind=2"]
@@ -341,7 +341,7 @@ def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(
     }
     assert carried_over(Found(Path(), manifest), load_run(DEMO, changed)) == (STATE if kept else ())
     assert carried_over(Found(Path(), manifest), load_run(DEMO), other_data=True) == ()
-    # older versions wrote this
+    # Older versions wrote this.
     manifest["progress"]["recent"] = (100.0, math.nan, math.nan, 0.5, 0.2)
     assert carried_over(Found(Path(), manifest), load_run(DEMO)) == ()
 

@@ -211,7 +211,7 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
         )
         assert codes == [0], said
         assert losses(tmp_path / f"run{number}") == expected
-        # without the requests for the manifest's sample
+        # Without the requests for the manifest's sample.
         asked.append(len(heard.ranges) - 64 * (number < 2))
     half, whole, anew = asked
     assert half > whole > 0 and anew > 0

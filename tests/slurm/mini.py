@@ -39,8 +39,8 @@ NEEDED = (
 )
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # folders created below the root
-# a unix socket's path has at most 107 characters, and that of slurmstepd is
-# <root>/spool/nodeN/nodeN_JOB.STEP
+# A unix socket's path has at most 107 characters, and that of slurmstepd is
+# <root>/spool/nodeN/nodeN_JOB.STEP.
 LONGEST_ROOT = 50
 # First ports of the blocks; above the range from which Linux assigns ports automatically.
 PORTS = range(61000, 65400, 8)

@@ -121,7 +121,7 @@ def test_the_time_limit_and_a_preemption_save_and_requeue(
     )
     case.submit("--signal=B:USR1@30", "--time=30")
     case.ready()
-    # Slurm checks the limit every half minute
+    # Slurm checks the limit every half minute.
     cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=1")
     wait_for(lambda: cluster.state(case.id) == "PENDING", 150)
     cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=30")

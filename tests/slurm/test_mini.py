@@ -44,7 +44,7 @@ def test_two_clusters_do_not_meet_and_one_ends_with_its_owner(cluster: MiniSlurm
         try:
             root = Path(owner.stdout.readline().strip())
             ours = processes.by_node(cluster.root)
-            # slurmd, slurmstepd, the script
+            # slurmd, slurmstepd, the script.
             wait_for(lambda: len(processes.by_node(root).get("node1", ())) >= 3)
             theirs = processes.by_node(root)
             # The check does find processes that exist.

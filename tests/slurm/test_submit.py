@@ -486,7 +486,7 @@ def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> No
     wait_for(
         lambda: slurm.queue([array]).get(f"{array}_1", slurm.QueueState("")).state == "RUNNING"
     )
-    # the scheduler reports this a moment later
+    # The scheduler reports this a moment later.
     wait_for(lambda: slurm.queue([array])[f"{array}_2"].reason == "JobArrayTaskLimit")
     states = slurm.queue([array, held, "99999"])
     assert (states[f"{array}_0"].state, states[f"{array}_0"].active) == ("FAILED", False)

@@ -277,7 +277,9 @@ def killed_amid(kept: Path, arguments: list[str]) -> int:
     """The command in a copy of this process, which kills itself once a file has more than ten lines: how it ended."""
     child = os.fork()
     if not child:
-        gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
+        # Do not finalize objects of other tests' libraries in this process, which lacks their
+        # threads.
+        gc.disable()
         ask = Adaptor._model_call
 
         def dies(*given: Any, **more: Any) -> Any:
@@ -319,7 +321,7 @@ def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list
     known = {json.loads(line)[0] for line in lines[1:-1]}
     assert 10 <= len(known) < 2 * asked and not (tmp_path / "out/llama/tiny_choices.json").exists()
     with kept.open("ab") as file:
-        file.write(b'["half a li')  # what a crash of the machine can leave
+        file.write(b'["half a li')  # a crash of the machine can leave half a line
 
     assert main([*arguments, str(tmp_path / "out")]) == 0
     assert sum(calls) == 2 * asked - len(known)
