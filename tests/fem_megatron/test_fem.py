@@ -269,7 +269,7 @@ def test_scans_reproduce_the_fixture(
         shape_of(name, config, rope=False, norm_eps=0.0, attention_backend=backend, **sizes)
     )
     for key, (got, wanted) in run_fixture(mixer, meta, arrays, decay=name == "gla").items():
-        # Its rows of the decay have no gradient, those of the layer have one.
+        # The fixture has no gradient for the rows of the decay, the layer has one.
         if key == "tdc.out_proj.weight" and name == "gla":
             got, wanted = (
                 t.unflatten(0, (meta["H"], -1))[:, [*range(32), *range(33, 57)]]

@@ -250,8 +250,7 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
     ids, mask = tokens(1, 10), torch.tensor([[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]])
     kept = mask[0].bool()
     with torch.no_grad():
-        # float64 rounding.
-        # the positions that transformers' generate passes.
+        # The positions that transformers' generate passes; equal up to float64 rounding.
         for positions in (None, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):
             close(
                 plain(ids, attention_mask=mask, position_ids=positions).logits[0, kept],

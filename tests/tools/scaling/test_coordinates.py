@@ -167,8 +167,8 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(
         record.change == 0 for record in records if record.step == 0
     )
     # Stricter than the verdict: a learning rate that is wrong by the root of the width changes the
-    # slope of some layer by 0.23 (FEM) to 0.40 in this test; correct ones scatter by 0.13 with one
-    # seed.
+    # exponent of some layer's change by 0.23 (FEM) to 0.40 in this test; the exponents of correct
+    # ones scatter by 0.13 with one seed.
     for mixer in mixers:
         verdicts = judge(
             [
