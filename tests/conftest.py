@@ -20,6 +20,7 @@ from tests.interpreter import interpret
 
 interpret()
 pytest_plugins = ["tests.wording", "tests.draw"]
+# Each package builds on those before it.
 ROOMS = (
     "fem_common",
     "kernels",
@@ -29,8 +30,9 @@ ROOMS = (
     "tools",
     "launch",
     "slurm",
-)  # each builds on those before it
-# Temporary folders are in memory where there is room: a checkpoint calls fsync twenty times, which is 0.1 s of a disk's time.
+)
+# Temporary folders are in memory if it has enough free space: a checkpoint calls fsync twenty
+# times, which takes 0.1 s on a disk.
 MEMORY, ROOM = "/dev/shm", 4e9  # bytes
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
@@ -57,9 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Short files are last, so that no worker waits for another's long one at the end.
     """
-    from tests.draw import (
-        read_durations,
-    )  # a plugin: pytest imports it first, to rewrite its asserts
+    # Not at the top: tests.draw is a plugin, which pytest must import first to rewrite its
+    # assertions.
+    from tests.draw import read_durations
 
     here, seconds = Path(__file__).parent, read_durations()["quick files"]
     places = {room: place for place, room in enumerate(ROOMS)}

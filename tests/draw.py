@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
-UNKNOWN = 30.0  # seconds that a case without a recorded duration counts
-OWN = 20.0  # seconds; a case that takes more, and twice its function's mean, is recorded by itself
-LEAST = 5.0  # seconds; quick tests of a file that together take less are not recorded
-Recorded = dict[
-    str, dict[str, float]
-]  # "quick files": file -> seconds of its quick tests; "slow tests": test function -> seconds a case
+UNKNOWN = 30.0  # seconds assumed for a case without a recorded duration
+# Seconds; a case that takes longer, and twice the mean of its function, is recorded separately.
+OWN = 20.0
+LEAST = 5.0  # seconds; quick tests of a file that take less in total are not recorded
+# "quick files": file -> seconds of its quick tests; "slow tests": test function -> seconds per
+# case.
+Recorded = dict[str, dict[str, float]]
 
 
 def read_durations() -> Recorded:
@@ -202,7 +203,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     )
 
 
-@pytest.hookimpl(trylast=True)  # after -m has taken away the quick tests
+@pytest.hookimpl(trylast=True)  # runs after -m has deselected the quick tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep only the drawn tests, in the order of the draw."""
     budget = config.getoption("--slow-seconds")

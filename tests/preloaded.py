@@ -21,14 +21,14 @@ LAYERS = (
     "second_order",
     "yuriiformer",
 )
-INSIDE = (  # of DeepSpeed: what its engines import at their first start
+INSIDE = (  # modules that DeepSpeed's engines import at their first start
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
 platform.import_megatron()
 for _name in (
-    "pytest",  # the module of a test that the function is from imports it
+    "pytest",  # imported by the test module that contains the function
     *(f"fem_megatron.mixers.{mixer}.layer" for mixer in LAYERS),
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.torch",

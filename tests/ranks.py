@@ -25,7 +25,9 @@ from typing import Any
 
 from fem_common.ports import server_port
 
-PATIENCE = 300.0  # seconds for anything: a hundred times what it takes, since machines are shared; a right program never waits as long
+# Seconds to wait for any event: a hundred times the usual duration, because machines are shared. A
+# correct program never waits that long.
+PATIENCE = 300.0
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -122,7 +124,9 @@ def _rank(
     os.environ.update(environment, OMP_NUM_THREADS="1")
     import torch
 
-    gc.freeze()  # what was imported once is no garbage: collections look at the test's own objects alone
+    # Exclude the imported objects from garbage collection: collections then visit only the test's
+    # objects.
+    gc.freeze()
     torch.set_num_threads(1)
     Path(f"{output}.answer").write_bytes(pickle.dumps(function(*given)))
 
@@ -166,7 +170,7 @@ def wait_until(holds: Callable[[], bool], ranks: list[BaseProcess], nap: float =
     deadline = time.monotonic() + PATIENCE
     while True:
         alive = all(rank.is_alive() for rank in ranks)
-        if holds():  # looked at once more after a rank has ended
+        if holds():  # checked once more after a rank has ended
             return
         assert alive, "a rank has ended"
         assert time.monotonic() < deadline, "waited for too long"

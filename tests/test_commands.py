@@ -124,7 +124,7 @@ def fault(command: str) -> str | None:
     if name == "sbatch":
         wrapped = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "--wrap"]
         return fault(wrapped[0]) if wrapped else "sbatch wraps no command"
-    if name == "hf":  # the verb and the options are there
+    if name == "hf":  # the verb and the options exist
         known = subprocess.run(
             [str(Path(sys.executable).with_name("hf")), words[0], "--help"],
             capture_output=True,
@@ -133,9 +133,8 @@ def fault(command: str) -> str | None:
         missing = ", ".join(
             word for word in words if word.startswith("--") and word not in known.stdout
         )
-        return missing or (
-            known.stderr if known.returncode else None
-        )  # it hints at its news on stderr, once a day
+        # It prints a hint about its news to stderr once a day.
+        return missing or (known.stderr if known.returncode else None)
     return (
         None if name in ("git", "cd") else f"{program} is not a command that this test understands"
     )
@@ -264,7 +263,7 @@ def test_commands_are_found_in_markdown() -> None:
 
 
 RUNS, STUDIES = (sorted((ROOT / "configs" / kind).glob("*.yaml")) for kind in ("run", "studies"))
-# Cluster profiles are launch's.
+# Cluster profiles belong to launch.
 PARTS = sorted(
     path
     for path in ROOT.glob("configs/*/*.yaml")
@@ -276,9 +275,9 @@ PARTS = sorted(
 def test_a_run_loads_validates_and_plans(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(
-        tmp_path
-    )  # relative data prefixes then name no file, whatever was prepared in the working tree
+    # Relative data prefixes then name no file, independently of the data prepared in the working
+    # tree.
+    monkeypatch.chdir(tmp_path)
     prepared = prepare(with_vocabulary(load_run(run)), None, plan_only=True)
     assert prepared.world_size == planned_world_size(prepared.config)
     assert "total" in render(make_plan(prepared.config, prepared.world_size))
@@ -298,9 +297,8 @@ def test_a_study_plans_without_its_data(
     study = load_study(path)
     assert study.name == path.stem
     assert {run.variant for run in plan_study(study)} == set(study.variants)
-    assert (
-        Path(study.results).parts[0] == "runs"
-    )  # what is tracked is written where it is asked for alone
+    # Tracked files are written only on explicit request.
+    assert Path(study.results).parts[0] == "runs"
 
 
 def test_the_golden_file_is_of_tests_that_exist() -> None:

@@ -39,9 +39,8 @@ def test_every_test_that_fits_has_its_turn() -> None:
     drawn = [set(draw(CASES, SECONDS, 100.0, str(seed))) for seed in range(400)]
     assert set.union(*drawn) == set(CASES) - {"b.py::test_long"}
     share = sum("a.py::test_one" in each for each in drawn) / len(drawn)
-    assert (
-        share > 0.9
-    )  # 300 cases of another function do not displace it: 100 s have room for one case of each
+    # 300 cases of another function do not displace it: 100 s suffice for one case of each.
+    assert share > 0.9
 
 
 def test_a_file_s_set_up_is_shared_and_files_that_are_gone_are_dropped(

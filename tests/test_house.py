@@ -26,7 +26,8 @@ from fem_common import secrets
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Room -> the rooms it may import. A room that is not here fails the first test: it needs a rule.
+# Package -> the packages that it may import. A package that is missing from this table fails the
+# first test: it needs a rule.
 ROOMS: dict[str, set[str]] = {
     "fem_common": set(),
     "kernels": {"fem_common"},
@@ -36,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "data_prep": {"fem_common"},
     "launch": {"fem_common"},
 }
-# Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
+# Planning, refusing a bad configuration and preparing data must not wait seconds for the import of
+# torch.
 TORCH_FREE = [
     "fem_megatron.config",
     "pretrain.config",
@@ -44,10 +46,8 @@ TORCH_FREE = [
     "pretrain.validate",
     "pretrain.data.facts",
 ]
-PLATFORM, PAPER = (
-    "fem_megatron/megatron/platform.py",
-    "fem_megatron/megatron/paper.py",
-)  # the machine, and one that is not there
+# Modules that use CUDA: the real machine, and an assumed one for traces.
+PLATFORM, PAPER = "fem_megatron/megatron/platform.py", "fem_megatron/megatron/paper.py"
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 700, 100
 PROSE_COLUMNS = 100
@@ -67,9 +67,8 @@ GENERATED_PAGES = (
     "docs/benchmarks/paper.md",
 )
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
-SETTINGS = {
-    "torch.utils.deterministic.fill_uninitialized_memory"
-}  # the way to set it, by torch's documentation
+# The documentation of torch requires this way to set it.
+SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}
 ADDRESSES = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
 OWN_PATHS = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|scratch|data\d*)/\w|\bfile://")
 HOSTS = {
@@ -106,7 +105,7 @@ def texts(*endings: str) -> Sources:
 
 
 python_sources = functools.partial(texts, ".py")
-parsed = functools.cache(ast.parse)  # every rule reads every file
+parsed = functools.cache(ast.parse)  # cached because every rule reads every file
 walked = functools.cache(lambda text: list(ast.walk(parsed(text))))
 
 
@@ -140,7 +139,7 @@ def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, value) for value in named if isinstance(value, str))
 
 
-# --- the rules: sources -> faults ------------------------------------------------------------------------------------------------
+# --- the rules: sources -> faults -----------------------------------------------------------------
 
 
 def imports_against_the_stream(sources: Sources) -> list[str]:
@@ -384,7 +383,7 @@ def wide_prose(sources: Sources) -> list[str]:
     return faults
 
 
-# --- the rules hold --------------------------------------------------------------------------------------------------------------
+# --- the repository follows the rules -------------------------------------------------------------
 
 
 def test_every_room_has_a_rule_and_a_first_page() -> None:
@@ -392,7 +391,7 @@ def test_every_room_has_a_rule_and_a_first_page() -> None:
     assert rooms == set(ROOMS)
     pages = [f"{room}/{page}" for room in sorted(rooms) for page in ("__init__.py", "README.md")]
     assert {*pages, "configs/README.md", "tests/README.md"} <= set(repository_files())
-    # What the room is and what may not come in.
+    # The docstring describes the package and what must not be added to it.
     assert [
         room
         for room in sorted(rooms)
@@ -519,7 +518,7 @@ def test_a_rule_lets_the_rest_pass(rule: Rule, name: str, text: str) -> None:
     assert rule({name: text}) == []
 
 
-# --- what only running tells -----------------------------------------------------------------------------------------------------
+# --- imports that only a running process shows ----------------------------------------------------
 
 
 def loaded_after(
@@ -551,7 +550,8 @@ def test_torch_free_modules() -> None:
         loaded_after([name for name in modules_of("launch") if name not in IN_JOBS_WITH_TORCH])
         == ""
     )
-    assert "torch" in loaded_after(["kernels.fem_attention"])  # the probe sees it where it is
+    # The check does find a module that is loaded.
+    assert "torch" in loaded_after(["kernels.fem_attention"])
 
 
 def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
@@ -566,9 +566,8 @@ def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
         )
         == ""
     )
-    assert (
-        loaded_after(["launch.job.render"], ("jinja2",)) == "jinja2"
-    )  # the probe sees it where it is
+    # The check does find a module that is loaded.
+    assert loaded_after(["launch.job.render"], ("jinja2",)) == "jinja2"
 
 
 def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> None:
@@ -586,7 +585,7 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> 
     )
 
 
-# --- packaging -------------------------------------------------------------------------------------------------------------------
+# --- packaging ------------------------------------------------------------------------------------
 
 
 def project() -> dict[str, Any]:
@@ -612,9 +611,8 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if line and not line.startswith("#")
     ]
-    assert [
-        line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)
-    ] == []  # no local version, no index, no range
+    # No local version, no index, no range.
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)] == []
     pins = dict(line.split("==") for line in lines)
     assert len(pins) == len(lines)
     for name, requirement in requirements("dev").items():
@@ -639,7 +637,7 @@ def test_every_third_party_import_is_declared() -> None:
     } - known
     declared = set(requirements("gpu", "deepspeed", "eval"))
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
-    # The other way: nothing is asked for that nothing needs; py-spy is a command.
+    # The reverse: every requirement is used; py-spy is a command.
     assert set(requirements()) - {distribution.get(name, name) for name in used} == {"py-spy"}
 
 

@@ -22,8 +22,9 @@ import pytest
 from fem_common import cli
 from fem_common.exits import Exit
 
-# Command -> a command line that reads or writes below FOLDER first of all. Not here: commands without a path, and launch's doctor, which
-# reports a profile that it cannot read as any check that fails (1).
+# Command -> a command line whose first read or write is below FOLDER. The table leaves out commands
+# without a path, and launch's doctor, which reports an unreadable profile like any check that fails
+# (1).
 COMMANDS: dict[str, list[str]] = {
     "pretrain": ["FOLDER/run.yaml"],
     "data_prep stdlib": ["FOLDER/text.parquet"],
@@ -124,7 +125,8 @@ def test_a_wrong_path_is_2_and_a_failing_file_system_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "folder"
-    if command == "data_prep stdlib":  # it makes the folder; not below a file
+    # This command creates the folder, which is impossible below a file.
+    if command == "data_prep stdlib":
         folder.write_text("")
     assert run(command, folder) == Exit.WRONG_INPUT, capsys.readouterr().err
     said = capsys.readouterr().err

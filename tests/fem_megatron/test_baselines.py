@@ -32,7 +32,7 @@ from fem_megatron.state import Context, State
 from fem_megatron.update import Update, rotate
 from tests.fem_megatron.conftest import drawn, tokens
 
-ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-11}  # float64 over some tens of tokens
+ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-11}  # float64 over a few tens of tokens
 EPS = 1e-6
 
 
@@ -65,7 +65,8 @@ SHAPES: dict[str, Callable[..., Shape]] = {
     "grouped": lambda **k: AttentionShape.of(
         model(**{"num_attention_heads": 4, "num_query_groups": 2, **k})
     ),
-    # Every switch, heads wider than the stream's share; 5 tokens: under the tests' lengths, over some of their pieces.
+    # Every switch on, and heads wider than their share of the stream. The window of 5 tokens is
+    # shorter than the tests' sequences and longer than some of their chunks.
     "switched": lambda **k: AttentionShape.of(
         model(**{"num_attention_heads": 4, "num_query_groups": 2, **SWITCHED, **k})
     ),
@@ -94,7 +95,7 @@ def build(name: str, **changed: Any) -> Any:
     return drawn(LAYERS[type(shape)](shape, OneProcess(torch.float64)), spread=0.4)
 
 
-# --- the definitions, one sequence, one token after another ------------------------------------------------------------------------
+# --- the definitions: one sequence, token by token ------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -287,7 +288,7 @@ def test_equals_the_definition_with_all_gradients(name: str) -> None:
             equals_the_definition(build(name, delta=delta), 5)
     if name in SQUARE:
         layer, x, order = build(name), tokens(7), torch.tensor([3, 1, 6, 0, 2, 5, 4])
-        # Without a mask and positions a mixer does not know the order.
+        # Without a mask and positions, a mixer is equivariant to the order of the tokens.
         flat = Context(causal=False, positions=torch.zeros(7))
         torch.testing.assert_close(layer(x, flat)[order], layer(x[order], flat), **ROUNDING)
         torch.testing.assert_close(
@@ -311,7 +312,7 @@ def test_padding_between_tokens_moves_no_matrix(name: str) -> None:
         torch.testing.assert_close(after["matrix"], before["matrix"], **ROUNDING)
 
 
-# --- sizes ----------------------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -330,9 +331,8 @@ def test_padding_between_tokens_moves_no_matrix(name: str) -> None:
 def test_budgets(name: str, sizes: dict[str, Any], budget: float) -> None:
     shape = SHAPES[name](**{"hidden_size": 1024, "num_attention_heads": 8, **sizes})
     size = sum(weight.size for weight in shape.weights().values()) / 1024**2
-    assert size == pytest.approx(
-        budget, rel=0.06 if name == "mamba2" else 0.015
-    )  # whole heads; norms, convolutions and rates
+    # The tolerances cover the rounding to full heads, norms, convolutions and rates.
+    assert size == pytest.approx(budget, rel=0.06 if name == "mamba2" else 0.015)
 
 
 def test_lambda_starts_around_its_init_which_grows_with_depth() -> None:

@@ -47,7 +47,8 @@ SMALL = ModelConfig(
 )
 NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
 LENGTH = 13
-# The mixers whose future-proofness rests on a kernel of torch that rounds several rows together: equal within rounding, not bit for bit.
+# Mixers whose independence from future tokens depends on a kernel of torch that rounds several rows
+# together: equal up to rounding, not bit-identical.
 ROUNDED = 1e-12
 
 LLAMA3, YARN = (
@@ -59,7 +60,8 @@ SWITCHED: dict[str, Any] = {
     "rope_scaling": LLAMA3,
 }
 
-# Names, and what differs from SMALL besides: each mixer as it is, and the switches that change what tensor parallelism has to do.
+# Name -> settings that differ from SMALL: each mixer with its defaults, and the switches that
+# change the work of tensor parallelism.
 CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "grouped": {"mixer": "transformer", "num_query_groups": 2},
     "switched": {"mixer": "transformer", "num_query_groups": 2, **SWITCHED},
@@ -261,7 +263,8 @@ def test_bf16_is_near_fp32(name: str) -> None:
         weight.grad is not None and weight.grad.isfinite().all() for weight in narrow.parameters()
     )
     assert rounded.dtype == torch.bfloat16
-    # Eight bits a number through a few sums: under 5% of the largest output. Some switches divide by what is small.
+    # Eight bits per number through a few sums: an error under 5% of the largest output. Some
+    # switches divide by small numbers, so they are left out.
     assert name not in NAMES or (exact - rounded.float()).abs().max() < 0.05 * exact.abs().max()
 
 
@@ -369,9 +372,11 @@ def fitting(model: ModelConfig, key: str) -> BlockShape | None:
     return shape
 
 
-# Heard, and not seen in the numbers of a short float64 sequence: how it is computed, and a limit on lengths.
+# Keys that are read but do not change the numbers of a short float64 sequence: the method of
+# computation, and a limit on lengths.
 UNSEEN = ("attention_backend", "second_order.exact_max_length")
-# Heard, and what it asks for is so already: one width where a prior or the switches have one, T off where L is.
+# Keys that are read but whose value is already in effect: one width where a prior or the switches
+# have only one, T off where L is off.
 MET = ("fem.budget", "fem.temperature")
 
 
@@ -434,10 +439,8 @@ def test_every_mixer_that_turns_stretches(name: str) -> None:
     """linear: positions scaled by the factor; abf: another base; yarn and llama3: every position
     changes, and yarn's factor scales scores.
     """
-    x, close = (
-        tokens(name),
-        dict[str, Any](rtol=1e-10, atol=1e-10),
-    )  # float64: the same angles, made by another product
+    # float64: the same angles, computed by another product.
+    x, close = tokens(name), dict[str, Any](rtol=1e-10, atol=1e-10)
     positions = torch.arange(LENGTH, dtype=x.dtype)
 
     def out(context: Context | None = None, **changes: Any) -> Tensor:
@@ -514,7 +517,7 @@ def kept_bytes(name: str, length: int) -> int:
 
 @pytest.mark.parametrize("name", [*LINEAR_TIME, "switched"])
 def test_linear_time_mixers_and_windows_keep_memory_linear_in_the_length(name: str) -> None:
-    # 5%: what is kept once, whatever the length.
+    # The 5% cover what is kept once, independently of the length.
     assert kept_bytes(name, 8192) == pytest.approx(2 * kept_bytes(name, 4096), rel=0.05)
 
 
@@ -530,7 +533,7 @@ def test_rows_of_a_batch_do_not_meet(name: str) -> None:
     block, x = block_of(name), tokens(name)
     with torch.no_grad():
         both, alone = block(x, Context()), block(x[:, 1:], Context())
-    # Another batch size may change the order of a sum, no more.
+    # Another batch size may change the order of a sum, but no more than that.
     torch.testing.assert_close(both[:, 1:], alone, rtol=1e-10, atol=1e-10)
 
 

@@ -135,12 +135,11 @@ def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPa
                 )
             )
     for got, right in checks:
-        torch.testing.assert_close(
-            got, right, rtol=1e-9, atol=1e-9
-        )  # float64 on both sides; the fixtures' own tolerance
+        # float64 on both sides; the tolerance of the fixtures.
+        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
 
 
-# --- limits and energies ---------------------------------------------------------------------------------------------------------
+# --- limits and energies --------------------------------------------------------------------------
 
 
 def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None) -> Tensor:
@@ -214,7 +213,7 @@ def test_diagnose(residual: str) -> None:
             torch.testing.assert_close(value, found[name], **ROUNDING)
 
 
-# --- switches --------------------------------------------------------------------------------------------------------------------
+# --- switches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("residual", ["normalised", "raw"])
@@ -288,9 +287,8 @@ def test_smallest_eigenvalue(strength: float) -> None:
     )
     d, v = torch.nn.functional.softplus(d), v * strength
     expected = torch.linalg.eigvalsh(torch.diag_embed(d) + u @ v.mT + v @ u.mT)[:, 0]
-    torch.testing.assert_close(
-        smallest_eigenvalue(d, u, v), expected, rtol=1e-10, atol=1e-10
-    )  # both to float64 rounding
+    # Both are exact up to float64 rounding.
+    torch.testing.assert_close(smallest_eigenvalue(d, u, v), expected, rtol=1e-10, atol=1e-10)
     for kind in PRECONDITIONERS:
         for layer in both(preconditioner=kind):
             least = [
@@ -322,22 +320,23 @@ def test_as_it_starts() -> None:
     assert parts[0].diagonal.abs().max() == 0 and parts[0].self_bias == parts[0].cross_bias == 0
 
 
-# --- as a language model ---------------------------------------------------------------------------------------------------------
+# --- as a language model --------------------------------------------------------------------------
 
 
 def test_bidirectional() -> None:
     layer, x = attention(causal=False), tokens(7)
     forth, back = layer(x, Context(causal=False)), layer(x.flip(0), Context(causal=False))
-    torch.testing.assert_close(forth, back.flip(0), **ROUNDING)  # |i - j| knows no direction
+    # |i - j| does not depend on the direction.
+    torch.testing.assert_close(forth, back.flip(0), **ROUNDING)
     assert not torch.allclose(forth, layer(x, Context()))
 
 
-# --- the shapes ------------------------------------------------------------------------------------------------------------------
+# --- the shapes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_energies_fall_along_small_steps(preconditioner: str) -> None:
-    # P as it starts: softplus(1) I.
+    # The initial P: softplus(1) I.
     switches: dict[str, Any] = {
         "diagonal": "none",
         "preconditioner": preconditioner,

@@ -21,7 +21,8 @@ STEPS = 300
 EVERY_MIXER = pytest.mark.parametrize("name", NAMES)
 EVERY_CASE = pytest.mark.parametrize("name", CAUSAL)
 DOUBLE: Any = {"dtype": torch.float64}
-# Mixers that count how many tokens back another lies, padding between them included: convolutions, ALiBi, a window.
+# Mixers that use the distance between tokens, including the padding between them: convolutions,
+# ALiBi, a window.
 COUNTING = ("deltanet", "mamba2", "cem", "switched")
 
 

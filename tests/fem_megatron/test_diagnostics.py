@@ -31,7 +31,7 @@ SMALL = ModelConfig(
 NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
 FEMS = [name for name in NAMES if name.startswith("fem_")]
 LENGTH = 24
-ROUNDING: Any = {"rel": 1e-9, "abs": 1e-12}  # float64 sums of some hundred terms
+ROUNDING: Any = {"rel": 1e-9, "abs": 1e-12}  # float64 sums of a few hundred terms
 
 
 def block(
@@ -100,7 +100,7 @@ def test_every_mixer_is_seen_and_does_not_notice(name: str) -> None:
     assert all(math.isfinite(value) for value in values.values()), values
     x, moved, plain = (t[..., : SMALL.hidden_size] for t in (x, moved, plain))
     expected = ((moved - x).norm(dim=-1) / x.norm(dim=-1))[:, 0].mean().item()
-    if not name.startswith("cem"):  # whose steps start elsewhere
+    if not name.startswith("cem"):  # the steps of cem start at another point
         assert own(values)["step_norm"] == pytest.approx(expected, **ROUNDING)
     quantities = set(own(values)) - {"step_norm", "activation_max"}
     assert own(values, "mlp" if made.mlp else "mixer")["activation_max"] == pytest.approx(
@@ -221,7 +221,7 @@ def test_a_fem_of_equal_values(name: str) -> None:
     with torch.no_grad():
         hot.mixer.beta.fill_(-25.0)
     values = own(seen(hot, x))
-    # q differs from p by beta (v - mu), of order 1e-9.
+    # q differs from p by beta (v - mu), which is of the order of 1e-9.
     assert values["posterior_entropy"] == pytest.approx(values["prior_entropy"], rel=1e-7)
     assert 0.0 < values["prior_entropy"] < math.log(LENGTH)
 
@@ -274,7 +274,8 @@ def test_second_order_steps_descend_their_energy() -> None:
                 made.mixer.out_proj.weight.copy_(sign * down * query.T)
                 made.mixer.norm.weight.fill_(1.0)
             values = own(seen(made, tokens()))
-            # The norm in front bends the step, so it is the mean that must follow, and nearly every token.
+            # The norm at the input changes the direction of the step, so the check covers the mean
+            # and nearly every token instead of each token.
             assert (values["energy_after"] > values["energy_before"]) == bool(rose)
             assert values["energy_rose"] == pytest.approx(rose, abs=0.1)
 
@@ -343,9 +344,8 @@ def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(
     monkeypatch.setenv("FEM_KERNELS", "fem_attention=reference,symmetric_attention=reference")
     with torch.no_grad(), Softmaxes():
         made.mixer(x, Context(origin=x, memory={}))
-    left_out = (
-        float(made.mixer.cross_bias.detach()) if name == "cem" else 0.0
-    )  # common to all scores
+    # A constant that is added to all scores.
+    left_out = float(made.mixer.cross_bias.detach()) if name == "cem" else 0.0
     assert found == pytest.approx(
         max(float(scores.max()) for scores in given) + left_out, **ROUNDING
     )
@@ -370,7 +370,7 @@ def test_afts_prior_is_of_its_keys(query: str) -> None:
     assert values["prior_entropy"] == pytest.approx(
         torch.stack(entropies).mean().item(), **ROUNDING
     )
-    # The released code's form, inside, has logits of its own for F: the second half.
+    # The second half: the variant of the released code, with F inside, has separate logits for F.
     first, last = k[..., :width], k[..., -width:]
     free_energy = ((last + beta * v).logcumsumexp(0) - last.logcumsumexp(0)) / beta
     mu = (first.exp() * v).cumsum(0) / first.exp().cumsum(0)

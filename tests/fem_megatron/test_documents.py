@@ -20,12 +20,11 @@ from kernels.implementations import Op, Unfit, nothing
 from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, model_of
 
 Packs = tuple[tuple[int, ...], ...]
-# Tokens of the documents of each sequence: of one and two tokens, one that fills a sequence and goes on, fifty, ends at the sequence's.
+# Lengths of the documents of each sequence, in tokens: documents of one and two tokens, one that
+# fills a sequence and continues, fifty documents, one that ends with its sequence.
 PACKED: Packs = ((1, 2, 30, 17, 14), (64,), (5, 1, 58), (1, 2) * 14 + (1,) * 22)
-FEW: Packs = (
-    (1, 2, 5, 13, 3),
-    (7, 1, 9, 7),
-)  # for kernels, which are slow to interpret: rows of 4, 5, 8, 10, 12 and 14 tokens
+# Short rows for kernels, which are slow in the interpreter: documents of 1 to 13 tokens.
+FEW: Packs = ((1, 2, 5, 13, 3), (7, 1, 9, 7))
 LENGTH = 64
 EVERY_CASE = pytest.mark.parametrize("name", CASES)
 
@@ -181,11 +180,8 @@ def test_not_a_bit_of_a_document_comes_from_another(name: str) -> None:
     """
     block, x, pull = block_of(name), draw(name, 1), draw(name, 2)
     kept = torch.ones(LENGTH, len(PACKED), dtype=torch.bool)
-    for row, first, end in (
-        (0, 3, 33),
-        (2, 0, 5),
-        (3, 30, 33),
-    ):  # a document of each of three sequences at once
+    # One document of each of three sequences, all at once.
+    for row, first, end in ((0, 3, 33), (2, 0, 5), (3, 30, 33)):
         kept[first:end, row] = False
     wanted = gradients(block, x, packed(name), pull * kept[..., None])
     for value in (1e30, torch.inf):

@@ -158,7 +158,7 @@ def run_fixture(
         "x": (x.grad, arrays["dx"].transpose(0, 1)),
     }
     for key, wanted in place(arrays, meta["H"], "grad", decay=decay).items():
-        if key != "norm.weight":  # the fixture has none
+        if key != "norm.weight":  # the fixture has no norm weight
             found[key] = mixer.get_parameter(key).grad, wanted
     return found
 
@@ -167,7 +167,7 @@ def close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * wanted.abs().max().item())
 
 
-# --- the released numbers --------------------------------------------------------------------------------------------------------
+# --- the released numbers -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["reference", "fused"])
@@ -190,7 +190,8 @@ def test_the_softmax_prior_reproduces_the_fixture(name: str, backend: str) -> No
     }
     config = replace(config, conditioner_size=4 if meta["C"] else None)
     mixer = build(shape_of("softmax", config, attention_backend=backend, **sizes))
-    # The fixture adds 1e-6 to the gate (of order one) before it normalises it; ours adds nothing there. All else agrees to rounding.
+    # The fixture adds 1e-6 to the gate (of order one) before it normalises it; the layer does
+    # not. All other numbers agree up to rounding.
     for got, wanted in run_fixture(mixer, meta, arrays).values():
         close(got, wanted, 3e-6)
 
@@ -254,11 +255,13 @@ def released_read(
 @pytest.mark.parametrize(
     ("fixture", "backend", "denominator", "tolerance"),
     [
-        # The fixtures add 1e-6 to the gate (of order one), to beta and to the conditioner's norm; ours adds nothing there.
+        # The fixtures add 1e-6 to the gate (of order one), to beta and to the conditioner's norm;
+        # the layer does not.
         ("fem_linear_full", "fused", "exact", 1e-5),
         ("fem_linear_full", "reference", "exact", 1e-5),
         ("fem_gla_full", "fused", "released", 1e-5),
-        # What the released denominator's 1e-5 is worth where the weights are small (tokens that fit q badly).
+        # Effect of the released denominator's 1e-5 where the weights are small (tokens that match q
+        # badly).
         ("fem_gla_full", "fused", "exact", 5e-4),
     ],
 )
@@ -274,14 +277,13 @@ def test_scans_reproduce_the_fixture(
         shape_of(name, config, rope=False, norm_eps=0.0, attention_backend=backend, **sizes)
     )
     for key, (got, wanted) in run_fixture(mixer, meta, arrays, decay=name == "gla").items():
-        if (
-            key == "tdc.out_proj.weight" and name == "gla"
-        ):  # its decay's rows have no gradient, ours have
+        # The fixture has no gradient for the rows of the decay, the layer has one.
+        if key == "tdc.out_proj.weight" and name == "gla":
             got, wanted = (
                 t.unflatten(0, (meta["H"], -1))[:, [*range(32), *range(33, 57)]]
                 for t in (got, wanted)
             )
-        # The conditioner sees them through two more norms.
+        # The errors pass through two more norms before the conditioner.
         close(got, wanted, 5 * tolerance if key.startswith("tdc") else tolerance)
 
 
@@ -327,15 +329,17 @@ def test_aft_inside_reproduces_the_released_code(
     assert shape.prior == AftShape(meta["d_k"], "inside", own_logits=True)
     mixer = build(shape)
     found = run_fixture(mixer, meta, arrays)
-    # beta = softplus(parameter) + 1e-6 there, softplus(parameter + 1.8) here: d beta / d parameter = 1 - exp(-softplus).
+    # beta is softplus(parameter) + 1e-6 in the fixture and softplus(parameter + 1.8) in the layer:
+    # d beta / d parameter = 1 - exp(-softplus).
     slope = torch.sigmoid(mixer.beta + 1.8).detach() / torch.sigmoid(arrays["param/_beta_param"])
     found["beta"] = found["beta"][0], found["beta"][1] * slope
-    # With the released epsilons it is rounding; without, 1e-6 beside numbers of order one, up to twenty times that in gradients.
+    # With the released epsilons the difference is rounding; without them it is 1e-6 relative to
+    # numbers of order one, and up to twenty times as much in gradients.
     for got, wanted in found.values():
         close(got, wanted, 1e-9 if with_epsilons else 2e-5)
 
 
-# --- the plain priors ------------------------------------------------------------------------------------------------------------
+# --- the plain priors -----------------------------------------------------------------------------
 
 
 def by_head(mixer: FemMixer, x: Tensor) -> dict[str, Tensor]:
@@ -378,9 +382,8 @@ def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, ca
             (weights[..., None] * parts["v"][: len(keys)]).sum(0) / weights.sum(0)[..., None]
         )
     expected = x + torch.stack(reads).flatten(2) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(
-        mixer(x, Context(causal=causal)), expected, rtol=1e-11, atol=1e-11
-    )  # float64 rounding
+    # float64 rounding.
+    torch.testing.assert_close(mixer(x, Context(causal=causal)), expected, rtol=1e-11, atol=1e-11)
 
 
 @every_scan
@@ -399,7 +402,7 @@ def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
             y.square().sum().backward()
             results.append([y, x.grad, *(p.grad for p in mixer.parameters())])
         for one, other in zip(*results, strict=True):
-            # float64 rounding, relative to the largest; gradients pass through many sums
+            # float64 rounding, relative to the largest value; gradients pass through many sums.
             torch.testing.assert_close(
                 one, other, rtol=0, atol=1e-9 * max(1.0, other.detach().abs().max().item())
             )
@@ -464,18 +467,16 @@ def test_with_all_switches_off_it_is_the_selective_scan(normalise: bool) -> None
         read = (c_out * numerator).sum(-1)
         reads.append(read / (c_out * denominator).sum(-1) if normalise else read)
     expected = x + torch.stack(reads).flatten(2) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(
-        mixer(x, Context()), expected, rtol=1e-12, atol=1e-12
-    )  # float64 rounding
+    # float64 rounding.
+    torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_first_steps_and_rates_are_mambas() -> None:
     prior = FemMixer(shape_of("mamba"), OneProcess()).prior
     assert isinstance(prior, MambaPrior)
     steps, rates = softplus(prior._step_logit(torch.float32)), prior._rate(torch.float32)
-    torch.testing.assert_close(
-        steps[0, 0, [0, -1]], torch.tensor([1e-3, 1e-1]), rtol=1e-4, atol=0
-    )  # float32 through log and softplus
+    # float32 through log and softplus.
+    torch.testing.assert_close(steps[0, 0, [0, -1]], torch.tensor([1e-3, 1e-1]), rtol=1e-4, atol=0)
     torch.testing.assert_close(
         rates[1, 3], torch.arange(1.0, rates.shape[-1] + 1), rtol=1e-5, atol=0
     )
@@ -494,15 +495,15 @@ def test_without_a_mask_every_token_matters_and_the_reversed_sequence_gives_the_
     o = mixer(x, Context(causal=False))
     (dx,) = torch.autograd.grad(o[3].sum(), x)
     assert (dx != 0).all()
-    if name.startswith(
-        "aft"
-    ):  # the state-space model's steps lie before a token in one direction, behind it in the other
+    # The steps of the state-space model act before a token in one direction and after it in the
+    # other direction.
+    if name.startswith("aft"):
         torch.testing.assert_close(
             mixer(x.flip(0), Context(causal=False)).flip(0), o, rtol=1e-12, atol=1e-12
         )  # float64 rounding
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def test_the_planned_chunks_are_the_kernels() -> None:
@@ -521,9 +522,8 @@ def test_the_budget_is_four_times_the_width_squared(name: str, budget: str) -> N
             for key, weight in shape.weights().items()
             if key.endswith(".weight") and len(weight.shape) == 2
         )
-        assert size == 4 * 768**2 + (
-            8 * 768 if name == "gla" else 0
-        )  # and a row a head for the decay
+        # Plus one row per head for the decay.
+        assert size == 4 * 768**2 + (8 * 768 if name == "gla" else 0)
 
 
 @every_scan
@@ -537,7 +537,7 @@ def test_rope_and_the_conditioner_reach_the_prior(name: str) -> None:
         before = plain(x, Context())
         rows = plain.tdc.out_proj.weight.data.unflatten(0, (2, -1))
         start = plain.shape.head_width - sum(list(plain.shape.slices.values())[-3:]) - 1
-        rows[:, start] *= 3  # phi's row for the decay
+        rows[:, start] *= 3  # the row of phi for the decay
         assert not torch.equal(plain(x, Context()), before)
 
 
@@ -548,13 +548,13 @@ def test_with_all_switches_off_it_is_aft() -> None:
     weights = parts["k"].exp()
     read = parts["q"].sigmoid() * (weights * parts["v"]).cumsum(0) / weights.cumsum(0)
     expected = x + read.flatten(2) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(
-        mixer(x, Context()), expected, rtol=1e-12, atol=1e-12
-    )  # float64 rounding
+    # float64 rounding.
+    torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_state_does_not_grow() -> None:
     shape = shape_of("gla")
     assert shape.state_bytes(1, 2) == shape.state_bytes(8192, 2)
-    # d_k = 16, d_v = 8, 2 heads: sums over [v, U, 1] and two ends of the values, fp32; the conditioner's four
+    # d_k = 16, d_v = 8, 2 heads: fp32 sums over [v, U, 1] and two limits of the values, plus four
+    # numbers of the conditioner.
     assert shape.state_bytes(1, 2) == 4 * (2 * (16 * 17 + 2 * 8) + 4)

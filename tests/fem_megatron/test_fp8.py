@@ -15,9 +15,9 @@ from fem_megatron.megatron import fp8, platform
 from fem_megatron.megatron.model import Layout, transformer_config
 from fem_megatron.megatron.specs import MegatronBlock
 
-# Bits of the mantissa, least exponent of a normal number, largest number (OCP's 8-bit formats).
+# Mantissa bits, smallest exponent of a normal number, largest number (OCP's 8-bit formats).
 FORMATS = {fp8.FORWARD: (3, -6, 448.0), fp8.BACKWARD: (2, -14, 57344.0)}
-SPREAD = 12  # binary orders of magnitude, so that some of the numbers are denormal in 8 bits
+SPREAD = 12  # binary orders of magnitude; wide enough that some numbers are denormal in 8 bits
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,7 +126,8 @@ def test_a_delayed_scale_goes_by_the_largest_of_the_last_steps() -> None:
     weight, scales = draw(16, 32, seed=1).requires_grad_(), []
     delayed = history(weight, steps=2, margin=3)
     for step, times in enumerate((1.0, 8.0, 0.5, 0.25, 2.0)):
-        passes(100 * times * draw(16, 32, seed=5), weight, draw(16, 16, seed=6))  # an evaluation's
+        # Passes of an evaluation.
+        passes(100 * times * draw(16, 32, seed=5), weight, draw(16, 16, seed=6))
         delayed.begin()
         for part in (0.125, 1.0):  # two micro-batches
             passes(
@@ -161,7 +162,7 @@ def test_another_length_of_history_takes_over_the_last_steps() -> None:
             4,
         )
         assert torch.equal(delayed.history, wanted)
-        delayed.restore(dict, None)  # of a run without one
+        delayed.restore(dict, None)  # the checkpoint of a run without a history
         assert not delayed.history.any()
 
 
@@ -257,7 +258,7 @@ def test_the_maps_of_a_layer_and_its_weights(mixer: str) -> None:
 
 
 def test_a_gpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert platform.lacks_fp8() is None  # a CPU emulates it
+    assert platform.lacks_fp8() is None  # a CPU emulates fp8
     monkeypatch.setattr(platform, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     for capability, missing in (((8, 0), True), ((8, 9), False), ((9, 0), False)):

@@ -34,7 +34,8 @@ def test_swiglu(dtype: torch.dtype) -> None:
         out, grad = gradient(fusions.megatron_swiglu, x, weight)
     plain, plain_grad = gradient(OneProcess().swiglu, x, weight)
     assert torch.equal(out, plain)
-    # Uncompiled, its backward rounds every step of the gate's derivative; compiled, all of it is one kernel in float32.
+    # Uncompiled, its backward pass rounds every step of the gate's derivative; compiled, it is one
+    # kernel in float32.
     assert (grad - plain_grad).norm() <= (
         1e-2 if dtype == torch.bfloat16 else 1e-14
     ) * plain_grad.norm()
@@ -54,7 +55,8 @@ def test_cross_entropy_is_for_bfloat16(dtype: torch.dtype) -> None:
         torch.arange(14).view(7, 2) * 2,
         draw(7, 2, seed=1),
     )
-    # Each works in place on float32 logits; a model's are made for it.
+    # Each of the two fused functions modifies float32 logits in place; a model creates its logits
+    # only for the loss.
     with torch.compiler.set_stance("force_eager"):
         fused = gradient(
             lambda x: fused_vocab_parallel_cross_entropy(x.clone(), labels, group), logits, weight

@@ -65,7 +65,7 @@ def run(layer: HyperSet, x: Tensor, iterations: int = 3, **known: Any) -> Tensor
 
 def test_fixture() -> None:
     _, stored = load_fixture("hyperset_block")
-    # The released norms' epsilon is float64's.
+    # The epsilon of the released norms is that of float64.
     sizes: dict[str, Any] = {
         "hidden": 48,
         "heads": 4,
@@ -100,12 +100,11 @@ def test_fixture() -> None:
         for name, _ in layer.named_parameters()
     ]
     for got, right in zip((y, attention, *grads), expected, strict=True):
-        torch.testing.assert_close(
-            got, right, rtol=1e-9, atol=1e-9
-        )  # float64 on both sides; the fixtures' own tolerance
+        # float64 on both sides; the tolerance of the fixtures.
+        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)
 
 
-# --- energies --------------------------------------------------------------------------------------------------------------------
+# --- energies -------------------------------------------------------------------------------------
 
 
 def turned(layer: HyperSet, z: Tensor) -> Tensor:
@@ -133,7 +132,8 @@ def test_the_attention_step_is_the_gradient_of_its_energy(
     keys = turned(layer, z.detach()) if causal else None
     energy = attention_energy(turned(layer, z), keys, kind=attention, causal=causal)
     energy = energy / (1.5**2 if "rope_scaling" in rope and attention != "linear" else 1.0)
-    # On the sphere z = W^T x, so dE/dx = W dE/dz (the paper's equation 7, the norm being the constraint).
+    # On the sphere z = W^T x, so dE/dx = W dE/dz (the paper's equation 7, where the norm is the
+    # constraint).
     expected = torch.autograd.grad(energy.sum(), z)[0].flatten(2) @ layer.subspaces.weight
     torch.testing.assert_close(layer.attention_gradient(z, context), expected, **ROUNDING)
     diagnosed = layer.diagnose(tokens(7), context, torch.arange(7))["attention_energy"]
@@ -221,7 +221,7 @@ def test_diagnose() -> None:
     torch.testing.assert_close(whole["attention_energy"], half["attention_energy"], **ROUNDING)
 
 
-# --- step sizes, updates, adapters -----------------------------------------------------------------------------------------------
+# --- step sizes, updates, adapters ----------------------------------------------------------------
 
 
 def test_learned_step_sizes_start_at_zero_and_learn() -> None:
@@ -305,7 +305,7 @@ def test_updates_equal_a_naive_loop(update: str) -> None:
     layer, x = build(update=update), tokens(4).requires_grad_()
     with torch.no_grad():
         layer.subspaces.weight.zero_()
-    run(layer, x).sum().backward()  # a gradient of zero has a gradient
+    run(layer, x).sum().backward()  # the gradient at zero must be differentiable
     assert x.grad is not None and x.grad.isfinite().all()
     assert all(
         weight.grad.isfinite().all() for weight in layer.parameters() if weight.grad is not None
@@ -329,9 +329,8 @@ def test_adapters() -> None:
             for name, (a, b) in weights.items():
                 adapted.get_parameter(f"{name}.weight").add_(4.0 * a[min(t, 2)] @ b[min(t, 2)])
         expected = adapted(expected, Context(iteration=t, origin=x))
-    torch.testing.assert_close(
-        run(layer, x, 5), expected, **ROUNDING
-    )  # iterations past the three trained ones use the last
+    # Iterations beyond the three trained ones use the parameters of the third.
+    torch.testing.assert_close(run(layer, x, 5), expected, **ROUNDING)
     with torch.no_grad():
         for a, _ in weights.values():
             a.zero_()
@@ -367,7 +366,8 @@ def test_where_causal_a_step_lowers_the_token_s_own_energy(attention: str) -> No
         turned(layer, layer.project_heads(part, Context())) for part in (x, layer(x, Context()))
     )
     energies = [attention_energy(z, before, kind=attention).sum(1) for z in (before, after)]
-    # The first token of softmax sees itself alone: its energy is its norm's, which the step cannot lower on the sphere.
+    # With softmax, the first token attends only to itself: its energy is that of its norm, which
+    # the step cannot lower on the sphere.
     first = 1 if attention == "softmax" else 0
     assert (energies[1] < energies[0])[:, first:].all()
 

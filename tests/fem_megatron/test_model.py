@@ -41,7 +41,8 @@ def test_initialisation_is_as_documented() -> None:
         elif weight.ndim == 1:
             assert (weight == 1).all()
         else:
-            # The standard deviation of n draws scatters by 1/sqrt(2n): five of these.
+            # The standard deviation of n draws has a standard error of 1/sqrt(2n), relative; the
+            # tolerance is five of them.
             assert weight.std().item() == pytest.approx(0.03, rel=5 / math.sqrt(2 * weight.numel()))
     mixer = model.get_submodule("decoder.layers.0.mixer")
     assert mixer.inverse_temperature(torch.ones(1)).mean().item() == pytest.approx(1.953, abs=1e-3)
@@ -78,7 +79,8 @@ def test_the_vocabulary_s_padding_is_left_out(
     vocabulary: str, tied: bool, dtype: torch.dtype
 ) -> None:
     """Loss, logits and gradients equal those of the model without padding."""
-    # Megatron's cross-entropy is in float32 whatever the model is; bfloat16 rounds the logits' gradient to 8 bits.
+    # Megatron computes the cross-entropy in float32 for every dtype of the model; bfloat16 rounds
+    # the gradient of the logits to 8 bits.
     assert not padding.wrong(
         padding.compare(vocabulary, tied, params_dtype=dtype),
         1e-2 if dtype == torch.bfloat16 else 2e-6,
@@ -104,7 +106,7 @@ def test_the_loss_in_chunks_has_the_gradients_of_the_loss(
     logits at once, never more than allowed.
     """
     errors = padding.compare_chunks("padded", tied, tokens, params_dtype=torch.float64, **more)
-    # A chunk has a position of every sequence at least, and whole positions.
+    # A chunk has at least one position of every sequence, and only complete positions.
     assert errors.pop("logits") == 128 * padding.BATCH * max(
         1, min(tokens // padding.BATCH, padding.LENGTH)
     )
@@ -206,7 +208,7 @@ def test_norm_of_many_parts_is_exact() -> None:
     rest = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
     wanted = torch.cat([heavy, rest.flatten()]).double().norm().item()
     norm, _ = _l2_norm(0, torch.zeros(1), [[heavy, rest, torch.zeros(0)]], False)
-    # float32's own resolution.
+    # The resolution of float32.
     assert norm.item() == pytest.approx(wanted, rel=1e-7)
 
 

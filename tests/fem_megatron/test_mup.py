@@ -47,8 +47,9 @@ MIXERS = {
     ),
 }
 HIDDEN, FIXED, OUTPUT = (-0.5, -1.0), (0.0, 0.0), (-1.0, -1.0)
-# What does not follow from a weight's number of dimensions, by name and by whose it is, (spread, learning rate) as powers of m: fan-in that
-# does not grow (FIXED); sums over the width into what does not grow (OUTPUT); CEM's preconditioners, d = sqrt(D) p (cem.py says how).
+# Weights whose factors do not follow from their number of dimensions: pattern of the name, (spread,
+# learning rate) as powers of m. FIXED: the fan-in does not grow. OUTPUT: sums over the width into a
+# size that does not grow. CEM's preconditioners: d = sqrt(D) p (see cem.py).
 EXCEPTIONS = (
     (r"^embedding\.", FIXED),
     (r"^output_layer\.", OUTPUT),
@@ -98,10 +99,11 @@ def test_every_weight_starts_and_learns_as_its_fans_ask(name: str) -> None:
             start = standard[key] * (
                 1.0 if isinstance(parameter.spec.init, int | float) else m**std
             )
-            # A draw is std times a unit normal, rounded: within an ulp of fp32 of the standard draw times the factor.
+            # A draw is std times a unit normal, rounded: within one fp32 ulp of the standard draw
+            # times the factor.
             torch.testing.assert_close(parameter, start, rtol=0.0 if m == 1 else 3e-7, atol=0.0)
             assert lr_factor(wide, parameter.spec) == pytest.approx(m**rate, rel=1e-12), key
-            # lr x decay is the base's.
+            # lr x decay equals that of the base.
             assert lr_factor(wide, parameter.spec) * decay_factor(
                 wide, parameter.spec
             ) == pytest.approx(1.0, rel=1e-12)
@@ -110,7 +112,7 @@ def test_every_weight_starts_and_learns_as_its_fans_ask(name: str) -> None:
     }
 
 
-# --- a step is felt alike at every width ---------------------------------------------------------------------------------------
+# --- a step has the same effect at every width ----------------------------------------------------
 
 BASE, WIDTHS, RATE = 32, (64, 256), 0.01
 
@@ -249,7 +251,7 @@ def test_without_mup_they_are() -> None:
     ), grown
 
 
-# --- the scores' scale ---------------------------------------------------------------------------------------------------------
+# --- the scale of the scores ----------------------------------------------------------------------
 
 SCALED: dict[str, tuple[ModelConfig, int]] = {
     "transformer": (replace(SMALL, mixer="transformer"), 8),
@@ -303,7 +305,7 @@ def test_scores_are_scaled_by_the_root_of_the_base_over_the_width(name: str) -> 
             for n, p in m.named_parameters()
             if n.endswith("in_proj.weight") and ".tdc." not in n
         ):
-            parameter *= 5.0  # so that attention is far from a mean
+            parameter *= 5.0  # makes attention far from a mean
     tokens, positions = (
         torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(3)),
         torch.arange(16).repeat(2, 1),
@@ -334,7 +336,7 @@ def test_at_the_base_s_own_head_nothing_changes(name: str) -> None:
     assert mup(model, 16, width).blocks() == model.blocks()
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------------
+# --- refused configurations -----------------------------------------------------------------------
 
 
 def test_a_configuration_from_before_is_standard() -> None:

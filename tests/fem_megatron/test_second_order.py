@@ -82,10 +82,9 @@ def test_fixture(kind: str) -> None:
     layer = build(kind, rope=False, jitter=0.0)
     layer.load_state_dict({**packed("in"), "norm.weight": torch.ones(16)})
     z = stored["in/z"][:, None].clone().requires_grad_()
-    y = z + layer.step(z, Context())  # the fixture's tokens come with their norm done
-    torch.testing.assert_close(
-        y[:, 0], stored["out/0"], rtol=1e-9, atol=1e-9
-    )  # float64 on both sides; the fixtures' own tolerance
+    y = z + layer.step(z, Context())  # the tokens of the fixture are already normalised
+    # float64 on both sides; the tolerance of the fixtures.
+    torch.testing.assert_close(y[:, 0], stored["out/0"], rtol=1e-9, atol=1e-9)
     (y[:, 0] * stored["w"]).sum().backward()
     assert z.grad is not None
     torch.testing.assert_close(z.grad[:, 0], stored["grad/z"], rtol=1e-9, atol=1e-9)
@@ -150,9 +149,8 @@ def test_yarn_s_factor_is_a_lower_temperature_of_the_same_energy(kind: str) -> N
 def test_only_differences_of_positions_count(kind: str, scaling: RopeScaling) -> None:
     layer, x = build(kind, rope_scaling=scaling), tokens(9)
     near, far = (layer(x, Context(positions=torch.arange(9) + start)) for start in (0, 1000))
-    torch.testing.assert_close(
-        near, far, rtol=1e-9, atol=1e-9
-    )  # float64 angles of up to 1000 radians
+    # float64 angles of up to 1000 radians.
+    torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(near, layer(x, Context(positions=2 * torch.arange(9))))
 
 
@@ -179,7 +177,7 @@ def test_mha2nd_refuses_long_sequences() -> None:
         layer(tokens(9)[8:], Context(past=8))
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def test_temperatures_start_at_the_head_s_width_and_a_raw_one_that_is_not_positive_is_not_hidden() -> (
@@ -233,7 +231,8 @@ def test_three_quarters_of_attention_and_half_its_cache() -> None:
             weight.size for weight in shape(kind).weights().values() if len(weight.shape) == 2
         ]
         assert sum(matrices) == 3 * 16 * 16
-    assert shape("mha2nd1st").state_bytes(100, 2) == 100 * 16 * 2  # attention's k and v: twice that
+    # The k and v of attention are twice as many.
+    assert shape("mha2nd1st").state_bytes(100, 2) == 100 * 16 * 2
     assert (
         shape("energy_linear").state_bytes(100, 2)
         == shape("energy_linear").state_bytes(1, 2)
@@ -244,7 +243,7 @@ def test_three_quarters_of_attention_and_half_its_cache() -> None:
 def test_a_small_step_lowers_the_free_energy() -> None:
     layer, x, sample = descending("mha2nd1st", 0.05), tokens(9), torch.tensor([0, 3, 8])
     with torch.no_grad():
-        layer.newton_temperature.fill_(1e9)  # the gradient alone; b is a second-order term
+        layer.newton_temperature.fill_(1e9)  # leaves only the gradient; b is a second-order term
     found = layer.diagnose(x, Context(), sample)
     assert all(value.shape == (3, 2) for value in found.values())
     assert (found["free_energy_after"] < found["free_energy_before"]).all()

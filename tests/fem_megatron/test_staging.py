@@ -24,17 +24,19 @@ def test_blocks_are_powers_of_two_little_larger_than_what_they_hold(most: int) -
     for size, (block, offset) in sorted(
         zip(sizes, places, strict=True), key=lambda entry: entry[1]
     ):
-        assert offset >= ends[block] and offset % 512 == 0  # nothing overlaps
+        assert offset >= ends[block] and offset % 512 == 0  # no overlap
         ends[block] = offset + size
         assert ends[block] <= blocks[block]
-    # Up to 512 bytes a tensor are alignment. The rest: small tensors fill what large ones leave of a block.
+    # Alignment takes up to 512 bytes per tensor. The 3%: small tensors fill the space that large
+    # ones leave in a block.
     assert sum(blocks) <= 1.03 * (sum(sizes) + 512 * len(sizes))
 
 
 def test_few_tensors_and_none() -> None:
     assert packed([]) == ([], [])
     assert packed([0]) == ([512], [(0, 0)])
-    # Aligned 1024, 3584 and 512 bytes, 5120 in all: the largest power of two within is 4096, whose rest the smallest fills.
+    # Aligned to 1024, 3584 and 512 bytes, 5120 in total: the largest power of two within that is
+    # 4096, and the smallest tensor fills its remainder.
     assert packed([1000, 3583, 500]) == ([4096, 1024], [(1, 0), (0, 0), (0, 3584)])
 
 
@@ -48,13 +50,14 @@ def test_copies_have_storages_of_their_own_size_and_keep_their_memory() -> None:
     ]
     copies = staged(tensors, pinned=False)
     gc.collect()
-    torch.full((2**14,), torch.nan)  # would be given memory that is free
+    torch.full((2**14,), torch.nan)  # would overwrite the copies if their memory were free
     for tensor, copy in zip(tensors, copies, strict=True):
         assert copy.dtype == tensor.dtype and torch.equal(copy, tensor) and copy.is_contiguous()
         assert platform.stored(copy).nbytes == tensor.nbytes
         written = io.BytesIO()
         torch.save(copy, written)
-        assert len(written.getvalue()) < tensor.nbytes + 2000  # and not the block
+        # The file does not contain the entire block.
+        assert len(written.getvalue()) < tensor.nbytes + 2000
         assert torch.equal(torch.load(io.BytesIO(written.getvalue()), weights_only=True), tensor)
 
 

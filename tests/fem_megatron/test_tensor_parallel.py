@@ -39,16 +39,11 @@ from tests.ranks import answer
 from tests.wording import Wording
 
 PLACES = ("TP2", "TP2+SP")
-ENTERED = (
-    "cem",
-    "delta",
-)  # of the first more than one large product reads the input, the second also keeps values of its shape
-CUTS = (
-    "CP2, all_to_all",
-    "CP2, all_gather",
-    "CP2, states",
-    "CP2, ring",
-)  # the second where keys have names, the third where scans pass states
+# In cem, more than one large product reads the input; the delta rules also keep values of the
+# input's shape.
+ENTERED = ("cem", "delta")
+# all_gather: mixers with named keys; states: scans that pass states.
+CUTS = ("CP2, all_to_all", "CP2, all_gather", "CP2, states", "CP2, ring")
 WIDE_RANGE, WIDE_RING = "CP2, states, beta beyond the range", "CP2, ring, beta beyond the range"
 
 
@@ -59,14 +54,14 @@ def fused(case: str, **changes: Any) -> BlockShape:
     return model_of(case, attention_backend="fused", **changes).blocks()[0]
 
 
-# A case, or a vocabulary and whether it is tied; and the place.
+# (case, place), or (vocabulary, whether it is tied, place).
 GATHERED = [
     (case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.cut_widths().keyed
 ]
 ROUND = [(case, CUTS[3]) for case, _ in GATHERED if fused(case).mixer.cut_widths().rings]
 PASSED = [
     (case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned
-]  # the delta rules convolve
+]  # the delta rules have convolutions, which pass states, too
 MIXERS = [
     *itertools.product(CASES, (*PLACES, CUTS[0])),
     *GATHERED,
@@ -75,16 +70,12 @@ MIXERS = [
     ("fem_gla", WIDE_RANGE),
     ("fem_softmax", WIDE_RING),
 ]
-FOUR = [
-    ("fem_softmax", "CP4, ring"),
-    *((case, "CP4, states") for case in ("fem_gla", "mamba2")),
-]  # Mamba-2's convolution sees 3 tokens before a chunk, chunks have 2
+# The convolution of Mamba-2 reads 3 tokens before a chunk, and chunks have 2.
+FOUR = [("fem_softmax", "CP4, ring"), *((case, "CP4, states") for case in ("fem_gla", "mamba2"))]
 SENT = [(case, "sent") for case in ("fem_gla", "mamba2")]
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
-Z_LOSS = [
-    ("padded", False, 0.05, "TP2+SP"),
-    ("a rank of padding", True, 0.05, "TP2"),
-]  # the third: its weight
+# The third value: the weight of the z-loss.
+Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]
 CHUNKS = [("in chunks", *case) for case in EMBEDDINGS if case[0] != "not padded"]
 Errors = dict[tuple[Any, ...], dict[str, float]]
 
@@ -109,7 +100,8 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-# Of a mixer's variants the quick level has sequence parallelism and one cut; of every mixer all.
+# The quick level runs the variants of a mixer only with sequence parallelism and one cut, and the
+# mixers of the catalogue with every place.
 REPEATED = [
     *((case, PLACES[0]) for case in CASES if case not in NAMES),
     *((case, CUTS[0]) for case, _ in (*GATHERED, *PASSED) if case not in NAMES),
@@ -122,7 +114,8 @@ REPEATED = [
     ids=" ".join,
 )
 def test_two_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) -> None:
-    # 1e-10: float64 sums in another order; a gradient that is not summed over the ranks, or twice, is off by 1e-1.
+    # 1e-10: float64 sums in a different order; a gradient that is not summed over the ranks, or
+    # summed twice, is off by 1e-1.
     assert not {key: value for key, value in errors[case].items() if not value < 1e-10}
 
 
@@ -165,17 +158,17 @@ def test_what_states_send_does_not_grow_with_the_length(
 def test_two_ranks_leave_out_the_vocabulary_s_padding(
     errors: Errors, case: tuple[Any, ...]
 ) -> None:
-    # 1e-6: Megatron's cross-entropy is in float32 whatever the model is; the padding's 28 rows of 128 would move the loss by 5e-2.
+    # 1e-6: Megatron computes the cross-entropy in float32 for every dtype of the model; the
+    # padding's 28 rows of 128 would change the loss by 5e-2.
     assert not padding.wrong(errors[case], 1e-6)
 
 
 @pytest.mark.parametrize("case", CHUNKS, ids=str)
 def test_two_ranks_sum_the_loss_in_chunks(errors: Errors, case: tuple[Any, ...]) -> None:
-    # 1e-10 as above; the sum itself is of float32 losses, in another order.
+    # 1e-10 as above; the sum itself is of float32 losses, in a different order.
     found = dict(errors[case])
-    assert (
-        found.pop("logits") == 4 * padding.BATCH * 64
-    )  # 4 positions, 2 of each rank's slice, and a rank's rows
+    # 4 positions, 2 of the slice of each rank, and the rows of one rank.
+    assert found.pop("logits") == 4 * padding.BATCH * 64
     assert found.pop("sum") < 1e-6 and max(found.values()) < 1e-10, found
 
 
@@ -265,9 +258,8 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     ):
         gradient = gradient_of(ours)
         if ours.sequence_parallel:  # type: ignore[attr-defined]
-            torch.distributed.all_reduce(
-                gradient, group=group
-            )  # what Megatron's finalize_model_grads does
+            # The reduction that Megatron's finalize_model_grads makes.
+            torch.distributed.all_reduce(gradient, group=group)
         errors[key] = error(gradient, part(gradient_of(theirs), ours, parallel))
     return errors
 
@@ -325,7 +317,8 @@ def compare_cut(
         gradient = gradient_of(ours)
         torch.distributed.all_reduce(gradient)
         errors[key] = error(gradient, gradient_of(theirs))
-    # A needle: what another first token changes of all others, those of every rank.
+    # A needle test: another first token changes the outputs of all later tokens, on every rank, in
+    # the same way.
     other = torch.cat((x[:1] + 1, x[1:]))
     far, _ = run(whole, other, weight, is_causal(name))
     _, found, _ = run_cut(split, cut, other, weight, is_causal(name))

@@ -88,7 +88,7 @@ def test_without_momentum_no_velocity_is_read() -> None:
 def test_a_layer_without_momentum_hands_the_velocity_on(settings: dict[str, Any]) -> None:
     made, stream = block(replace(MODEL, **settings)), tokens(9, hidden=32)
     plain = made(stream[..., :16].contiguous(), Context())
-    # 1e-12: float64, of a slice that lies apart.
+    # 1e-12: float64; `plain` reads a contiguous copy of the slice.
     torch.testing.assert_close(
         made(stream, Context()), torch.cat((plain, stream[..., 16:]), -1), rtol=1e-12, atol=1e-12
     )

@@ -18,7 +18,7 @@ from fem_common import config
 from launch.cluster.profile import Profile, load_profile
 from launch.job import Item, Job
 
-MARK = "pwned"  # a file of this name is what every one of these makes if it runs
+MARK = "pwned"  # each of these texts creates a file of this name if a shell runs it
 TEXTS = (
     "plain",
     f"$(touch {MARK})",
@@ -124,7 +124,7 @@ def job(root: Path, profile: Profile, **changes: Any) -> Job:
         Job("job", "run", *place, 2, ranks, True, items, profile.as_json(), "profile.yaml"),
         **changes,
     )
-    with contextlib.suppress(ValueError):  # what no path can be
+    with contextlib.suppress(ValueError):  # values that no path can have
         Path(made.code).mkdir(parents=True, exist_ok=True)
     return made
 

@@ -39,10 +39,9 @@ class Node:
     """A node with eight H100 as reported by nvidia-smi; ``changed`` holds simulated faults."""
 
     count: int = 8
-    changed: dict[tuple[int, str], str] = field(default_factory=dict)  # (GPU, field) -> its value
-    older: bool = (
-        False  # a driver that has clocks_throttle_reasons and knows no recovery action, nor fabric
-    )
+    changed: dict[tuple[int, str], str] = field(default_factory=dict)  # (GPU, field) -> value
+    # A driver that has clocks_throttle_reasons, but no recovery action and no fabric.
+    older: bool = False
 
     def value(self, gpu: int, name: str) -> str:
         """Return a field of a GPU in the format of --format=csv,noheader,nounits."""

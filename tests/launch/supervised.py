@@ -134,7 +134,7 @@ def end(
 def clean_up(folder: Path) -> None:
     """Kill processes of a failed test: those with the test's folder in their command line."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # the process may just have ended
             if os.fsencode(folder) in Path("/proc", pid, "cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
 

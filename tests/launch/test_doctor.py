@@ -358,7 +358,7 @@ FITS: list[tuple[dict[str, str], bool]] = [
     ({"Partition": "cpu,all"}, True),
     ({"Partition": "(null)", "Features": "ib&fast"}, True),
     ({"Features": "ib,slow"}, False),
-    ({"Features": "[slow|odd]"}, True),  # more than a list of names is left to Slurm
+    ({"Features": "[slow|odd]"}, True),  # anything beyond a list of names is left to Slurm
 ]
 
 

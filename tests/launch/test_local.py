@@ -41,7 +41,7 @@ def test_a_killed_rank_leaves_no_trace_in_the_losses(
     os.kill(run.child(ranks - 1, attempt=1), signal.SIGKILL)
     said = finish(process)
     assert run.outcomes == ["failed", "finished"], said
-    assert f"step {STEPS}/{STEPS}" in said  # rank 0's lines, live
+    assert f"step {STEPS}/{STEPS}" in said  # live lines of rank 0
     failure, start = (run.attempts[0]["failure"], run.attempts[1]["checkpoint_start"])
     assert (failure["kind"], failure["rank"], failure["exit"]) == ("signal", ranks - 1, 137)
     assert start >= 15 and f"from step {start}" in said and run.losses == reference.losses

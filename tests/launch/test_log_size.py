@@ -66,17 +66,18 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
             if chance.random() < 0.02 or not data:
                 followed += seldom.read()
                 now = numbers(list(source.lines()))
-                assert not {*now} - {*numbers(followed)}  # whatever is still there was given
+                # Every line that is still in the log was also given.
+                assert not {*now} - {*numbers(followed)}
             if half and len(data) < half:
                 late.skip_to_last(5)
                 half = 0
             if not half:
                 joined += late.read()
-        assert [
-            line.text for line in seen
-        ] == said  # nothing is left out of what was read in time: no marker either
+        # No line that was read in time is missing, and no marker is given.
+        assert [line.text for line in seen] == said
         given = numbers(followed)
-        assert given == sorted({*given}) and len(given) < len(followed)  # each once, and markers
+        # Each line once, plus markers.
+        assert given == sorted({*given}) and len(given) < len(followed)
         assert numbers(joined) == list(range(numbers(joined)[0], 500)) and numbers(joined)[0] > 200
         lines = list(source.lines())
         assert [line.time for line in lines] == sorted(line.time for line in lines)
@@ -107,9 +108,8 @@ def test_a_log_that_a_person_truncated_or_made_private_stays_so(
         scribe.feed(b"line %d\n" % number)
         got += tail.read()
         if number == 500:
-            assert numbers(list(Source(path, "a").lines())) == list(
-                range(250, 501)
-            )  # not above the limit: nothing is left out
+            # The log does not exceed the limit, so no line is removed.
+            assert numbers(list(Source(path, "a").lines())) == list(range(250, 501))
     assert numbers(got) == list(range(1000))
     assert LEFT_OUT.search(path.read_text()) and path.stat().st_mode & 0o777 == 0o600
 
@@ -123,7 +123,7 @@ def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(
     monkeypatch.setattr(logs, "LOG_BYTES", 800)
     path = tmp_path / "a.log"
     scribe, source = Scribe(path, (), Findings()), Source(path, "a")
-    for number in range(20):  # 40 bytes a line: the next line is beyond the limit
+    for number in range(20):  # 40 bytes per line: the next line exceeds the limit
         scribe.feed(b"line %019d\n" % number)
     whole = path.read_bytes()
     readers = list[tuple[int, Tail]]()

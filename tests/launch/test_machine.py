@@ -16,7 +16,7 @@ from tests.pretrain.test_deepspeed_ops import LOCK, OP, age, folder, needs_deeps
 from tests.test_house import ROOT
 from tools.machine import checks as machine
 
-__all__ = ["folder"]  # the fixture
+__all__ = ["folder"]  # re-exports the fixture
 
 
 @needs_deepspeed

@@ -98,9 +98,8 @@ def test_each_thing_that_is_wrong_with_a_gpu_is_one_fault_that_names_it(look: Lo
     found = look(
         smi.Node(changed={(1, "clocks_event_reasons.sw_thermal_slowdown"): "Active"}).answers()
     )
-    assert (
-        found.faults == [] and len(found.warnings) == 1 and "GPU 1" in found.warnings[0]
-    )  # heat that the driver manages
+    # The driver manages the heat itself.
+    assert found.faults == [] and len(found.warnings) == 1 and "GPU 1" in found.warnings[0]
     names = [
         *hardware.CORE[5:],
         "remapped_rows.pending",

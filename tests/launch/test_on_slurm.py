@@ -87,10 +87,8 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
     for seed in range(4711, 4811):
         first = server_port(seed)
         assert first in PORTS
-        with (
-            socket.socket() as taken,
-            suppress(OSError),
-        ):  # someone else has taken it in this moment
+        # Another process may just have taken the port.
+        with socket.socket() as taken, suppress(OSError):
             taken.bind(("", first))
             taken.listen()
             assert server_port(seed) not in (first, server_port(seed + 1))
@@ -115,7 +113,7 @@ def test_a_head_node_is_named_by_what_resolves(
     known = '[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it NodeHostName=x"'
     program(tmp_path / "scontrol", f"#!/bin/sh\n{known}\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert address("other.name.invalid") == "other.name.invalid"  # Slurm knows none
+    assert address("other.name.invalid") == "other.name.invalid"  # Slurm has no node of this name
     assert address("localhost") == "localhost"
     words = agent_command(attempt(), head="no.such.name.invalid", port=1, node_rank=None)
     assert "--master-addr=address-of-it" in words
@@ -188,16 +186,14 @@ def test_the_guard_tells_a_kill_from_other_ends_and_waits_for_it(tmp_path: Path)
         assert guard.killed(fields, "1") == (why == "yes"), line
     path = tmp_path / "launch" / "state.json"
     assert not guard.of_its_own_will(tmp_path)
-    for state, own in (
-        ("running", False),
-        ("requeued", False),
-        ("stopped", True),
-    ):  # "requeued" it says before it asks Slurm
+    # The supervisor writes "requeued" before it sends the request to Slurm.
+    for state, own in (("running", False), ("requeued", False), ("stopped", True)):
         write_json(path, {"state": state})
         assert guard.of_its_own_will(tmp_path) == own
     path.rename(path.with_name("stop.json"))
     assert guard.of_its_own_will(tmp_path)
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:  # it ends with its input
+    # cat ends when its input ends.
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         threading.Timer(0.5, process.stdin.close).start()
         guard.wait_for_end(process.pid)
@@ -431,7 +427,8 @@ def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_p
         "squeue", f"echo '12|SUSPENDED|None|n1|{script}'; echo '13|RUNNING|None|n1|(null)'"
     )
     assert [standing.job_id for standing in standings(job)] == ["12"]
-    # Where a site's sbatch passes the script through a pipe, the recorded id and the job's name count.
+    # If the site's sbatch passes the script through a pipe, the recorded id and the name of the job
+    # decide.
     commands.put("squeue", "echo '12|RUNNING|None|n1|(null)'; echo '13|RUNNING|None|n1|(null)'")
     for name, kind in (("a run", "active"), ("another", "idle")):
         commands.put("scontrol", f"echo 'JobId=12 JobName={name} UserId=me(7)'")

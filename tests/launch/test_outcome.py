@@ -166,7 +166,7 @@ def test_the_kind_of_a_failure() -> None:
             None,
             "place",
         ),
-        # Of a peer, or of the program.
+        # Timeouts of a peer, or of the program itself.
         ("TimeoutError: [Errno 110] Connection timed out", 1, None, "exit"),
         ("urllib.error.URLError: https://github.com/x: Connection timed out", 1, None, "exit"),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/a/b'", 1, None, "exit"),
@@ -268,7 +268,8 @@ def test_ranks_that_were_all_told_to_end_were_not_the_cause(tmp_path: Path) -> N
         (1, 2000.0, {"exit": 143, "signal": "SIGTERM", "told": TOLD}, True),
         (2, 0.0, {"ended": None, "exit": None, "told": TOLD}, True),
         (3, 2001.0, {"error": RESET, "told": TOLD}, True),
-        (4, 980.0, {"error": "ValueError: boo", "told": TOLD}, False),  # before it was told
+        # Before the rank received the signal.
+        (4, 980.0, {"error": "ValueError: boo", "told": TOLD}, False),
         (4, 2000.0, {"exit": 0}, True),
         (5, 2002.0, {"error": RESET, "told": {"SIGUSR1": 990.0}}, False),
     ]
@@ -330,7 +331,7 @@ ENDS: list[tuple[str, Observed, str, str | None]] = [
     ("command", end(143, told=True, cancelled=True), "cancelled", None),
     ("command", end(0), "finished", None),
     ("run", end(0, told=True), "saved", None),
-    ("run", end(0), "failed", "exit"),  # it ended before its last step
+    ("run", end(0), "failed", "exit"),  # ended before its last step
     ("run", end(hang="no step"), "hang", "hang"),
     ("run", end(faults={"n1": ["ECC"]}), "unhealthy", "health"),
     ("run", end(None, refused="no", queue=True), "failed", "place"),
@@ -360,7 +361,8 @@ def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_f
         found = [classify(kind, tmp_path / str(code), end(code)) for kind in ("run", "command")]
         assert [failure and failure.kind for _, failure in found] == kinds
         assert {outcome for outcome, _ in found} == {"busy" if code == 75 else "failed"}
-    record(tmp_path / "2", 1, 2001.0, error=RESET)  # on the same host: no odd one out
+    # On the same host: no node differs from the others.
+    record(tmp_path / "2", 1, 2001.0, error=RESET)
     assert (failure := classify("run", tmp_path / "2", end())[1]) and failure.kind == "config"
     missing = {"exit": 2, "error": "pretrain: error: x.bin not found"}
     for rank in range(4):
@@ -476,9 +478,8 @@ def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
         "exit",
         "lost",
     ]
-    record(
-        tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)"
-    )  # so does a rank's keeper
+    # The process that watches a rank reports the kill, too.
+    record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")
     record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
     assert memory_of(tmp_path) == memory_of(tmp_path / "lost", 137, oom_kill=True)
 
@@ -505,16 +506,15 @@ RUNNING = {
 }
 ENDING = {"JobState": "COMPLETING"}
 PREEMPTED = {"PreemptTime": "2026-01-01T00:00:00"}
-FIELDS: list[
-    tuple[dict[str, str], bool, bool | None]
-] = [  # a person ended it; the allocation is taken away
+# Fields of scontrol, whether a person ended the job, whether the allocation is taken away.
+FIELDS: list[tuple[dict[str, str], bool, bool | None]] = [
     ({}, False, None),
     (ENDING, True, False),
     ({"JobState": "CANCELLED"}, True, False),
-    (PREEMPTED, False, True),  # with time to save in
+    (PREEMPTED, False, True),  # preempted with time to save
     ({**ENDING, **PREEMPTED}, False, True),  # PreemptMode=CANCEL
     ({"JobState": "PREEMPTED"}, False, True),
-    ({**ENDING, "Restarts": "2"}, False, True),  # requeued by someone, or for a lost node
+    ({**ENDING, "Restarts": "2"}, False, True),  # requeued by a person, or because of a lost node
     ({"JobState": "PENDING", "Restarts": "2", "Reason": "BeginTime"}, False, True),
     ({**ENDING, "Reason": "NodeDown"}, False, True),
     ({**ENDING, "Reason": "TimeLimit"}, False, False),
@@ -571,7 +571,8 @@ LASTING = [
     "GPU 3 (0000:3B:00.0): 12 entries of a product are wrong",
 ]
 PASSING = [
-    "0 GPUs are visible, the profile says 8",  # none was asked for, or the driver is not loaded yet
+    # No GPU was requested, or the driver is not loaded yet.
+    "0 GPUs are visible, the profile says 8",
     "GPU 3 (0000:3B:00.0): a product did not end in time: it hangs",
     "GPU 3 (0000:3B:00.0): 71000 MiB in use by pid 12 (python, 71000 MiB)",
     "did not answer the health check: it hangs, or cannot see this folder",
@@ -591,7 +592,7 @@ def test_the_cordon_file(tmp_path: Path) -> None:
     assert cordon(path, ["n2", "n3"], "again", "other", until=1.0) == ["n3"]
     assert cordoned(path, now=0.5) == {"n1": "ECC", "n2": "ECC", "n3": "again"} and list(
         cordoned(path)
-    ) == ["n1", "n2"]  # an entry ends
+    ) == ["n1", "n2"]  # n3 is missing from the second list: its entry has expired
     assert cordon(path, ["n3"], "third", "run") == ["n3"] and cordoned(path)["n3"] == "third"
     for slip in ("", "n1", "[]", "{}", '{"node": 3}', '{"node": ""}', '{"node": "n1"', "\x00"):
         path.write_text(f'{slip}\n{{"node": "n2", "until": "soon", "time": null}}\n{slip}\n')

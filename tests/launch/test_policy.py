@@ -93,7 +93,8 @@ ENDING, HERE_ENDING = replace(QUEUE, ending=True), replace(HERE, ending=True)
 PLACE = failed("srun", kind="place", step=None, host=None)
 STALE = failed("OSError: [Errno 116] Stale file handle", kind="place")
 WRONG, NAN = failed(kind="config", code=2), failed("nan", kind="diverged", code=3, progress=True)
-# What happened, where, under which limits -> action, "!" where it gave up; seconds to wait; nodes to leave.
+# Failures, place, limits -> action, followed by "!" if it gave up; seconds to wait; nodes to
+# exclude.
 TABLE: list[tuple[str, list[End], Situation, dict[str, Any], str]] = [
     ("a first crash", [failed()], QUEUE, {}, "restart 30"),
     ("a second one, another", [failed(), failed("bang")], QUEUE, {}, "restart 60"),
@@ -219,7 +220,7 @@ def a_situation(draw: random.Random) -> Situation:
 def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Situation) -> None:
     """Check the properties of every decision."""
     assert 0 <= decision.delay_seconds <= max(1.0, limits.back_off_max_seconds)
-    for node in decision.exclude:  # for a reason only, and it costs a requeue
+    for node in decision.exclude:  # each exclusion needs a reason, because it costs a requeue
         against = sum(blamed(end.failure) == node for end in past)
         assert node in situation.unhealthy or (
             limits.node_failures and against >= limits.node_failures
@@ -314,9 +315,8 @@ def test_what_is_counted() -> None:
         repetitions([again, End("saved"), BUSY, again]) == 2
         and repetitions([again, other, again]) == 1
     )
-    assert (
-        repetitions([again, End("saved")]) == repetitions([killed("n1")] * 2) == 0
-    )  # somebody's kill says nothing of the program
+    # A kill from outside does not count against the program.
+    assert repetitions([again, End("saved")]) == repetitions([killed("n1")] * 2) == 0
     assert [
         policy.misplaced(past)
         for past in (

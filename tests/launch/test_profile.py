@@ -65,11 +65,8 @@ def test_shipped_profiles_are_right_survive_json_and_give_a_reason_for_each_vari
 def test_the_generic_profile_shows_every_key_with_its_default() -> None:
     path = ROOT / "configs/cluster/slurm_generic.yaml"
     tree, profile = yaml.safe_load(path.read_text()), load_profile(path)
-    other = {
-        "nodes.gpus",
-        "nodes.cpus",
-        "environment",
-    }  # where a comment or an example says another
+    # A comment or an example shows another value for these keys.
+    other = {"nodes.gpus", "nodes.cpus", "environment"}
     for key, item in KEYS:
         shown, default, value = tree, Profile(), profile
         for name in key.split("."):
@@ -247,7 +244,8 @@ def test_what_follows_from_values(path: Path, monkeypatch: pytest.MonkeyPatch) -
         "/me"
     ) == ("/p", "/me")
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
-    # By a program in nvidia-smi's place; where it lists none, or there is none, one: the check before the run is to miss it.
+    # The count is that of a program in place of nvidia-smi. If it lists no GPU, or does not exist,
+    # the count is 1, so that the check before the run reports the missing GPU.
     for listed, visible, gpus in ((None, "", 1), (3, "", 3), (3, "0,2", 2), (0, "", 1)):
         if listed is not None:
             rows = "\n".join(

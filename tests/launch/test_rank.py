@@ -49,7 +49,8 @@ class Kept:
             else ["-m", "launch.node.rank"]
         )
         argv = [sys.executable, *keeper, str(attempt), "--", *command]
-        # As torchrun does: a session of its own, and USR1, USR2 ignored from the start.
+        # Start it as torchrun does: in a separate session, and with USR1 and USR2 ignored from the
+        # start.
         self.process = subprocess.Popen(
             argv,
             env=environ,
@@ -75,7 +76,7 @@ class Kept:
         path = self.attempt / name
         return path.read_text(errors="replace") if path.exists() else ""
 
-    log = property(lambda self: self.file("logs/rank_00003.log"))  # stamps and all
+    log = property(lambda self: self.file("logs/rank_00003.log"))  # includes the time stamps
     dump = property(lambda self: self.file("dumps/rank_00003.txt"))  # its stacks
 
     def says(self, text: str) -> None:
@@ -193,7 +194,8 @@ FOREIGN = "1:cpu:/\n0::/\n"
 COUNTERS = {  # /proc/self/cgroup -> the counter under /sys/fs/cgroup
     "0::/slurm/job_7/step_0\n": "slurm/job_7/step_0/memory.events",
     f"4:memory:/slurm/job_7\n{FOREIGN}": "memory/slurm/job_7/memory.oom_control",
-    f"{FOREIGN}4:memory:/docker/af31\n": "memory/memory.oom_control",  # a container's mount begins at its own
+    # The mount of a container begins at the container's own cgroup.
+    f"{FOREIGN}4:memory:/docker/af31\n": "memory/memory.oom_control",
     "0::/": "memory.events",
     FOREIGN: None,
     "": None,
@@ -282,7 +284,8 @@ def test_lines_are_those_of_the_command_however_they_come(tmp_path: Path) -> Non
         chance = random.Random(seed)
         lines = [chance.choice(words) for _ in range(chance.randrange(1, 40))]
         assert texts(fed("\n".join([*lines, ""]).encode(), chance, tmp_path)) == lines
-    # A progress bar leaves its last state; bytes that are no text, and lines without end, do no harm.
+    # The log keeps the last state of a progress bar. Bytes that are not text and lines without an
+    # end do no harm.
     assert texts(fed(b"0%\r50%\r100%\nwindows\r\nopen\rend", random.Random(1), tmp_path)) == [
         "100%",
         "windows",
@@ -369,7 +372,7 @@ def test_when_the_parent_or_the_keeper_dies_nothing_lives_on(keep: Keep, tmp_pat
         wait_for(lambda: rank_record(Path(folder), 0).exists())
         record = json.loads(rank_record(Path(folder), 0).read_text())
         assert alive(record["pid"]) and alive(record["child"])
-        os.kill(record["child"], signal.SIGSTOP)  # one that hangs, too
+        os.kill(record["child"], signal.SIGSTOP)  # also ends a child that hangs
     finally:
         parent.kill()
         parent.wait()

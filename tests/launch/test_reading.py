@@ -111,7 +111,7 @@ def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(
     for state in ("cancelled", "stopped"):
         job = make_job(tmp_path / state)
         says(job, state, message="of old", **known)
-        assert ask([job]) != Queue({})  # here is no Slurm that knows them, or none at all
+        assert ask([job]) != Queue({})  # this machine has no Slurm that knows these jobs
         waits = row(job, slurm_says("PENDING", "Priority"))
         assert (waits.state, waits.active, waits.message) == ("queued", True, "waits: Priority")
         assert (
@@ -129,7 +129,7 @@ def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead
     for values, expected in (
         ({}, ("running", True)),
         ({"pid": dead}, ("lost", False)),
-        ({"time": time.time() - 1e6}, ("lost", False)),  # the number is another process's by now
+        ({"time": time.time() - 1e6}, ("lost", False)),  # the number now belongs to another process
         ({"pid": dead, "host": "elsewhere"}, ("running?", True)),
     ):
         says(job, "running", **values)
@@ -361,7 +361,7 @@ def test_logs_are_the_last_attempts_unless_asked_otherwise(
 
 RANKS: dict[str, dict[int, dict[str, Any]]] = {
     "killed": {1: {"at": 3, "exit": 137, "signal": "SIGKILL"}},
-    # The likely cause is not always the oldest word.
+    # The likely cause is not always the oldest message.
     "follower first": {
         1: {"at": 5, "exit": 137, "signal": "SIGKILL"},
         0: {"at": 1.6, "error": RESET},

@@ -29,10 +29,9 @@ from tests.wording import Wording
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs" / "cluster").glob("slurm_*.yaml"))
-KEYS = [
-    (key, shape) for key, shape in hostile.text_keys(Profile) if key != "setup.lines"
-]  # which are inserted as they are, by design
-# No hostile text is right there, nor a plain one.
+# These lines are inserted unchanged, by design.
+KEYS = [(key, shape) for key, shape in hostile.text_keys(Profile) if key != "setup.lines"]
+# Keys with a fixed set of values: neither a hostile text nor any other text is valid.
 ENUMERATED = (
     "scheduler",
     "nodes.memory",
@@ -137,7 +136,7 @@ def test_text_of_a_profile_arrives_unchanged_or_is_refused(root: Path) -> None:
                 continue
             known.add(script)
             read = directives(script)
-            if key in ("python", "host_python"):  # there is no such program; bash says so
+            if key in ("python", "host_python"):  # the program does not exist; bash reports that
                 done = run(script, root)
                 assert done.returncode == 2 and done.stderr, key
                 continue
@@ -277,9 +276,8 @@ def test_what_a_script_does(root: Path) -> None:
     setup = "setup: {modules: [cuda/12.8, gcc], lines: ['echo \"$GIVEN\" > lines', 'export MORE=\"$GIVEN too\"', cd /, kill -USR1 $$]}"
     profile = given(root, f"{setup}\nenvironment: {{GIVEN: a value, PYTHONUNBUFFERED: 1}}\n")
     script = render(hostile.job(root, profile), profile)
-    words, folder, environment = runs(
-        script, root
-    )  # a signal to save before the supervisor is there does not end it
+    # A signal to save that arrives before the supervisor starts does not end the script.
+    words, folder, environment = runs(script, root)
     assert (root / "modules").read_text().split("\0") == ["load", "cuda/12.8", "load", "gcc", ""]
     assert (root / "lines").read_text() == "a value\n" and folder == str(root)
     assert (environment["MORE"], environment["PYTHONUNBUFFERED"]) == ("a value too", "1")
@@ -287,7 +285,8 @@ def test_what_a_script_does(root: Path) -> None:
     assert recorded(root / "record")[0] == [*words, "--item", "7"]
 
 
-# What sbatch says where Slurm would never start the job: of too few nodes, and of a node that the job names (--nodelist).
+# Errors of sbatch for jobs that Slurm could never start: too few nodes, and an unknown node in
+# --nodelist.
 NEVER = (
     "allocation failure: Requested node configuration is not available",
     "allocation failure: Invalid node name specified",
@@ -320,7 +319,7 @@ def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") 
     return {"PATH": f"{root}/bin:{os.environ['PATH']}", **calls}
 
 
-EARLY = {  # a profile, the folder of the job that is not there, and what is said
+EARLY = {  # profile, field of the job whose folder is missing, expected error
     "folder": ("{}", "working_directory", b"gone: No such file or directory"),
     "snapshot": ("{}", "code", b"the code snapshot is not visible on this node"),
     "module": ("setup: {modules: [present, absent]}", None, b"launch: module load absent failed"),
@@ -351,7 +350,7 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
             f"update|JobId={name}|StartTime=now+0|ExcNodeList=node3,node1|",
         ]
         calls.unlink()
-    # It is no run that may start anew.
+    # A command may not be restarted.
     assert (
         run(render(dataclasses.replace(job, kind="command"), profile), root, **slurm).returncode
         != 0
@@ -359,13 +358,16 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
     assert not calls.exists() and not (root / "record").exists()
 
 
-STARTS = [  # the restarts so far, the comment, what scontrol refuses; the new comment and the delay, or None: it gives up
+# The restarts so far, the comment, what scontrol refuses; the new comment and the delay, or None if
+# it gives up.
+STARTS = [
     (7, "(null)", "nothing", ("not-started:8:1", 0)),
     (7, "grant 12", "nothing", ("grant 12 not-started:8:1", 0)),
     (7, "grant not-started:7:1", "nothing", ("grant not-started:8:2", 300)),
     (8, "grant not-started:8:2", "nothing", ("grant not-started:9:3", 1200)),
     (9, "grant not-started:9:3", "nothing", None),
-    (9, "grant not-started:8:3", "nothing", ("grant not-started:10:1", 0)),  # it has run since
+    # The job has run in between.
+    (9, "grant not-started:8:3", "nothing", ("grant not-started:10:1", 0)),
     (2, "(null)", "Comment", ("not-started:3:1", 1200)),
     (3, "(null)", "Comment", None),
     (0, "(null)", "requeue", None),
@@ -408,7 +410,7 @@ def test_only_starts_that_failed_in_a_row_are_counted(
         )
         return
     assert done.returncode == 0 and not (root / "notice").exists()
-    # Without node1 too few nodes are left, so none is excluded.
+    # Without node1 too few nodes remain, so no node is excluded.
     assert asked == [
         f"update|JobId=12|Comment={told[0]}|",
         "requeue|12|",

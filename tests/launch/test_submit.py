@@ -122,7 +122,7 @@ def test_commands_are_ours_and_arrays_the_same_to_every_part(
         for item in job.items
     ]
     assert told == [["0", "3", "0", "2", "1"], ["1", "3", "0", "2", "1"], ["2", "3", "0", "2", "1"]]
-    # Other hosts may know a folder by the link alone.
+    # Other hosts may see a folder only under its link.
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path / "real")
@@ -136,7 +136,7 @@ def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_'0123456789")
-    monkeypatch.setenv("CREDENTIALS", str(tmp_path))  # a place is no secret
+    monkeypatch.setenv("CREDENTIALS", str(tmp_path))  # a path is no secret
     for request in (
         command("data_prep", "status", "--token=hf_'0123456789"),
         run(DEMO, "name=hf_'0123456789"),
@@ -160,9 +160,8 @@ def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(
 def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_name(
     tmp_path: Path,
 ) -> None:
-    prepare(
-        run(DEMO, "train.steps=401")
-    )  # one that never began binds nobody: Slurm refused it, say
+    # A run that never began, for example because Slurm refused it, sets no requirements.
+    prepare(run(DEMO, "train.steps=401"))
     job = begin(run(DEMO))
     assert config_of(job.directory)["train"]["steps"] != 401
     marker = code_folder(Path(job.directory)) / "pretrain" / "marker.py"
@@ -176,9 +175,8 @@ def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_nam
             prepare(run(DEMO, *words))
     with pytest.raises(UserError, match="processes_per_node is 2, not 1"):
         prepare(Request((DEMO,), False, load_profile("local.yaml"), "local.yaml", processes=1))
-    (tmp_path / "local.yaml").write_text(
-        LOCAL + "restarts: {max_failures: 9}\n"
-    )  # a profile is no setting of a run
+    # A profile is not part of the settings of a run.
+    (tmp_path / "local.yaml").write_text(LOCAL + "restarts: {max_failures: 9}\n")
     assert (
         "the profile's restarts.max_failures was 5, is 9"
         in settle(wanted(run(DEMO)), update=False).notes
@@ -278,10 +276,8 @@ def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() ->
             prepare(request)
         with pytest.raises(UserError, match="has the old settings; first: python -m launch cancel"):
             prepare(command("data_prep", "status", "a", update=True))
-        for changed in (
-            {"time": time.time() - 100},
-            {"state": "requeued"},
-        ):  # the number was another process's then
+        # The process number belonged to another process then.
+        for changed in ({"time": time.time() - 100}, {"state": "requeued"}):
             write_json(path, {**state, **changed})
             assert standings(job)[0].kind == "idle"
         write_json(path, {**state, "host": "elsewhere"})
@@ -289,7 +285,7 @@ def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() ->
     finally:
         child.kill()
     write_json(path, state)
-    wait_for(lambda: standings(job)[0].kind == "idle")  # of a zombie, too
+    wait_for(lambda: standings(job)[0].kind == "idle")  # also if the process is a zombie
     child.wait()
 
 
@@ -328,9 +324,8 @@ def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: P
     changed = wanted_sweep(run(DEMO, "train.steps=301", directory="s"), named(words[:1]))
     with pytest.raises(UserError, match=r"train\.steps is 300, not 301"):
         settle(changed, update=False)
-    assert (
-        settle(asked, update=True).reopened == ()
-    )  # the settings are the same: what is done stays done
+    # The settings are the same, so finished work stays finished.
+    assert settle(asked, update=True).reopened == ()
     updated = settle(changed, update=True)
     assert updated.reopened == updated.ready == (0,)
     with pytest.raises(UserError, match=r"^train\.seed=x: .*whole number"):
@@ -519,7 +514,7 @@ def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         dependency(["d"])
     finish(job, 0)
     assert dependency(["d"]) is None
-    # The tasks of an array that correspond to those that ended well start.
+    # A dependent task starts if the corresponding task of the array ended well.
     ended = {
         "12_0": slurm.QueueState("COMPLETED"),
         "12_1": slurm.QueueState("FAILED"),

@@ -79,12 +79,12 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
         (3, 3),
         (3, 10),
     ]
-    # The first failure left a checkpoint, so that the next wait was twice as long, and no longer.
+    # The first failure left a checkpoint, so the next wait was twice as long, but not longer.
     decisions = [
         (one["decision"]["action"], one["decision"]["delay_seconds"]) for one in case.attempts
     ]
     assert decisions == [("restart", 0.05), ("restart", 0.1), ("finish", 0.0)]
-    # Nobody waits for a command that was told: the next one may be faster.
+    # The supervisor does not wait for the notification command, so a later one may be faster.
     told = sorted(
         map(json.loads, events.read_text().splitlines()), key=lambda event: float(event["time"])
     )
@@ -96,7 +96,7 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
         "started",
         "finished",
     ]
-    assert "attempt 2 from step 3, token ***" in said  # rank 0's line, as it is in its log
+    assert "attempt 2 from step 3, token ***" in said  # the line of rank 0, as in its log
     assert not any(
         b"canary-canary" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
     )
@@ -122,7 +122,8 @@ CRASHES = [
     {"to": 4, "end": f"raise {reason}"} for reason in ("one", "two", "three", "four", "five")
 ]
 TINY = {"step_minutes": 0.001, "start_minutes": 0.001}
-# What each attempt does, what the job is, and how that ends: exit code, outcomes. What is said of it stands in the golden file.
+# Script of each attempt, settings of the job; the resulting exit code and outcomes. The messages
+# are in the golden file.
 ENDS: dict[str, tuple[Script, dict[str, Any], int, str]] = {
     "the same twice": (
         [{"to": 4, "checkpoint": [n], "end": f"raise at 0x{n}2"} for n in (1, 2)],
@@ -170,9 +171,8 @@ def test_how_runs_end(name: str, tmp_path: Path, wording: Wording) -> None:
     found, said = case.run()
     assert (found, " ".join(case.outcomes)) == (code, outcomes), said
     tell(case, wording)
-    assert not (
-        tmp_path / "cordon.jsonl"
-    ).exists()  # nobody else is told of a machine without a queue
+    # Without a queue, the node is not recorded for other jobs.
+    assert not (tmp_path / "cordon.jsonl").exists()
 
 
 def test_a_crash_loop_stops_until_a_person_starts_it_again(
@@ -196,9 +196,8 @@ def test_a_crash_loop_stops_until_a_person_starts_it_again(
     assert said.count("notify.command ended with 3: no chat") == 3
     assert case.run()[0] == 1 and len(case.attempts) == 3 and case.state["state"] == "cancelled"
     (tmp_path / "launch" / "stop.json").unlink()
-    assert (
-        case.run()[0] == 1 and case.outcomes == ["failed"] * 6
-    )  # "four", then "five" twice in a row
+    # "four", then "five" twice in a row.
+    assert case.run()[0] == 1 and case.outcomes == ["failed"] * 6
     assert case.state["message"].startswith("the same failure 2 times in a row")
 
 
@@ -206,7 +205,8 @@ WAITS: Script = [{"to": 3, "end": "wait"}, {"to": 5}]
 DEAF: Script = [{"to": 3, "checkpoint": [3], "end": "deaf"}]
 LATE: Script = [{"to": 3, "checkpoint": [3], "end": "exit 1"}, {"end": "wait"}]
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
-# What each attempt does, what the job is, whether someone asked it to stop, the signals; exit code and outcomes.
+# Script of each attempt, settings of the job, whether a stop was requested, the signals; the
+# resulting exit code and outcomes.
 SIGNALLED: dict[str, tuple[Script, dict[str, Any], bool, Sequence[int], int, str]] = {
     "the end saves": (WAITS, {}, False, [TERM], 0, "saved"),
     "before the first step": (LATE, {}, False, [TERM], 0, "failed saved"),
@@ -251,7 +251,7 @@ def test_signals(name: str, tmp_path: Path, wording: Wording) -> None:
         HOST=socket.gethostname().partition(".")[0],
     )
     assert not alive(pid) and (tmp_path / "launch" / "stop.json").exists() == stop
-    if name == "the end saves":  # and the same command goes on
+    if name == "the end saves":  # the same command continues the run
         assert (
             case.run()[0] == 0
             and case.outcomes == ["saved", "finished"]
@@ -324,9 +324,8 @@ def test_a_killed_supervisor_takes_torchrun_along(tmp_path: Path) -> None:
         processes_per_node=2,
     )
     supervisor = case.start()
-    wait_for(
-        lambda: len(processes(tmp_path / "attempts" / "0001")) == 5
-    )  # torchrun, and two keepers with a program each
+    # torchrun, and two watching processes with a program each.
+    wait_for(lambda: len(processes(tmp_path / "attempts" / "0001")) == 5)
     mine = processes(tmp_path / "attempts" / "0001")
     end(supervisor, signal.SIGKILL)
     wait_for(lambda: not any(map(alive, mine)))
@@ -349,7 +348,8 @@ def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:
         assert json.loads(line.partition(" ")[2]) == {"TUNED": "1", **array}
 
 
-# What Open MPI 4 and 5, Hydra, MVAPICH, PALS and PMIx set for rank 3 of a job; then settings, which are not about a rank.
+# Variables that Open MPI 4 and 5, Hydra, MVAPICH, PALS and PMIx set for rank 3 of a job; then
+# settings that do not describe a rank.
 RANK_OF_MPI = (
     "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_UNIVERSE_SIZE OMPI_APP_CTX_NUM_PROCS OMPI_MCA_ess OMPI_MCA_ess_base_vpid"
     " OMPI_MCA_orte_hnp_uri OMPI_MCA_orte_ess_num_procs OMPI_MCA_orte_app_num PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI41 PMI_RANK PMI_FD"
@@ -492,7 +492,7 @@ def test_only_closed_attempts_own_files_are_removed(
         for number, folder in folders.items()
         if sorted(path.name for path in folder.iterdir()) == ["attempt.json"]
     }
-    assert emptied == {6, 8, *range(11, 17)}  # the one that begins is the last of 20
+    assert emptied == {6, 8, *range(11, 17)}  # the new attempt is the last of 20
     assert {record.attempt for record in run_files.records(item) if record.removed} == emptied
     assert all(
         (outside / name).exists() for name in ("file", "folder/file", "0009/logs/rank_00000.log")
@@ -505,7 +505,7 @@ def test_only_closed_attempts_own_files_are_removed(
         == [record.end for record in run_files.records(item)]
         == before
     )
-    # One that a person removed meanwhile does not come back.
+    # A folder that a person removed in between is not created again.
     shutil.rmtree(folders[17])
     run_files.prune([*again, *again[-1:]], said.append)
     assert len(said) == 1 and not folders[17].exists()
@@ -524,7 +524,7 @@ FIELDS: dict[str, Any] = {
 def test_the_watchdog() -> None:
     """With a simulated clock: seconds, moving counters, whether a step was completed; the verdict."""
     rows: list[tuple[tuple[int, int, int], list[tuple[float, int, bool]], str | None]] = [
-        # A look counts 30 s at most: a machine that slept did not hang.
+        # A check counts 30 s at most, so a machine that was suspended is not reported as a hang.
         ((100, 10, 20), [(95, 0, False), (125, 0, False), (155, 0, False)], None),
         (
             (100, 10, 20),
@@ -551,5 +551,7 @@ def test_the_watchdog() -> None:
         (20, 2, None),
         (22, 2, "not saved and ended within 20 s of the signal"),
     ):
-        dog.tell()  # only the end counts from now on; told again, the time goes on, and a step more is no end
+        # From now on only the end counts. A second call does not reset the time, and a further step
+        # is not the end.
+        dog.tell()
         assert dog.look(now, step, stepped=True, step=step) == expected

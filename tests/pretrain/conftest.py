@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "configs/run/demo.yaml")
 MANY_THREADS = 150
-# The demo at a size whose numbers tests state, whatever its own are tuned to.
+# Fixed sizes of the demo, so that the numbers in the tests do not depend on how the demo is tuned.
 DEMO_SIZES = (
     "model.hidden_size=192",
     "model.num_layers=6",
@@ -98,7 +98,7 @@ def write_tiny_data(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
     """Port of an S3 server."""
-    from tests.pretrain.stores import s3_server  # its packages take a second
+    from tests.pretrain.stores import s3_server  # importing its packages takes a second
 
     with s3_server() as port:
         yield port
@@ -163,8 +163,9 @@ class Command:
         )
         self.out, self.err = self.capsys.readouterr()
         if len(os.listdir("/proc/self/task")) > MANY_THREADS:
-            gc.collect()  # the process groups of earlier runs
-            gc.freeze()  # what is left was imported, mostly: the next collection need not look at it
+            gc.collect()  # frees the process groups of earlier runs
+            # Most remaining objects come from imports: exclude them from the next collection.
+            gc.freeze()
         return code
 
 

@@ -113,7 +113,7 @@ def _run(job: Job, cache: Path) -> Done:
     initialize_model_parallel(config)
     schedule, done = Schedule.of(config), Done()
     engine = make_engine(config, schedule, draw=job.draw or job.load is None)
-    if config.engine.name == "megatron":  # ZeRO-3 holds slices
+    if config.engine.name == "megatron":  # not for DeepSpeed: ZeRO-3 ranks hold slices
         done.initial = weights_digest(engine)
     checkpoints = Checkpoints(run_directory(config) / "checkpoints", config, lambda text: None)
     progress = Progress(0, 0, schedule.total_samples)
@@ -203,9 +203,8 @@ def weights_digest(engine: Any) -> dict[str, str]:
 
     from fem_megatron.megatron.model import global_name
 
-    mine: dict[
-        str, tuple[int, int, Any]
-    ] = {}  # as arrays, which pickle in a tenth of a tensor's time
+    # As arrays: pickling them takes a tenth of the time of tensors.
+    mine: dict[str, tuple[int, int, Any]] = {}
     for model in engine.models:
         for name, weight in model.named_parameters():
             split = getattr(weight, "tensor_model_parallel", False)

@@ -51,9 +51,8 @@ def _rank_with_a_writer(pipe: Any) -> None:
     time.sleep(PATIENCE)
 
 
-LARGER_THAN_METADATA = (
-    300_000  # bytes; the small run's files of tensors are larger, all others smaller
-)
+# Bytes. The tensor files of the small run are larger; all other files are smaller.
+LARGER_THAN_METADATA = 300_000
 
 
 def flip(file: Path, position: int) -> None:
@@ -68,7 +67,7 @@ def steps(pretrain: Command) -> list[str]:
     return sorted(path.name for path in pretrain.checkpoints.iterdir())
 
 
-# --- flipped bits -------------------------------------------------------------------------------------------------------------------
+# --- flipped bits ---------------------------------------------------------------------------------
 
 
 def test_no_flipped_bit_makes_another_tensor() -> None:
@@ -174,7 +173,7 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(
         DamagedCheckpoint, match=f"step_00000012 is damaged: {weight}: {file.name}: "
     ):
         weights(pretrain.run_dir)
-    (pretrain.run_dir / "progress.json").unlink()  # else it is complete, and reads nothing
+    (pretrain.run_dir / "progress.json").unlink()  # otherwise the run is complete and reads no file
     monkeypatch.setattr("fem_megatron.megatron.model.start", None)
     assert pretrain("checkpoint.keep_last=1") == 0
     assert (
@@ -268,7 +267,7 @@ def test_keep_last_deletes_no_damaged_checkpoint(pretrain: Command) -> None:
     assert steps(pretrain) == ["damaged_step_00000004", "latest", "step_00000012"]
 
 
-# --- full file systems --------------------------------------------------------------------------------------------------------------
+# --- full file systems ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -389,7 +388,8 @@ def test_a_full_file_system_under_two_ranks(
     only to the first.
     """
     run_dir = full / "run"
-    index = f"data.index_cache={tmp_path / 'index'}"  # its room is no matter here
+    # The free space for the index does not matter for this test.
+    index = f"data.index_cache={tmp_path / 'index'}"
     arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant", index]
     assert ended(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
     tensors = sum(
@@ -425,7 +425,7 @@ def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Com
     assert json.loads((run_dir / "progress.json").read_text())["state"] == "failed"
 
 
-# --- killed writers -----------------------------------------------------------------------------------------------------------------
+# --- killed writers -------------------------------------------------------------------------------
 
 
 def _pretrain_with_writers_that_hang(arguments: list[str], pids: Path) -> None:
@@ -462,7 +462,8 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(
         ) as ranks:
             wait_until(lambda: any(pids.iterdir()), ranks)
             assert list(pretrain.checkpoints.glob(".writing_*"))
-        wait_for_lock(pretrain.run_dir)  # what is stopped lets go of it only when it is killed
+        # Stopped processes release the lock only when they are killed.
+        wait_for_lock(pretrain.run_dir)
         assert pretrain("train.steps=5", "checkpoint.interval=0") == 0
         assert steps(pretrain) == ["latest", "step_00000005"]
     finally:
@@ -471,7 +472,7 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(
                 os.kill(int(pid.name), signal.SIGKILL)
 
 
-# --- what nobody else wrote ---------------------------------------------------------------------------------------------------------
+# --- hashes and foreign files ---------------------------------------------------------------------
 
 
 def test_every_file_and_every_tensor_has_a_hash(

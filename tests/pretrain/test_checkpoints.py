@@ -161,7 +161,7 @@ def test_continues_at_another_layout(
     shutil.rmtree(other / "checkpoints" / "step_00000012")
     assert pretrain(f"run_dir={other}") == 0
     assert "at step 8" in pretrain.out
-    # 1e-6: fp32 sums in another order.
+    # 1e-6: fp32 sums in a different order.
     assert losses(other) == {
         step: pytest.approx(values, rel=1e-6) for step, values in losses(pretrain.run_dir).items()
     }
@@ -324,10 +324,8 @@ def test_asynchronous_save_writes_the_same(pretrain: Command, tmp_path: Path) ->
         )
 
 
-RUINED = (
-    "optimizer.lr=1e18",
-    "optimizer.warmup_steps=0",
-)  # the first step is finite and leaves weights that give no finite loss
+# The first step is finite, but its weights give no finite loss.
+RUINED = ("optimizer.lr=1e18", "optimizer.warmup_steps=0")
 
 
 def bad_steps(checkpoints: Path) -> dict[int, int]:

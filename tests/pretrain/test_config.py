@@ -71,7 +71,7 @@ def write_tree(folder: Path, files: dict[str, str]) -> Path:
     return folder / "run" / "mine.yaml"
 
 
-# --- composition ---------------------------------------------------------------------------------------------------------------
+# --- composition ----------------------------------------------------------------------------------
 
 
 def test_parts_bases_and_overrides_go_over_each_other_in_order(tmp_path: Path) -> None:
@@ -131,9 +131,8 @@ def test_a_section_may_be_a_file_named_by_its_path(
     ):
         data = load_run(path, [f"data={given}", "data.valid.0.prefix=v"]).data
         assert (data.train, data.valid, data.seq_length) == (blend, (Source("v"),), 64), given
-    assert (
-        load_run(path, ["model=wide.yaml", "model.num_layers=5"]).model.hidden_size == 512
-    )  # the whole section replaces the file's
+    # Replaces the entire section of the file.
+    assert load_run(path, ["model=wide.yaml", "model.num_layers=5"]).model.hidden_size == 512
     monkeypatch.chdir(tmp_path)
     assert load_run(path, ["model={base: blends/wide.yaml, num_layers: 7}"]).model.num_layers == 7
 
@@ -194,14 +193,14 @@ def test_a_leading_tilde_is_expanded_in_every_path(
         ConfigError, match="command line: run_dir: ~nobody_here/x: there is no user 'nobody_here'"
     ):
         load_run(path, ["run_dir=~nobody_here/x"])
-    Path("~").mkdir()  # as older versions made it
+    Path("~").mkdir()  # older versions created this folder
     with pytest.raises(
         ConfigError, match="can mean the home directory or ~ in the working directory"
     ):
         load_run(path, ["run_dir=~/x"])
 
 
-NUMBERS: dict[str, object] = {  # as people write them; 1e-4 is text to YAML 1.1
+NUMBERS: dict[str, object] = {  # numbers as people write them; YAML 1.1 reads 1e-4 as text
     "optimizer.lr=1e-4": 1e-4,
     "optimizer.lr=1": 1.0,
     "train.tokens=500e9": 500 * 10**9,
@@ -219,7 +218,7 @@ def test_numbers_and_words_as_people_write_them() -> None:
         assert found == value and type(found) is type(value), override
 
 
-# --- mistakes in files and keys ------------------------------------------------------------------------------------------------
+# --- mistakes in files and keys -------------------------------------------------------------------
 
 
 def test_mistakes_on_the_command_line(wording: Wording) -> None:
@@ -261,13 +260,12 @@ def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
     ]
     assert main([str(path), *overrides, f"run_dir={tmp_path}/a_file/run"]) == 2
     out, err = capsys.readouterr()
-    assert (
-        out == "" and len(err.splitlines()) == 6 and "nowhere" not in err
-    )  # no vocabulary is read while the model is wrong
+    # No vocabulary is read while the model is invalid.
+    assert out == "" and len(err.splitlines()) == 6 and "nowhere" not in err
     wording(err)
 
 
-# --- contradictions ------------------------------------------------------------------------------------------------------------
+# --- contradictions -------------------------------------------------------------------------------
 
 DEEPSPEED = "engine.name=deepspeed"
 
@@ -336,7 +334,7 @@ def test_every_mixer_can_be_split_at_the_papers_sizes(mixer: str) -> None:
         validate(load_run(CONFIGS / f"{run}.yaml", settings), 8)
 
 
-# --- the schema and the command ------------------------------------------------------------------------------------------------
+# --- the schema and the command -------------------------------------------------------------------
 
 
 def test_every_field_is_documented_and_the_page_is_up_to_date() -> None:
@@ -401,9 +399,9 @@ def test_the_run_directory_may_name_the_mixer() -> None:
     assert run_directory(load_run(DEMO, [])) != run_directory(load_run(DEMO, ["model.mixer=cem"]))
 
 
-# --- --resolve and --check -------------------------------------------------------------------------------------------------------
+# --- --resolve and --check ------------------------------------------------------------------------
 
-ODD = "name='1e5: $(touch x) \"{}'"  # text that YAML and shells may take for something else
+ODD = "name='1e5: $(touch x) \"{}'"  # text that YAML and shells may interpret
 ELSEWHERE = ["checkpoint.load=../other/run", "checkpoint.fork=null"]
 OVERRIDES = [
     [],
@@ -417,7 +415,7 @@ OVERRIDES = [
 def test_the_printed_file_is_the_same_run(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # no data here
+    monkeypatch.chdir(tmp_path)  # this folder contains no data
     for number, overrides in enumerate(OVERRIDES):
         assert main([str(path), *overrides, "--resolve"]) == 0
         out, err = capsys.readouterr()

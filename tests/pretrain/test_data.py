@@ -54,7 +54,7 @@ def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(
     blend = f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}, weight: 1}}]"
     train = build([*settings, blend], tmp_path, 400)
     taken = Counter(int(train.dataset_index[i]) for i in range(400))
-    # Megatron fills the largest deficit first: shares are exact to one sample.
+    # Megatron fills the largest deficit first, so shares are exact to one sample.
     assert abs(taken[0] - 300) <= 1 and abs(taken[1] - 100) <= 1
     stream = batches(train, 4, 2, torch.device("cpu"))
     for number in range(4, 20, 2):
@@ -104,7 +104,7 @@ def test_a_batch_read_ahead_is_the_next_and_its_error_comes_when_it_is_asked_for
             stream.ahead()
         assert read == [*range(len(seen) + (ahead > 0))], "one at most"
         seen.append(int(next(stream)["tokens"]))
-    stream.ahead()  # here a trainer still saves
+    stream.ahead()  # a trainer still writes a checkpoint at this point
     with pytest.raises(StorageError):
         next(stream)
     assert seen == [0, 1, 2]
@@ -113,7 +113,7 @@ def test_a_batch_read_ahead_is_the_next_and_its_error_comes_when_it_is_asked_for
 def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_path: Path) -> None:
     """Positions restart and ends leave the loss; tokens and labels are unchanged."""
     train = build(settings, tmp_path, 40)
-    end = int(train[0]["tokens"][10])  # any id may be one here
+    end = int(train[0]["tokens"][10])  # any id can serve as the end of a document in this test
     cpu, asked = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
     plain, separate = batches(train, 0, 4, cpu), batches(train, 0, 4, cpu, ends=Ends.of(asked, end))
     for _ in range(3):
@@ -173,7 +173,8 @@ def test_a_plan_by_documents_is_the_count_over_training_s_samples(
             for size in (positions[ends] + 1).tolist()
         )
     counted = plan.config.model.num_layers * count / (samples * 32)
-    # The standard error of 1,200 sequences, each of other documents, is 1%; 0.4% was seen. That the expectation is exact: test_plan.py.
+    # The standard error of 1,200 sequences, each of different documents, is 1%; 0.4% was observed.
+    # test_plan.py proves that the expectation is exact.
     assert plan.forward_flops["attention"] == pytest.approx(counted, rel=0.015)
     assert counted < 0.75 * forward_flops(plan.config.model, 32)["attention"]
 

@@ -22,7 +22,7 @@ from tests.wording import Wording
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "run"
 DEMO = CONFIGS / "demo.yaml"
-EOD = 499  # of `write_folder`'s tokenizer
+EOD = 499  # id of the end-of-document token in the tokenizer of `write_folder`
 
 
 def run_on(folder: Path, *overrides: str) -> RunConfig:
@@ -62,7 +62,7 @@ def test_the_data_fills_in_vocabulary_and_tokenizer(folder: Path) -> None:
     assert prepared.facts.tokens == {"train": 900, "valid": 900, "test": 900}
     assert prepared.facts.eod_id == 499 and prepared.facts.bytes_per_token() == 4.0
     assert [source.documents for source in prepared.facts.sources] == [2, 2, 2]
-    # The saved, filled-in configuration means the same run.
+    # The saved configuration with all values filled in describes the same run.
     assert prepare(prepared.config, 1).config == prepared.config
 
 
@@ -173,7 +173,7 @@ def left_behind(folder: Path, name: str) -> list[str]:
 
 
 MANIFEST = "manifest.json"
-# What is wrong -> how it comes about, and the overrides of such a run.
+# Name of the mistake -> function that makes it and returns the overrides of the run, if any.
 MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "no data": lambda folder: shutil.rmtree(folder),
     "a prefix misspelled": lambda folder: [f"data.train.0.prefix={folder}/trian"],
@@ -213,7 +213,7 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "another format": lambda folder: edit(
         folder / MANIFEST, lambda manifest: manifest.update(format=1)
     ),
-    **{  # not where the header's check looks
+    **{  # outside the bytes that the check of the header reads
         f"a bit of {name}": lambda folder, name=name: flip(
             folder / name, -3 if name.endswith("idx") else 800
         )  # type: ignore[misc]
@@ -349,9 +349,8 @@ def test_a_plan_reads_no_index_through(folder: Path) -> None:
     gigabytes.
     """
     flip(folder / "train.idx", -3)
-    assert (
-        prepare(run_on(folder, "data.seq_length=899"), None, plan_only=True).facts is not None
-    )  # the longest that fits
+    # The longest that fits.
+    assert prepare(run_on(folder, "data.seq_length=899"), None, plan_only=True).facts is not None
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
@@ -372,8 +371,8 @@ def test_the_content_key_follows_the_contents_and_nothing_else(
     shutil.rmtree(folder)
     write_folder(folder)
     (folder / "manifest.json").unlink()
-    assert key(copy) == key(folder)  # the test split is not part of it
-    write_pair(copy / "train", [[7] * 300, [8] * 600])  # as many bytes, other documents
+    assert key(copy) == key(folder)  # the key does not depend on the test split
+    write_pair(copy / "train", [[7] * 300, [8] * 600])  # the same number of bytes, other documents
     assert key(copy) != key(folder)
-    write_pair(copy / "train", [[7] * 600, [9] * 300])  # the same documents' lengths, other tokens
+    write_pair(copy / "train", [[7] * 600, [9] * 300])  # the same document lengths, other tokens
     assert key(copy) != key(folder)

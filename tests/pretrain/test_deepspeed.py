@@ -27,23 +27,22 @@ from tests.ranks import answer, finished, losses
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
 STAGES = (0, 1, 2, 3)
-BEFORE, FIRST, STEPS = (
-    4,
-    2,
-    4,
-)  # steps before the start; steps after it until a checkpoint, and in all
-pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all
+# Steps before the start; steps after it until the first checkpoint; steps after it in total.
+BEFORE, FIRST, STEPS = 4, 2, 4
+pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all cases
 
 
 def deepspeed(stage: int) -> list[str]:
     return ["engine.name=deepspeed", f"engine.zero_stage={stage}"]
 
 
-# Nothing stays whole: at the default threshold of 1e5 elements every parameter of so small a model does.
+# Split every parameter. At the default threshold of 1e5 elements, no parameter of this small model
+# would be split.
 SPLIT = [*deepspeed(3), "engine.deepspeed.param_persistence_threshold=0"]
 OFFLOADED = [*deepspeed(3), "engine.offload_optimizer=true", "engine.offload_parameters=true"]
 BF16 = "train.precision=bf16"
-# Name -> world, settings. A step has four micro-batches at TP2, two at DP2 unless it says otherwise.
+# Name -> world size, settings. A step has four micro-batches at TP2 and two at DP2 unless the
+# settings change that.
 CASES: dict[str, tuple[int, list[str]]] = {
     "stage 1": (1, deepspeed(1)),
     **{f"DP2, stage {stage}": (2, deepspeed(stage)) for stage in STAGES},
@@ -68,7 +67,7 @@ QUICK = [
     "TP2 x DP2, stage 2",
 ]
 QUICK += ["bf16 DP2, stage 3"]
-# What is resumed where it was written, bit for bit.
+# Cases that resume in the layout that wrote the checkpoint, bit for bit.
 RESUMED = [
     *(f"bf16 DP2, stage {stage}" for stage in (1, 2, 3)),
     *(f"DP2, stage {stage}" for stage in (0, 1)),
@@ -76,7 +75,8 @@ RESUMED = [
     "TP2 x DP2, stage 2",
     "TP2 x DP2 + SP, split, recompute",
 ]
-# (the case that wrote it, world, settings there): at another layout, stage, engine.
+# (case that wrote the checkpoint, world size, settings of the run that reads it): the layout, the
+# stage or the engine differs.
 MOVES: list[tuple[str, int, list[str]]] = [
     ("DP2, stage 3, all offloaded", 1, []),
     ("TP2 x DP2 + SP, split, recompute", 1, []),
@@ -199,7 +199,8 @@ def test_resumes_to_the_last_bit_at_the_same_layout(results: dict[str, Done], na
     ],
 )
 def test_resumes_at_another_layout_stage_and_engine(results: dict[str, Done], number: int) -> None:
-    # 1e-6: as between layouts; what is read has every bit of what was written.
+    # 1e-6: as between layouts. The values that are read are bit-identical to those that were
+    # written.
     assert results[f"move {number}"].steps == [
         pytest.approx(step, rel=1e-6) for step in results["megatron"].steps[BEFORE + FIRST :]
     ]
@@ -218,11 +219,12 @@ def test_fifty_steps_give_the_megatron_engines_curve(settings: list[str], tmp_pa
         weights[name] = {key: (value.shape, value.dtype) for key, value in state.items()}
     assert weights["deepspeed"] == weights["megatron"] and len(curves["megatron"]) == 50
     for step, wanted in curves["megatron"].items():
-        # Adam divides a gradient of rounding's size by its own root: what starts at 1e-7 grows with every step.
+        # Adam divides a gradient that is mere rounding error by its own root, so a difference of
+        # 1e-7 at the start grows with every step.
         assert curves["deepspeed"][step][0] == pytest.approx(wanted[0], rel=1e-5)
 
 
-# --- inside the engine --------------------------------------------------------------------------------------------------------------
+# --- inside the engine ----------------------------------------------------------------------------
 
 
 def look_at(settings: list[str], stages: list[int]) -> dict[int, dict[str, Any]]:
@@ -251,7 +253,8 @@ def _look(engine: Any) -> dict[str, Any]:
     skipped.append(step(16, math.nan))
     skipped.append(step(20, 0.0))
     untouched = _same(before, _tensors(engine))
-    # One number of the loss: gradients are finite until this rank makes them otherwise.
+    # Change one number of the loss: all gradients are finite until this rank makes them infinite or
+    # NaN.
     forward = engine._forward
     engine._forward = lambda batch: (
         lambda total, tokens: (total + (math.inf - total.detach()), tokens)
@@ -346,7 +349,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_thei
     assert set(found["groups"]) == {3.0}
 
 
-# Each of DeepSpeed's three ZeRO optimizers and stage 0, and what stands elsewhere while an optimizer is offloaded.
+# Stage 0, each of DeepSpeed's three ZeRO optimizers, and the tensors that are in other places while
+# an optimizer is offloaded.
 GUARDED: dict[str, list[str]] = {
     **{f"stage {stage}": deepspeed(stage) for stage in STAGES},
     "bf16 stage 1": [*deepspeed(1), BF16],
@@ -444,6 +448,5 @@ def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(
 ) -> None:
     """Both ranks read the same samples, so the mean over the tokens of one equals that over both."""
     whole, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
-    assert (
-        half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1
-    )  # fp32 sums of half as many terms
+    # fp32 sums of half as many terms.
+    assert half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1

@@ -23,7 +23,7 @@ LOCK = f"{OP}/lock"
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
-# torch's own lock, taken without waiting for the rest of torch.
+# Take torch's own lock, without waiting until all of torch is imported.
 HOLD = """
 import runpy, sys, time
 baton = runpy.run_path(sys.argv[1])["FileBaton"](sys.argv[2])
@@ -58,7 +58,7 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-# --- the environment -------------------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 
 def test_cpu_identity(tmp_path: Path) -> None:
@@ -69,13 +69,12 @@ def test_cpu_identity(tmp_path: Path) -> None:
     here = of(
         "processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu\n"
     )
-    assert here == of(
-        "processor\t: 0\ncpu MHz\t: 3100.7\nflags\t\t: avx512f fpu avx2\n"
-    )  # a clock, another order, other cores: the same
+    # The identity ignores the clock, the order of the flags and the number of cores.
+    assert here == of("processor\t: 0\ncpu MHz\t: 3100.7\nflags\t\t: avx512f fpu avx2\n")
     assert here != of("processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2\n")
     arm = "processor\t: 0\nFeatures\t: fp asimd sve\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
     assert of(arm) != of(arm.replace("sve", "")) and of(arm) != of(arm.replace("0xd40", "0xd4f"))
-    assert ops.cpu_identity(tmp_path / "absent")  # not Linux
+    assert ops.cpu_identity(tmp_path / "absent")  # a system other than Linux
 
 
 def test_a_folder_for_each_kind_of_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +93,8 @@ def test_a_folder_for_each_kind_of_machine(tmp_path: Path, monkeypatch: pytest.M
             patch.setattr(ops, name, value)
             others.add(ops.default_directory())
     assert len(others - {here}) == 3
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification tells to ignore
+    # The XDG specification requires that a relative path is ignored.
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert ops.default_directory().is_relative_to(tmp_path / "home/.cache")
 
@@ -123,14 +123,14 @@ def test_the_environment_is_prepared_where_it_is_not_set(
     ]
 
 
-# --- state and locks -------------------------------------------------------------------------------------------------------------
+# --- state and locks ------------------------------------------------------------------------------
 
 
 def test_built_is_what_ninja_finished(folder: Path) -> None:
     assert ops.op_state(OP) == "missing"
     (folder / OP / f"{OP}.so").touch()
     (folder / OP / ".ninja_log").write_text("# ninja log v6\n0\t9\t0\tadam.o\tff\n")
-    assert ops.op_state(OP) == "missing"  # killed while it was linked
+    assert ops.op_state(OP) == "missing"  # killed during linking
     (folder / OP / ".ninja_log").write_text(
         f"# ninja log v6\n0\t9\t0\tadam.o\tff\n9\t10\t0\t{OP}.so\tff\n"
     )
@@ -151,9 +151,8 @@ def test_compiled_when_deepspeed_was_installed(
     origin.with_name("git_version_info_installed.py").write_text(record)
     (folder / LOCK).touch()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert (
-        ops.op_state(OP) == "built" and ops.check_ops(True) is None
-    )  # needs no lock, no ninja and no compiler
+    # Needs no lock, no ninja and no compiler.
+    assert ops.op_state(OP) == "built" and ops.check_ops(True) is None
     assert ops.op_state("other") == "missing"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert ops.op_state(OP) == "locked"
@@ -170,7 +169,7 @@ def test_a_living_owners_lock_stays_and_a_dead_ones_goes(folder: Path) -> None:
     )
     try:
         assert holder.stdout and holder.stdout.readline() == "True\n"
-        age(folder / OP)  # old, and yet alive
+        age(folder / OP)  # the lock is old, but its holder is alive
         assert ops.lock_holders(OP) == [holder.pid]
         assert (
             ops.op_state(OP) == "locked"
@@ -196,11 +195,11 @@ def test_where_an_owner_might_not_be_seen_only_time_tells(
     assert (ops.stale_lock(OP) is not None) is at_once
     age(folder / OP)
     assert ops.stale_lock(OP)
-    (folder / OP / "adam.o").touch()  # another machine's compiler
+    (folder / OP / "adam.o").touch()  # a compiler on another machine writes this file
     assert (ops.stale_lock(OP) is not None) is at_once
 
 
-# --- what stands in the way ------------------------------------------------------------------------------------------------------
+# --- obstacles ------------------------------------------------------------------------------------
 
 
 @needs_deepspeed
@@ -258,7 +257,7 @@ def test_the_compilers_error_is_told(
         and "\n" not in str(error.value)
         and "no such luck" in log.read_text()
     )
-    assert ops.op_state(OP) == "missing"  # and the lock is gone
+    assert ops.op_state(OP) == "missing"  # the lock is removed, too
 
 
 @needs_deepspeed
@@ -298,8 +297,6 @@ def test_the_op_compiles_and_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(key, value)
     assert ops.build_op(OP) > 0
-    assert ops.op_state(OP) in (
-        "built",
-        "locked",
-    )  # locked: another test's process loads it at this moment
+    # Locked: a process of another test loads the op at this moment.
+    assert ops.op_state(OP) in ("built", "locked")
     assert ops.check_ops(True) is None

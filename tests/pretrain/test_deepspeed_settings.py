@@ -44,7 +44,7 @@ def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration(
     assert (made["gradient_clipping"], made["communication_data_type"]) == (0.5, "fp32")
     assert made["data_types"] == {"grad_accum_dtype": "fp32"}
     assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
-    # No bucket is larger than the model: DeepSpeed allocates it whole.
+    # No bucket is larger than the model, because DeepSpeed allocates the full bucket.
     assert made["zero_optimization"] == {
         "stage": 2,
         "overlap_comm": False,
@@ -135,7 +135,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, wording: Wording) -> None:
         wording(refused.value)
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

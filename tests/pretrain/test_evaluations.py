@@ -44,7 +44,7 @@ class NotNiced(subprocess.Popen[Any]):
         )
 
 
-# --- the whole of it -------------------------------------------------------------------------------------------------------------
+# --- a complete run -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(
     (logged,) = [record for record in metrics if "evaluation/valid @32" in record]
     score = line["scores"]["valid @32"]
     assert (logged["step"], logged["evaluation/valid @32"]) == (4, score["value"])
-    # Other windows of the same text than validation's.
+    # The evaluation reads other windows of the same text than the validation.
     (loss,) = [record["valid_loss"] for record in metrics if "valid_loss" in record]
     assert score["value"] == pytest.approx(loss, rel=0.05) and score["stderr"] is None, (
         "of one document"
@@ -86,7 +86,8 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(
         in pretrain.out
     )
     assert (pretrain.run_dir / "evaluations/step_00000004/log").is_file()
-    # Complete, but a signal came while it waited for the evaluation: the next attempt makes it, and the one after has nothing to do.
+    # The run is complete, but a signal arrived while it waited for the evaluation: the next attempt
+    # makes the evaluation, and the attempt after that has no work left.
     (pretrain.run_dir / NAME).unlink()
     line_of_shell = f"mkdir -p $1/model; echo '{SCORE}' > $1/model/held.json"
     monkeypatch.setattr(
@@ -128,7 +129,7 @@ def test_an_evaluation_is_no_rank_and_sees_no_gpu() -> None:
     assert environment({"CUDA_VISIBLE_DEVICES": "0,1"}, "cuda")["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-# --- many, slow, failing, interrupted: with commands of milliseconds -------------------------------------------------------------
+# --- many, slow, failing and interrupted evaluations, with commands that take milliseconds --------
 
 
 class Heard(Callback):
@@ -248,7 +249,7 @@ def test_one_runs_one_waits_the_newest(
 
 
 HELD = {"evaluation/held": 2.5}
-# What the command does -> what is told, and what is logged.
+# Shell command -> the reports in the log, and the logged scores.
 ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
     "echo first; echo no such data >&2; exit 2": (["failed: exit code 2: no such data; see"], {}),
     "true": (["failed: no scores were written; see"], {}),
@@ -275,7 +276,7 @@ def test_whatever_becomes_of_it_training_goes_on(
     old = tmp_path / "evaluations/step_00000010/model/old.json"
     old.parent.mkdir(parents=True)
     old.write_text(SCORE.replace("held", "old"))
-    os.utime(old, (1, 1))  # of weights from before the checkpoint
+    os.utime(old, (1, 1))  # scores of weights from before the checkpoint
     run.start()
     run.write(10)
     run.until(lambda: len(run.heard.messages) == len(told))
@@ -342,7 +343,7 @@ def test_the_end_waits_for_the_last_one(
     else:
         run.start()
         run.step(40)
-        run.write(40)  # the loop writes it after its last step
+        run.write(40)  # the training loop writes it after its last step
     assert run.callback is not None
     run.callback.on_end()
     assert run.heard.values == [(40, {"evaluation/held": 2.5})]
@@ -369,9 +370,9 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(
     started = time.monotonic()
     callback.on_end()
     assert not alive(pids[0]) and time.monotonic() - started < PATIENCE
-    end = (
-        time.monotonic() + PATIENCE
-    )  # a killed process is gone when the kernel has come to it; time.sleep may be patched here
+    # A killed process disappears when the kernel has handled the signal; time.sleep may be patched
+    # in this test.
+    end = time.monotonic() + PATIENCE
     while alive(pids[1]):
         assert time.monotonic() < end, "nor what it started"
         Event().wait(0.01)
@@ -404,7 +405,7 @@ def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> 
     while "(sleep)" not in stat.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert int(stat.read_text().rpartition(")")[2].split()[16]) == 19
-    os.kill(pid, signal.SIGUSR1)  # the ranks' business
+    os.kill(pid, signal.SIGUSR1)  # this signal is meant for the ranks
     time.sleep(0.1)
     assert alive(pid)
     parent.kill()

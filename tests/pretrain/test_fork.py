@@ -64,7 +64,7 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
     wanted = {step: told for step, told in losses(straight).items() if step > 4}
     assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0, pretrain.err
     assert "forked from" in pretrain.out and losses(decay) == wanted
-    assert losses(decay)[8] != losses(trunk)[8]  # whose decay has not begun
+    assert losses(decay)[8] != losses(trunk)[8]  # the decay of the trunk has not begun
     shutil.rmtree(step_of(decay, 10))
     assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0
     assert "resumed from" in pretrain.out and losses(decay) == wanted
@@ -150,9 +150,8 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     assert [curve[step]["consumed_tokens"] for step in (5, 12)] == [
         4 * 4 * 32 + n * 6 * 64 for n in (1, 8)
     ]
-    assert curve[5]["lr"] == curve[6]["lr"] / 2 and curve[12]["lr"] == pytest.approx(
-        3e-4
-    )  # linear from the peak to the floor
+    # Linear from the peak to the floor.
+    assert curve[5]["lr"] == curve[6]["lr"] / 2 and curve[12]["lr"] == pytest.approx(3e-4)
     progress = find(new).progress
     assert (
         progress.begin_step,
@@ -163,6 +162,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     shutil.rmtree(step_of(new, 12))
     wanted = losses(new)
     assert fork(pretrain, pretrain.run_dir, new, *whole) == 0 and losses(new) == wanted
+    # A fork of a fork.
     assert (
         fork(
             pretrain,
@@ -174,7 +174,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
             "optimizer.warmup_steps=0",
         )
         == 0
-    )  # a fork's fork
+    )
     assert find(last).progress.step == 12 + -(-(4000 - 512 - 8 * 6 * 64) // (6 * 64))
     assert losses(last)[13] != losses(new)[12] and find(last).progress.order_begin == 8
 
@@ -235,7 +235,8 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
     assert losses(new)[5][0] == losses(loaded)[1][0] != losses(plain)[5][0]
     assert fork(pretrain, pretrain.run_dir, tmp_path / "base", *long, "model.rope_base=500000") == 2
     wording(pretrain.err.strip().splitlines()[-1])
-    assert pretrain(*long, yarn, "train.steps=8", "data.seq_length=32") == 2  # which is no fork
+    # A resumed run, not a fork.
+    assert pretrain(*long, yarn, "train.steps=8", "data.seq_length=32") == 2
     wording(pretrain.err.strip().splitlines()[-1])
 
 

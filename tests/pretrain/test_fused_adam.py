@@ -115,7 +115,7 @@ def test_other_optimizers_are_left_alone() -> None:
     """FusedAdam of Transformer Engine and apex is not a torch.optim.Adam and has no such key."""
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     fuse(other)
-    fuse(None)  # of a rank without parameters
+    fuse(None)  # None: the optimizer of a rank without parameters
     assert other.param_groups[0]["fused"] is None
 
 
@@ -175,7 +175,8 @@ def test_on_a_gpu_adam_is_one_kernel_and_a_step_moves_what_the_benchmark_s_model
         assert not [
             kernel for kernel in kernels if kernel.startswith(("_foreach_lerp", "_foreach_addc"))
         ]
-    # The operation says that it may write the gradient, too, 4 bytes, which it does only to unscale it.
+    # The schema of the operation marks the gradient as written, too (4 bytes), but it writes the
+    # gradient only when it unscales it.
     counted = {
         "zero_": 4.0,
         "add_": 10.0,
@@ -186,7 +187,6 @@ def test_on_a_gpu_adam_is_one_kernel_and_a_step_moves_what_the_benchmark_s_model
     }
     for name in ("distributed", "plain"):
         moved = {kernel: found[name][kernel] for kernel in counted}
-        assert moved == pytest.approx(counted, rel=0.01), (
-            name
-        )  # padding of the buffers, and small tensors
+        # The tolerance covers the padding of the buffers and small tensors.
+        assert moved == pytest.approx(counted, rel=0.01), name
     assert sum(OPTIMIZER_BYTES.values()) == sum(counted.values()) - 4

@@ -28,7 +28,7 @@ from tests.pretrain.data_folder import write_folder, write_pair
 from tests.pretrain.test_checkpoint_faults import largest_file
 from tests.ranks import PATIENCE, answer, finished, forked, wait_until
 
-# --- the folder ------------------------------------------------------------------------------------------------------------------
+# --- the folder -----------------------------------------------------------------------------------
 
 SOURCES = (
     SourceContents("train", "data/train", "a" * 64, "b" * 64),
@@ -165,9 +165,8 @@ def dies_at(root: Path, renames: int) -> None:
     build(cache_in(root))
 
 
-@pytest.mark.parametrize(
-    "damages", [False, True], ids=["alone", "beside"]
-)  # one of them damages what is there, again and again
+# True: one of the builders damages the existing folder again and again.
+@pytest.mark.parametrize("damages", [False, True], ids=["alone", "beside"])
 def test_builders_at_once_do_not_harm_each_other(tmp_path: Path, damages: bool) -> None:
     root = tmp_path / "cache"
     answer(3, builder, root, damages, output=tmp_path / "said")
@@ -192,9 +191,8 @@ def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_i
         cache = cache_in(root)
         assert cache.fault() == NOT_THERE
         build(cache)
-        assert folders(root) == sorted(
-            [rest, busy, cache.folder]
-        )  # young: its builder may be about to lock it
+        # The rest is new, so its builder may be about to lock it.
+        assert folders(root) == sorted([rest, busy, cache.folder])
         for folder in (rest, busy):
             os.utime(folder, (time.time() - 4000,) * 2)
         build(cache)
@@ -242,7 +240,7 @@ def test_the_lock_of_publication_works_as_nfs_wants_it(
     assert len(modes) == 2 and os.O_RDONLY not in modes
 
 
-# --- --index and the runs that use it ----------------------------------------------------------------------------------------------
+# --- --index and the runs that use it -------------------------------------------------------------
 
 
 class Run(Command):
@@ -265,7 +263,7 @@ class Run(Command):
 
     def write_data(self, seed: int, documents: int = 60, length: int = 120) -> None:
         draw = random.Random(seed)
-        # As many tokens and documents whatever the seed: only the contents tell.
+        # The number of tokens and documents does not depend on the seed; only the contents differ.
         lengths = [draw.randint(2, length) for _ in range(documents // 2)]
         lengths += [length + 2 - size for size in lengths]
         write_folder(
@@ -300,13 +298,15 @@ def test_an_index_built_ahead_is_what_the_run_uses_and_other_data_gets_another(r
     before = run.built()
     assert run() == 0, run.err
     assert "index cache" not in run.out and "resumed" not in run.out
-    # A shorter continuation keeps the order that the first attempt drew; ``--index`` builds that one.
+    # A shorter continuation keeps the order that the first attempt drew; ``--index`` builds that
+    # one.
     assert run("train.steps=10", "--index") == 0
     assert (
         run.out.startswith(f"index cache {folder}: unchanged, ") and len(run.out.splitlines()) == 1
     )
     assert run.built() == before
-    # Other data under the same names and of the same sizes: the run that was trained on the old is refused, a new one finds no old index.
+    # Other data under the same names and of the same sizes: the run that was trained on the old
+    # data is refused, and a new run finds no old index.
     run.write_data(seed=1)
     assert run() == 2
     assert "was trained on other data" in run.err
@@ -378,7 +378,8 @@ def test_the_folder_follows_what_decides_the_order(
     for number, change in enumerate(changes, 1):
         assert run(*change, "--index") == 0, run.err
         assert len(run.built()) == number, change
-    # The number of ranks, the batch's parts and the model decide nothing; nor does the folder that relative paths start from.
+    # The index does not depend on the number of ranks, the division of the batch, the model, or the
+    # folder that relative paths start from.
     before = run.built()
     assert (
         run("train.micro_batch_size=1", "model.num_layers=2", "parallel.world_size=2", "--index")
@@ -404,7 +405,7 @@ def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatc
     )
     run.write_data(seed=2, documents=6_000, length=4)
     with largest_file(18_000):
-        said = refused(code=1)  # a full disk may have room again
+        said = refused(code=1)  # a full disk may have space again later
     assert (
         said.startswith("pretrain: error: the index cache cannot be written: ")
         and "Traceback" not in said

@@ -22,9 +22,8 @@ from tests.ranks import PATIENCE
 
 def wandb_records(file: Path) -> list[Any]:
     """Return the records of an offline run's file: LevelDB's log format after a header of 7 bytes."""
-    messages: Any = import_module(
-        "wandb.proto.wandb_internal_pb2"
-    )  # a second; its classes are made as it is imported
+    # Importing it takes a second, because it creates its classes at import.
+    messages: Any = import_module("wandb.proto.wandb_internal_pb2")
     data, at, whole, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -32,7 +31,7 @@ def wandb_records(file: Path) -> list[Any]:
             continue
         size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # the whole of a record, or its last part
+        if kind in (1, 4):  # the complete record, or its last part
             found.append(messages.Record.FromString(whole))
             whole = b""
     return found
@@ -66,9 +65,8 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("NETRC", str(pretrain.run_dir / "no-netrc"))
     monkeypatch.setenv("HOME", str(pretrain.run_dir))
-    monkeypatch.setenv(
-        "WANDB__SERVICE_WAIT", str(PATIENCE)
-    )  # its process is given 30 seconds to start
+    # Give its process more than the default 30 seconds to start.
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", str(PATIENCE))
     spikes = iter([None] * 6 + ["loss"])
     monkeypatch.setattr(Spikes, "found", lambda *told: next(spikes, None))
     settings = [

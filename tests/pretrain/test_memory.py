@@ -32,7 +32,7 @@ from tests.pretrain.jobs import Job, quick_or_slow, run_jobs
 from tests.ranks import answer
 
 SEQUENCES, LENGTH = 2, 64
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # from malloc.h
 ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")] + [
     "differential, normed"
 ]
@@ -220,9 +220,8 @@ def measure_peak(config: RunConfig) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
     platform.initialize_distributed()
-    importlib.import_module(
-        f"pretrain.engines.{config.engine.name}"
-    )  # the libraries' own memory is no engine's
+    # Memory that the libraries allocate belongs to no engine.
+    importlib.import_module(f"pretrain.engines.{config.engine.name}")
     initialize_model_parallel(config)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     engine = make_engine(config, Schedule.of(config))
@@ -317,8 +316,9 @@ def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(
     for name in set(CASES) - set(ESTIMATED):
         config = case(name, 1, precision)
         layer, rest = found[name]
-        # What the table leaves out: row statistics of the norms, masks, beta (per channel, not per token), token ids; at this width
-        # about 60 of 20,000 bytes a token of a layer, and 30 of 8,000 of the rest.
+        # The table leaves out row statistics of the norms, masks, beta (per channel, not per token)
+        # and token ids. At this width they are about 60 of 20,000 bytes per token and layer, and 30
+        # of 8,000 bytes of the remaining model.
         assert (
             abs(
                 sum(layer_activations(config, config.model.blocks()[0], cuda=False).values())
@@ -331,7 +331,7 @@ def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(
     for name in ESTIMATED:
         config = case(name, 1, precision)
         estimate = sum(layer_activations(config, config.model.blocks()[0], cuda=False).values())
-        assert abs(estimate / found[name][0] - 1) < 0.25, name  # as the plan says
+        assert abs(estimate / found[name][0] - 1) < 0.25, name  # the estimate of the plan
 
 
 FAMILIES = "model.pattern=[fem_softmax, cem, mha2nd1st, hyperset, differential, mamba2, fem_mamba, gated_deltanet]"

@@ -123,7 +123,7 @@ def test_kills_in_the_middle_leave_nothing_that_counts(
         sending.clear()
         process = store.start("mirror", tmp_path, store.url, stdout=subprocess.DEVNULL)
         while not sending.wait(0.01) and process.poll() is None:
-            pass  # all may have been sent before the last kills
+            pass  # all checkpoints may have been sent before the last kills
         time.sleep(number / kills)
         process.kill()
         process.wait()
@@ -168,7 +168,8 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(
     tried.clear()
     following = store.start("mirror", tmp_path, store.url, "--follow")
     assert tried.wait(PATIENCE)
-    shutil.rmtree(step)  # the run keeps its last ones: what is to be sent is another one now
+    # The run keeps only its last checkpoints, so the one to send is now another one.
+    shutil.rmtree(step)
     step = write_step(tmp_path, 5)
     store.proxy.fault = lambda client, data: data
     said, _ = following.communicate(timeout=PATIENCE)
@@ -176,7 +177,8 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(
     assert store.run("verify", store.url)[0] == 0
 
 
-# What a store answers -> the exit code of who asks: 2 where the same command would end the same way.
+# Answer of the store -> exit code of the command: 2 where the same command would fail again in the
+# same way.
 ANSWERS = {
     "403 AccessDenied": 2,
     "400 ExpiredToken": 2,
@@ -277,7 +279,8 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     assert main(["mirror", str(tmp_path / "one"), "s3://id:password@bucket/x"]) == 2
     assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
     before = content(step)
-    for place in (tmp_path / "one/checkpoints", tmp_path):  # it would write over what it reads
+    # The command would overwrite its own input.
+    for place in (tmp_path / "one/checkpoints", tmp_path):
         assert (
             main(["mirror", str(tmp_path / "one"), str(place)])
             == main(["fetch", str(tmp_path / "one"), place.as_uri()])
@@ -334,7 +337,7 @@ def test_the_sender_s_memory_does_not_follow_the_size(tmp_path: Path, store: Sto
             command, env=environ, capture_output=True, text=True, check=True
         ).stdout
         peaks.append(int(said.split("VmHWM:")[1].split()[0]) * 1024)
-    assert peaks[1] - peaks[0] < 220e6, peaks  # seen: 150; whole files would be 320
+    assert peaks[1] - peaks[0] < 220e6, peaks  # 150e6 was observed; entire files would be 320e6
 
 
 def test_a_run_may_delete_what_is_being_sent(tmp_path: Path, store: Store) -> None:

@@ -47,13 +47,14 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
         in pretrain.out
     )
     assert "step_00000012 brought from" in pretrain.out
-    # Damage that shows when tensors are read: the mirror's copy is as good as the local one was.
+    # Damage that is found only when tensors are read: the mirror's copy equals the local one before
+    # the damage.
     local = tmp_path / "run/checkpoints/step_00000016/__0_0.distcp"
     store_copy = local.read_bytes()
     content = bytearray(store_copy)
     content[len(content) // 2] ^= 4
     local.write_bytes(content)
-    (tmp_path / "run/progress.json").unlink()  # else it is complete, and reads nothing
+    (tmp_path / "run/progress.json").unlink()  # otherwise the run is complete and reads no file
     assert pretrain(*mirrored, "train.steps=16") == 0
     assert (
         f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out
@@ -177,7 +178,7 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
             1, slowly, store.environ, arguments, output=tmp_path / f"said{number}"
         ) as ranks:
             wait_until(lambda: bool({*folder.glob("step_*")} - before), ranks)  # noqa: B023
-            if number % 5 == 3:  # the next one's folder will be lost
+            if number % 5 == 3:  # the folder of the next run will be lost
                 wait_until(lambda: any(name.endswith(MANIFEST) for name in store.names()), ranks)
             sending.clear()
             wait_until(
@@ -187,7 +188,7 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
             )
             time.sleep(dice.random() / 20)
             for child in psutil.Process(ranks[0].pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                with contextlib.suppress(psutil.NoSuchProcess):  # the process may just have ended
                     child.kill()
             ranks[0].kill()
             ranks[0].join()
@@ -199,7 +200,7 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
         assert ("resumed from" in said) is bool(expected) and ("is damaged" in said) is harmed, said
         assert "brought from" in said or number % 5 or not number, said
         harmed = number % 5 == 2
-        if harmed:  # a bit of a weight's
+        if harmed:  # flip a bit of a weight
             newest = newest_first(folder)[0]
             place = max(
                 read_metadata(newest / ".metadata").storage_data.values(),

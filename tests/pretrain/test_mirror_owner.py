@@ -138,9 +138,8 @@ def test_a_place_is_claimed_by_one_run_directory(
     assert main(["fetch", str(tmp_path / "new"), str(mirror)]) == 0 and identify(
         tmp_path / "new"
     ) == identify(two)
-    sender = Mirroring(
-        CheckpointConfig(), str(mirror), moved, print
-    )  # of a run that began at the same time as the other
+    # As if a run that began at the same time had written it.
+    sender = Mirroring(CheckpointConfig(), str(mirror), moved, print)
     sender.start(0)
     assert sender.process is not None and sender.process.wait() == 2
     with pytest.raises(ConfigError, match="cannot be used by this run"):

@@ -30,7 +30,7 @@ def deepspeed(stage: int) -> list[str]:
     return ["engine.name=deepspeed", f"engine.zero_stage={stage}"]
 
 
-# --- the update ------------------------------------------------------------------------------------------------------------------
+# --- the update -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 40), (2, 40, 8), (2, 16, 16), (4, 1, 24)])
@@ -147,10 +147,12 @@ def test_every_mixer_s_matrices_are_cut_into_maps_that_fill_them() -> None:
         )
 
 
-# --- layouts, engines, checkpoints -------------------------------------------------------------------------------------------------
+# --- layouts, engines, checkpoints ----------------------------------------------------------------
 
-BEFORE, FIRST, STEPS = 4, 2, 4  # steps before the start; after it until a checkpoint, and in all
-# Name -> world, settings. At DP2 ranges end within maps; at TP2 the MLP's maps are cut too.
+# Steps before the start; steps after it until the first checkpoint; steps after it in total.
+BEFORE, FIRST, STEPS = 4, 2, 4
+# Name -> world size, settings. At DP2, the ranges of ranks end within matrices; at TP2, the
+# matrices of the MLP are cut, too.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "PP2": (2, ["parallel.pipeline_model_parallel_size=2"]),
     "DP2, plain": (2, PLAIN),
@@ -249,7 +251,7 @@ def test_every_layout_and_engine_equals_one_process(results: dict[str, Done], na
         wanted if name == "again" else [pytest.approx(step, rel=1e-6) for step in wanted]
     )
     assert results[f"{name}, resumed"].steps == results[name].steps[FIRST:]
-    if moved := results.get(f"{name}, moved"):  # to the other engine
+    if moved := results.get(f"{name}, moved"):  # moved to the other engine
         assert moved.steps == [pytest.approx(step, rel=1e-6) for step in wanted[FIRST:]]
 
 
@@ -264,7 +266,7 @@ def test_the_plain_optimizer_s_checkpoint_becomes_the_distributed_one_s(
         main(["convert", str(step), "--engine", "megatron", "--out", str(tmp_path / "split")]) == 0
     )
     assert pretrain(MUON, f"run_dir={tmp_path / 'split'}") == 0
-    # 1e-6: the norm's sum in another order.
+    # 1e-6: the sum of the norm in a different order.
     assert losses(tmp_path / "split") == {
         step: pytest.approx(wanted[step], rel=1e-6) for step in range(5, 13)
     }
@@ -295,18 +297,15 @@ def test_what_cannot_be_is_refused_by_name(pretrain: Command) -> None:
         assert "optimizer.name = muon" in pretrain.err and pretrain.err.count("\n") == 1
 
 
-# --- muP, the plan -------------------------------------------------------------------------------------------------------------------
+# --- muP, the plan --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("base", "weight", "power"),
     [
-        (Weight((64, 32)), Weight((256, 128)), 0.0),  # of the width into itself
-        (
-            Weight((16, 32), maps=(8,)),
-            Weight((64, 128), maps=(8,)),
-            -0.5,
-        ),  # into a head, of which a wider model has more
+        (Weight((64, 32)), Weight((256, 128)), 0.0),  # from the width to the width
+        # From the width to a head; a wider model has more heads.
+        (Weight((16, 32), maps=(8,)), Weight((64, 128), maps=(8,)), -0.5),
         (Weight((8, 32), mup=OUTPUT), Weight((8, 128), mup=OUTPUT), -0.5),
         (Weight((32, 8), mup=FIXED), Weight((128, 8), mup=FIXED), 0.5),
     ],

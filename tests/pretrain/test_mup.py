@@ -61,7 +61,7 @@ def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, 
         assert groups(engine) == wanted and len(wanted) == 6
         told = train(engine)
         ours = engine.config.optimizer
-        # Warm-up over 3 steps: at the third the peak.
+        # Warm-up over 3 steps: the third step has the peak rate.
         assert [result.lr for result in told] == pytest.approx(
             [ours.lr / 3, ours.lr * 2 / 3, ours.lr], rel=1e-12
         )
@@ -116,12 +116,12 @@ def test_at_the_base_it_is_the_standard_run_to_the_bit(settings: list[str]) -> N
     assert all(torch.equal(a, b) for a, b in zip(weights, mup_weights, strict=True))
 
 
-# --- layouts, resuming ---------------------------------------------------------------------------------------------------------
+# --- layouts, resuming ----------------------------------------------------------------------------
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "resumed": (1, []),
     "TP2+SP": (2, ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]),
-    # The second stage has none of the groups of CEM's preconditioners.
+    # The second stage has no parameter group for the preconditioners of CEM.
     "PP2": (2, ["parallel.pipeline_model_parallel_size=2"]),
 }
 
@@ -183,7 +183,7 @@ def test_another_base_is_another_model(pretrain: Command) -> None:
         assert "is of another model: " in pretrain.err and pretrain.err.count("\n") == 1
 
 
-# --- exports -------------------------------------------------------------------------------------------------------------------
+# --- exports --------------------------------------------------------------------------------------
 
 EXPORTED = {
     "llama": (

@@ -29,8 +29,9 @@ CONTRACT = (
     "tests/fem_megatron/test_catalogue.py",  # gradients, causality, plan
     "tests/fem_megatron/test_decoding.py",
     "tests/fem_megatron/test_tensor_parallel.py",
-    "tests/pretrain/test_parity.py",  # trains, and at TP2 x PP2 as in one process
-    "tests/tools/hf/test_model.py",  # exports, and the export says what the model says
+    "tests/pretrain/test_parity.py",  # trains, and gives the same at TP2 x PP2 as in one process
+    # Exports, and the exported model gives the same logits as the model.
+    "tests/tools/hf/test_model.py",
 )
 
 
@@ -38,7 +39,7 @@ CONTRACT = (
 def house(tmp_path: Path) -> Path:
     """A copy of the repository with the page's mixer."""
     for room in ROOMS:
-        # __pycache__: other test processes write there.
+        # Other test processes write to __pycache__.
         shutil.copytree(
             ROOT / room,
             tmp_path / room,
@@ -74,7 +75,8 @@ def test_the_page_s_mixer_keeps_the_contract(
     """The mixer has correct gradients, decodes step by step, trains, splits over ranks, and is
     exported.
     """
-    chosen = "running_mean and not CP2 and not ZeRO and not chunks and not gated_deltanet"  # of the two models that it is in, one
+    # The mixer is part of two hybrid models; run only one of them.
+    chosen = "running_mean and not CP2 and not ZeRO and not chunks and not gated_deltanet"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     done = subprocess.run(

@@ -23,7 +23,7 @@ from pretrain.signals import Received
 from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import finished, losses, records
 
-# Every family in one model; its pipeline stages hold different ones.
+# Every family of mixers in one model; its pipeline stages contain different families.
 MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, differential"
 HYBRID = [
     f"model.pattern=[{MIXERS}]",
@@ -121,7 +121,8 @@ def test_a_trace_is_whole_before_the_memory_snapshot_begins(
     trace, snapshot = name.with_suffix(".json.gz"), name.with_suffix(".pickle")
 
     def record(*given: Any, **named: Any) -> None:
-        inspect.signature(history).bind(*given, **named)  # as the installed torch takes them
+        # Raises unless the installed torch accepts the arguments.
+        inspect.signature(history).bind(*given, **named)
         recorded.append((given, named))
 
     def dump(path: str) -> None:
@@ -175,5 +176,5 @@ def test_the_same_at_every_layout(pretrain: Command, stages: int, tmp_path: Path
     finished(2 * stages, [DEMO, *arguments], tmp_path / "out")
     wanted, found = looks(pretrain.run_dir)[1], looks(several)[1]
     assert list(found) == list(wanted)
-    # fp32 sums in another order; a wrong gather would be off by a tenth and more.
+    # fp32 sums in a different order; a wrong gather would be off by 0.1 or more.
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)

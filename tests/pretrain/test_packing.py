@@ -313,10 +313,11 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
         other[key][moved] = torch.randint(
             1, 60, (int(moved.sum()),), generator=torch.Generator().manual_seed(0)
         )
-    # Megatron's cross-entropy is in float32.
+    # Megatron computes the cross-entropy in float32.
     for got, wanted in zip(read(batch), told(total, count), strict=True):
         assert (got - wanted).abs().max() <= 2e-6 * max(1e-2, wanted.abs().max().item())
-    # To the bit where documents are apart; joined, fem_gla's sums have constants of the whole sequence: float64's rounding.
+    # Bit-identical with separate documents. With joined documents, the sums of fem_gla contain
+    # constants of the entire sequence: equal up to the rounding of float64.
     for there, by in (({"context": batch["context"]}, 0.0), ({"context": None}, 1e-14)):
         for a, b in zip(*(read({**some, **there}) for some in (batch, other)), strict=True):
             assert (a - b).abs().max() <= by * a.abs().max()

@@ -23,7 +23,7 @@ from tests.pretrain.data_folder import write_folder
 from tests.pretrain.jobs import Done, Job, run_jobs
 from tests.ranks import answer
 
-pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all
+pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all cases
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 PP2 = ["parallel.pipeline_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
@@ -34,12 +34,10 @@ OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=t
 ZERO1, ZERO2, ZERO3 = (
     ["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3)
 )
-ZERO3.append(
-    "engine.deepspeed.param_persistence_threshold=0"
-)  # no parameter stays whole between its uses
-IN_CHUNKS = [
-    "train.loss_chunk=10"
-]  # of 32 tokens of a micro-batch or 64, half of them a context-parallel rank's
+# Gather every parameter only for its use.
+ZERO3.append("engine.deepspeed.param_persistence_threshold=0")
+# A micro-batch has 32 or 64 tokens; a context-parallel rank has half of them.
+IN_CHUNKS = ["train.loss_chunk=10"]
 OTHER = "other micro-batches"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "recompute": (1, AGAIN),
@@ -81,22 +79,20 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     },
 }
 SPLIT, WHOLE, ZERO_3 = "TP2 + SP, recompute", "TP2 x PP2 + SP, selective", "TP2 x DP2 + SP, ZeRO-3"
-# feature_eps: at 1e-6 a token whose features meet none of the past's weighs by eps alone, and its gradient is 1/eps times fp32's rounding;
-# what tensor parallelism computes there is proven in float64 (tests/fem_megatron/test_tensor_parallel.py).
+# feature_eps: at 1e-6, a token whose features match no past token has weights from eps alone, and
+# its gradient is 1/eps times the rounding of fp32. tests/fem_megatron/test_tensor_parallel.py
+# proves in float64 that tensor parallelism computes it correctly.
 FEATURES = "model.fem.feature_eps=0.01"
 TIED = "model.tie_embeddings=true"
-# What tensor and pipeline parallelism have to keep together differs, and so does the optimizer's state on disk.
+# These models differ in what tensor and pipeline parallelism must keep consistent, and in the
+# optimizer state on disk.
 PAIR = ["model.pattern=[fem_softmax, transformer]", "model.num_layers=4"]
 MODELS: dict[str, list[str]] = {
     "tied": [*PAIR, TIED],
     "plain optimizer": [*PAIR, TIED, "parallel.use_distributed_optimizer=false"],
     "bf16": [*PAIR, "model.tie_embeddings=false", "train.precision=bf16"],
-    "fp8": [
-        *PAIR,
-        "model.tie_embeddings=false",
-        "model.hidden_size=64",
-        "train.fp8=tensorwise",
-    ],  # each rank's sizes are 16 times any
+    # The sizes per rank must be multiples of 16.
+    "fp8": [*PAIR, "model.tie_embeddings=false", "model.hidden_size=64", "train.fp8=tensorwise"],
 }
 MODELS["fp8, delayed"] = [*MODELS["fp8"], "train.fp8=delayed", "train.fp8_history=5"]
 MIXERS = {
@@ -104,7 +100,8 @@ MIXERS = {
 }
 for name in ("fem_linear", "fem_gla"):
     MIXERS[name].append(FEATURES)
-# Four mixers in a model, the last those with the delta rules, whose tolerance is wider; every other group's embeddings are tied.
+# Four mixers per model. The last group contains the delta rules, whose tolerance is wider. Every
+# other group has tied embeddings.
 GROUPS: dict[str, list[str]] = {}
 _names = sorted(MIXERS, key=lambda name: "deltanet" in name)
 for place in range(0, len(_names), 4):
@@ -124,7 +121,7 @@ SPECIAL: dict[str, list[str]] = {
         "model.hyperset.lora_rank=2",
     ],
     "loop": [TIED, "model.mixer=transformer", "model.recurrence=2"],
-    # With a vocabulary of 512: at TP2 the second rank's rows are all padding.
+    # With a vocabulary of 512: at TP2 the rows of the second rank are all padding.
     "switched": [
         TIED,
         "model.mixer=transformer",
@@ -135,7 +132,8 @@ SPECIAL: dict[str, list[str]] = {
         "model.make_vocab_size_divisible_by=1024",
     ],
 }
-# Documents end within sequences and, under sequence parallelism, at and beside the ranks' cuts; micro-batches differ in padding.
+# Documents end within sequences and, under sequence parallelism, at the cuts between ranks and next
+# to them; micro-batches differ in padding.
 SEPARATE = ["data.documents=separate", "data.eod_loss=false", "data.packing=best_fit"]
 SPECIAL["separate"] = [
     TIED,
@@ -146,7 +144,8 @@ SPECIAL["separate"] = [
 ]
 SOME = ("PP2 interleaved", "DP2", "TP2 x PP2 + SP")
 _G = tuple(GROUPS)
-# Each layout once, then the models whose own property needs another one. test_tensor_parallel.py proves each mixer's split in float64.
+# Each layout once, then the models with a property that needs another layout.
+# test_tensor_parallel.py proves the split of each mixer in float64.
 QUICK: list[tuple[str, str]] = [
     (_G[0], "recompute"),
     (_G[1], OTHER),
@@ -159,7 +158,7 @@ QUICK: list[tuple[str, str]] = [
     ("tied", "TP2 x PP2 + SP"),
     (_G[0], WHOLE),
     (_G[1], "TP2 x DP2 + SP, overlapped"),
-    ("loop", "PP2 x DP2, overlapped"),  # embedding and layers in buckets of their own
+    ("loop", "PP2 x DP2, overlapped"),  # the embedding and the layers are in separate buckets
     ("tied", "PP2 interleaved x DP2, overlapped"),
     ("tied", ZERO_3),
     (_G[3], "CP2, selective"),
@@ -204,9 +203,8 @@ MORE = [
 ]
 MORE = [pair for pair in dict.fromkeys(MORE) if pair not in QUICK]
 ALONE = MIXERS | SPECIAL
-NOT = [
-    (model, layout) for model in ALONE for layout in LAYOUTS if "interleaved" in layout
-]  # refused, as are these
+# Interleaved layouts refuse these models.
+NOT = [(model, layout) for model in ALONE for layout in LAYOUTS if "interleaved" in layout]
 NOT += [("separate", "CP2, all_gather"), ("separate", "CP2, ring")]
 WIDTHS = {name: ModelConfig(mixer=name).blocks()[0].mixer.cut_widths() for name in MIXERS}
 NOT += [(name, "CP2, all_gather") for name, widths in WIDTHS.items() if not widths.keyed]
@@ -225,7 +223,7 @@ SLOW = [
     if (model, layout) not in QUICK + MORE + NOT and "in chunks" not in layout
 ]
 ALL = MODELS | GROUPS | ALONE
-BEFORE = 8  # steps of the starting checkpoint
+BEFORE = 8  # steps of the run that writes the starting checkpoint
 Results = dict[str, Done]
 
 
@@ -259,7 +257,8 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
 
     def overrides(model: str, settings: list[str], layout: str = "") -> list[str]:
         data = short if model == "separate" else []
-        # A rank sums the gradients of two micro-batches, and of four where pipeline stages take turns. In 8 bits the tolerance is four's.
+        # A rank sums the gradients of two micro-batches, or of four with pipeline stages. In 8
+        # bits, the tolerance is that of four.
         halved = "DP2" in layout or "PP2" in layout or ("fp8" in model) != (layout == OTHER)
         return [
             *base,
@@ -322,19 +321,23 @@ def results(
 
 def check_equal(results: Results, model: str, layout: str) -> None:
     wanted, found = results[model], results[f"{model}, {layout}"]
-    # 1e-6: an fp32 sum in another order; the factor of a wrong reduction would be 1e-1 and more. The delta rule solves a triangular system
-    # of 16 tokens, which multiplies the rounding of its entries; the gated one's second step has a norm of 8.7, and weights that differ by
-    # roundings alone have moved it by 5e-6 in one process, 3.3e-5 at TP2. bf16 keeps 8 bits: an activation rounded after another order of
-    # summation moves by 4e-3; the loss averages over 128 tokens. fp8: where sums differ in fp32's last bit a few operands of a million
-    # round to the neighbour in 8 bits, which moves a channel of one token by 1e-2.
+    # 1e-6: an fp32 sum in a different order; a wrong factor in a reduction would give 1e-1 or more.
+    # The delta rule solves a triangular system of 16 tokens, which multiplies the rounding of its
+    # entries. The second step of the gated delta rule has a norm of 8.7; weights that differ only
+    # by rounding changed it by 5e-6 in one process and by 3.3e-5 at TP2. bf16 keeps 8 bits: an
+    # activation rounded after another order of summation changes by 4e-3; the loss averages over
+    # 128 tokens. fp8: where sums differ in the last bit of fp32, a few operands of a million round
+    # to the neighbouring 8-bit number, which changes a channel of one token by 1e-2.
     other = (2e-5, 2e-5) if "deltanet" in model else (1e-6, 1e-6)
     loss_by, norm_by = {
         "bf16": (3e-4, 1e-2),
         "fp8": (1e-5, 1e-4),
         "fp8, delayed": (1e-5, 1e-4),
     }.get(model, other)
-    # A tensor's own gradient, moments and update may be sums that nearly cancel: those of differential's lambdas move by 1.1e-4. 1e-9: a
-    # thousandth of the least gradient here. A gamma of yuriiformer has 6e-6 left of a sum over all tokens and channels, 4e-9 off.
+    # The gradient, moments and update of a tensor may be sums that nearly cancel: those of
+    # differential's lambdas change by 1.1e-4. 1e-9: a thousandth of the smallest gradient in these
+    # models. In a gamma of yuriiformer, 6e-6 remains of a sum over all tokens and channels, with an
+    # error of 4e-9.
     tensor_by = {"bf16": 3e-2, "fp8": 3e-2, "fp8, delayed": 3e-2}.get(model, 2e-4)
     for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(
         zip(found.steps, wanted.steps[BEFORE:], strict=True)
@@ -352,14 +355,11 @@ def check_equal(results: Results, model: str, layout: str) -> None:
             and norms
         )
     assert bool(found.scales) == ("delayed" in model)
-    for (
-        name,
-        scales,
-    ) in (
-        found.scales.items()
-    ):  # a slice's or a micro-batch's own largest is mostly further off the whole's
+    # The maximum of a slice or of a micro-batch mostly differs more from the maximum of the entire
+    # tensor.
+    for name, scales in found.scales.items():
         assert scales == pytest.approx(wanted.scales[name], rel=tensor_by)
-    if "ZeRO" not in layout:  # there each rank holds a slice of every weight
+    if "ZeRO" not in layout:  # with ZeRO, each rank holds a slice of every weight
         assert found.initial == wanted.initial and wanted.initial
 
 
@@ -380,7 +380,7 @@ def test_every_mixer_at_every_other_layout(results: Results, model: str, layout:
 def test_every_mixer_learns_and_trains_in_bf16(results: Results, model: str) -> None:
     whole = results[model].steps
     assert min(loss for loss, _ in whole[BEFORE:]) < whole[0][0], "the start was not trivial"
-    # From the same start and with weights rounded to 8 bits.
+    # From the same start, and with weights rounded to 8 bits.
     assert [loss for loss, _ in results[f"{model}, bf16"].steps] == pytest.approx(
         [loss for loss, _ in whole[:2]], rel=5e-3
     )

@@ -66,23 +66,21 @@ def total(model: ModelConfig) -> int:
     return sum(count_by_component(model).values())
 
 
-# --- parameters ----------------------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 def test_a_transformer_has_the_parameters_of_the_textbook_and_a_fem_its_conditioners_equations() -> (
     None
 ):
     width, inner, rows, layers = 2048, 5632, 32000, 24
-    layer = (
-        4 * width * width + 3 * width * inner + 2 * width
-    )  # q, k, v, o; gate, up, down; two norms
+    # q, k, v, o; gate, up, down; two norms.
+    layer = 4 * width * width + 3 * width * inner + 2 * width
     assert (
         total(run("transformer_1.3b_100bt.yaml").model) == layers * layer + width + 2 * rows * width
     )
     state, packed = 1024 // 16, 2 * width + 3 * width // 2  # q, k of D; v, lambda, g of D/2
-    conditioner = (
-        width + state + 3 * state * width + state * packed
-    )  # two norms, W_a W_f W_r, W_out
+    # Two norms; W_a, W_f, W_r; W_out.
+    conditioner = width + state + 3 * state * width + state * packed
     assert count_by_component(run(LARGE).model)["conditioner"] == layers * conditioner
     assert parameter_shapes(ModelConfig(vocab_size=1001, num_layers=1))[
         "embedding.word_embeddings.weight"
@@ -94,7 +92,8 @@ def test_a_fem_has_the_transformers_parameters_within_2_percent(name: str) -> No
     model = run(name).model
     transformer = total(replace(model, mixer="transformer"))
     assert abs(total(model) / transformer - 1) < 0.02
-    # Without C the budget is the Transformer's but for beta, one number a value channel and layer.
+    # Without C, the budget equals that of the Transformer except for beta: one number per value
+    # channel and layer.
     without = replace(model, fem=FemConfig(conditioner=False))
     assert total(without) == transformer + model.num_layers * model.hidden_size // 2
 
@@ -123,7 +122,7 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(
     assert tensor * sum(stage_parameters(config)) == total(config.model) + copies
 
 
-# --- FLOPs ---------------------------------------------------------------------------------------------------------------------
+# --- FLOPs ----------------------------------------------------------------------------------------
 
 
 def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
@@ -133,11 +132,11 @@ def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
     )
     shape = FemShape.of(model, SoftmaxShape)
     pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
-    # A pair costs a head one product over d_k for its score, and one over [v | U], twice d_v, for its read.
+    # Per head, a pair costs one product over d_k for its score, and one over [v | U], which is
+    # twice d_v, for its read.
     whole = pairs * shape.heads * (2 * shape.prior.slices()["k"] + 2 * (2 * shape.value_head))
-    assert forward_flops(model, length)["attention"] * length == pytest.approx(
-        whole, rel=1e-12
-    )  # float64 rounding
+    # float64 rounding.
+    assert forward_flops(model, length)["attention"] * length == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize(("mixer", "width", "heads"), [("mamba2", 512, 12), ("cem", 66, 22)])
@@ -155,7 +154,8 @@ def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layer
         config, forward
     )
     again = replace(config, train=replace(config.train, recompute="full"))
-    assert flops_per_token(again) == flops_per_token(config)  # the MFU does not reward recompute
+    # The MFU does not count recomputed operations.
+    assert flops_per_token(again) == flops_per_token(config)
     assert (
         sum(computed_again(again, forward).values())
         == sum(forward.values()) - forward["output layer"]
@@ -167,7 +167,7 @@ def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layer
     assert planned.hardware_flops == flops_per_token(config) + sum(
         computed_again(again, forward).values()
     )
-    # 2 FLOPs a matrix parameter, the embedding's look-up aside, plus attention.
+    # 2 FLOPs per matrix parameter, except for the embedding, which is only indexed, plus attention.
     weights = sum(
         math.prod(shape)
         for name, shape in parameter_shapes(config.model).items()
@@ -256,7 +256,8 @@ def test_a_plan_counts_documents_by_their_lengths_and_says_both(
     )
     short = by_documents(tmp_path / "short", [[7] * 4] * 100)
     assert short.dense_flops == dense.train_flops and short.memory == dense.memory
-    # Documents of 4 tokens are never cut: a token sees 2.5 keys instead of 8.5, and all else costs what it did.
+    # Documents of 4 tokens are never cut: a token sees 2.5 keys instead of 8.5, and all other costs
+    # are unchanged.
     assert short.forward_flops["attention"] == pytest.approx(
         2.5 / 8.5 * dense.forward_flops["attention"], rel=1e-12
     )
@@ -299,7 +300,7 @@ def test_of_very_many_documents_a_part_is_read(
         and whole.pieces.read == 2000
         and whole.pieces.mean == pytest.approx(lengths.mean(), rel=1e-12)
     )
-    # Three standard errors of the mean of 512 lengths, which spread as far as their mean.
+    # Three standard errors of the mean of 512 lengths, whose standard deviation equals their mean.
     assert some.pieces.mean == pytest.approx(whole.pieces.mean, rel=3 / 512**0.5)
 
 
@@ -317,7 +318,7 @@ def test_a_device_is_found_by_its_name() -> None:
     assert all(memory_gib(device) for device in DEVICE_PEAK_TFLOPS)
 
 
-# --- memory --------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,10 +342,10 @@ def test_static_memory_is_bytes_a_parameter(
     (stage,) = plan.memory
     assert stage.parameters == plan.total_parameters
     assert (stage.weights, stage.gradients) == (weights * stage.parameters, 4 * stage.parameters)
-    assert stage.optimizer == pytest.approx(
-        optimizer * stage.parameters, abs=12
-    )  # the last rank's share is rounded up
-    # The distributed optimizer stores its fp32 parameters in either precision, the plain one in bf16 alone.
+    # The share of the last rank is rounded up.
+    assert stage.optimizer == pytest.approx(optimizer * stage.parameters, abs=12)
+    # The distributed optimizer stores its fp32 parameters in both precisions, the plain one only in
+    # bf16.
     stored = {("bf16", True): 14, ("bf16", False): 14, ("fp32", True): 16, ("fp32", False): 12}[
         precision, distributed
     ]
@@ -354,13 +355,10 @@ def test_static_memory_is_bytes_a_parameter(
 def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
     config = small(f"{PP}=3")
     assert [chunks_in_flight(config, stage, 1) for stage in range(3)] == [3, 2, 1]
-    assert [chunks_in_flight(config, stage, 4) for stage in range(3)] == [
-        1,
-        1,
-        1,
-    ]  # one micro-batch a step, no more
+    # A step has only one micro-batch.
+    assert [chunks_in_flight(config, stage, 4) for stage in range(3)] == [1, 1, 1]
     interleaved = small(f"{PP}=2", f"{VPP}=3", "train.global_batch_size=32")
-    # Warm-up (PP - rank - 1) * 2 + (VPP - 1) * PP passes of a chunk, and the one under way.
+    # Warm-up: (PP - rank - 1) * 2 + (VPP - 1) * PP passes of a chunk, plus the current one.
     assert [chunks_in_flight(interleaved, stage, 1) for stage in range(2)] == [7, 5]
 
 
@@ -368,9 +366,10 @@ def test_parallelism_and_recompute_save_what_they_should() -> None:
     plain = run(LARGE)
     peak = make_plan(plain, 8).memory[0]
     recomputed = make_plan(run(LARGE, "train.recompute=full"), 8).memory[0]
-    # Full recompute keeps one residual of 2048 bf16 numbers a layer and token, and the loss's part.
+    # Full recompute keeps one residual of 2048 bf16 numbers per layer and token, and the part of
+    # the loss.
     assert recomputed.activations < peak.activations / 10
-    # A layer that is remade needs room, where the loss does not need more.
+    # A recomputed layer needs memory unless the loss needs more.
     few_words = ("model.vocab_size=2048",)
     plain_small, remade_small = (
         make_plan(run(LARGE, *more, *few_words), 8).memory[0]
@@ -393,7 +392,7 @@ def test_a_plan_says_where_its_memory_does_not_fit() -> None:
         "fem_sm_340m_15bt.yaml",
         "transformer_340m_15bt.yaml",
     ):
-        # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
+        # An H100 has 80 GB; a tenth remains for the CUDA context, NCCL and fragmentation.
         assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9
     for device, micro, fits in (("H100", 1, True), ("H100", 16, False), ("null", 16, True)):
         text = render(
@@ -403,7 +402,7 @@ def test_a_plan_says_where_its_memory_does_not_fit() -> None:
         assert fits or ("has 79 GiB" in text and "train.recompute=full" in text)
 
 
-# --- the plan as a whole -------------------------------------------------------------------------------------------------------
+# --- the entire plan ------------------------------------------------------------------------------
 
 
 def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
@@ -418,7 +417,8 @@ def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
     assert "interleaved, 3 chunks" in render(make_plan(small(f"{PP}=2", f"{VPP}=3"), 2))
     timed = make_plan(run(LARGE, "checkpoint.gb_per_second=5", "checkpoint.async_save=false"), 8)
     seconds = f"{timed.checkpoint_bytes / 5e9:.3g}"
-    # Each rank has an eighth of 14 bytes a parameter; the page-locked blocks of a GPU's save are larger by up to 1/32.
+    # Each rank has an eighth of 14 bytes per parameter; the page-locked blocks of a save on a GPU
+    # are larger by up to 1/32.
     host = make_plan(run(LARGE), 8, cuda=False).save_memory
     assert host == 14 * timed.total_parameters // 8 and timed.save_memory == host + host // 32
     assert (
@@ -469,7 +469,7 @@ def test_the_papers_recipes_fit_their_gpus() -> None:
         "fem_sm_340m_15bt.yaml",
         "transformer_340m_15bt.yaml",
     ):
-        # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
+        # An H100 has 80 GB; a tenth remains for the CUDA context, NCCL and fragmentation.
         assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9
 
 
@@ -514,7 +514,7 @@ def test_the_norms_of_tensors_take_a_copy_of_what_a_rank_updates() -> None:
         assert plan.peak_memory >= never.peak_memory
 
 
-# --- sequences over ranks -------------------------------------------------------------------------------------------------------
+# --- sequences over ranks -------------------------------------------------------------------------
 
 
 def test_the_page_tells_what_ranks_send() -> None:

@@ -26,7 +26,7 @@ from pretrain.trainer import Outcome, Trainer
 from tests.pretrain.conftest import ROOT, Command
 from tests.ranks import PATIENCE, records
 
-TOKENS = 4 * 32  # of a step
+TOKENS = 4 * 32  # tokens per step
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 

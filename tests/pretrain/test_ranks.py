@@ -50,7 +50,7 @@ def test_a_gpu_s_rank_connects_the_default_group_alone(
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv(name, given or "")  # monkeypatch takes away afterwards what the call sets
+    monkeypatch.setenv(name, given or "")  # monkeypatch undoes afterwards what the call sets
     if given is None:
         del os.environ[name]
     monkeypatch.setattr(platform, "has_cuda", lambda: True)
@@ -118,9 +118,10 @@ def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
     ("config", "said", "code"),
     [
         pytest.param(DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT, id="wrong input"),
+        # Opening succeeds, reading fails.
         pytest.param(
             "failing.yaml", "Input/output error", Exit.FAULT, id="fault", marks=pytest.mark.slow
-        ),  # it opens, and reading fails
+        ),
     ],
 )
 def test_torchruns_last_lines_are_the_error(
@@ -144,7 +145,8 @@ def test_torchruns_last_lines_are_the_error(
         text=True,
         timeout=PATIENCE,
     )
-    assert done.returncode == 1  # torchrun's own, whatever the ranks' are
+    # The exit code of torchrun itself, independent of those of the ranks.
+    assert done.returncode == 1
     (cause,) = done.stderr.split("Root Cause")[1:]
     last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
     assert re.search(last, cause), cause
@@ -231,7 +233,8 @@ def test_the_probe_draws_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-NAP = 0.5  # seconds: twice that a step, beside which a busy machine's ups and downs are little
+# Seconds. Twice this time per step is long compared with the fluctuations of a busy machine.
+NAP = 0.5
 QUIET = [
     "train.global_batch_size=8",
     "log.diagnostics_interval=0",
@@ -257,7 +260,8 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     lines = records(compared, "ranks.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert ["hosts" in line for line in lines] == [True, False, False]
-    # Two micro-batches a step, each after a nap; the other rank waits for that in the reduction, unless it is held up once itself.
+    # Two micro-batches per step, each after a nap; the other rank waits for both naps in the
+    # reduction, unless it is delayed once itself.
     assert sorted(line["waiting_seconds"][0] for line in lines)[1] > 0.1
     for line in lines:
         assert line["seconds"][1] > 2 * NAP
@@ -293,7 +297,7 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     assert [rank.exitcode for rank in ranks] == [0, 0], (tmp_path / "hung.0").read_text()
     assert read_progress(stopped)["state"] == "complete"  # type: ignore[index]
     assert not (stopped / "ranks.jsonl").exists()
-    # The signal had the step after the one that hung traced, on the rank that it came to.
+    # The signal made the step after the hanging one traced, on the rank that received it.
     assert {trace.name.partition("_rank_")[2] for trace in (stopped / "profile").iterdir()} == {
         "00000.json.gz"
     }

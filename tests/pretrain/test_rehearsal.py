@@ -110,10 +110,9 @@ EVERY: Cases = {
     for layout, more in SIX.items()
     for name in OURS
 }
-# Of a GPU's step. What its host reads is waited for, so each stands here with its reason.
-STEADY = {
-    "pretrain/engines/building.py summed_over_ranks tolist",  # loss, norm, stop signals, memory: one all-reduce, before the update
-}
+# Reads of a training step on a GPU that make the host wait. This one transfers loss, norm, stop
+# signals and memory: one all-reduce, before the update.
+STEADY = {"pretrain/engines/building.py summed_over_ranks tolist"}
 ON_A_GPU = [
     *BASE,
     "model.hidden_size=256",
@@ -121,7 +120,7 @@ ON_A_GPU = [
     "train.precision=bf16",
     "train.global_batch_size=16",
 ]
-GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the device, too
+GLA = "model.mixer=fem_gla"  # on a GPU, a device number also decides the form of its reads
 LAYOUTS: Cases = {
     "DP2": (2, PLAIN),
     "TP2 x PP4 + SP, recompute": (
@@ -145,7 +144,7 @@ LAYOUTS: Cases = {
         for stage in (1, 2, 3)
     },
 }
-# DeepSpeed's optimizers ask whether the norm is finite, each in its own way.
+# DeepSpeed's optimizers check whether the norm is finite, each in a different way.
 ASKED = {
     "deepspeed/runtime/utils.py is_invalid_grad_norm __bool__",
     "pretrain/engines/building.py summed_over_ranks tolist",
@@ -156,11 +155,10 @@ ZERO = {
     "DP4, ZeRO-3": ASKED,
 }
 Told = tuple[list[Collective], dict[str, int]]
-MOVING = "yuriiformer"  # its stream is twice as wide, and so is a view's storage that others keep beside it
-PLANNED = [
-    *(name for name in MIXERS if name not in ("fla.*", "mha2nd", MOVING)),
-    "mha2nd",
-]  # whose backward pass holds most by far
+# Its stream is twice as wide, and so is the storage of views that other tensors keep alive.
+MOVING = "yuriiformer"
+# The backward pass of mha2nd holds the most memory by far.
+PLANNED = [*(name for name in MIXERS if name not in ("fla.*", "mha2nd", MOVING)), "mha2nd"]
 LIKE = {
     "demo": [
         "model=fem_sm_demo",
@@ -337,11 +335,11 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
     )
     steady = {"DP2": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
     assert reads == {**steady, **{name: [ZERO[name]] for name in zero}}
-    assert {flops[name] for name in zero} == {flops["DP2"]}  # whose model it is
+    assert {flops[name] for name in zero} == {flops["DP2"]}  # all of the same model
     (forward, backward) = flops["DP2"]
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
-    # Twice the forward; the attention's scores are multiplied once more.
+    # Twice the forward pass; the attention scores are multiplied once more.
     assert backward == tokens * (
         2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2
     )
@@ -349,15 +347,11 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
         tokens * fp8.forward_flops(plan.config.model),
         2 * tokens * fp8.forward_flops(plan.config.model),
     ]
-    assert planned == pytest.approx(
-        held, rel=1e-3
-    )  # which DeepSpeed rounds up to whole parts of a group
+    # DeepSpeed rounds the sizes up so that each rank of a group has an equal part.
+    assert planned == pytest.approx(held, rel=1e-3)
     (rank,) = printed["ranks"]
-    assert fullest(printed) == {
-        "rank": 0,
-        "bytes": rank["peak"]["bytes"],
-        "excess": None,
-    }  # as the launcher reads it
+    # The form that the launcher reads.
+    assert fullest(printed) == {"rank": 0, "bytes": rank["peak"]["bytes"], "excess": None}
     assert rank["planned"]["weights"] == rank["peak"]["weights"]
     # Each pass reads the weights, and the update writes them.
     assert rank["moved"] > 3 * rank["planned"]["weights"]
@@ -423,14 +417,16 @@ def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(
     tmp_path: Path, way: str, sizes: list[str]
 ) -> None:
     found = answer(1, planned_and_kept, *WAYS[way], sizes, output=tmp_path / "said", patience=300)
-    # mha2nd keeps less than its sister, of whose class it is; the peak is its systems'.
+    # mha2nd keeps less than mha2nd1st, which has the same class; the solves of its systems
+    # determine the peak.
     off = {
         name: (planned, kept)
         for name, (planned, kept) in found.items()
         if abs(planned / kept - 1) > 0.15 and "mha2nd" not in name[-6:]
     }
     assert len(found) == len(sizes) * (len(PLANNED) + 3) and not off
-    # Attention's table is to the byte, but for the norms' numbers a token (8 of 6,000); a repeated key or a gathered input is 5% and more.
+    # The table of attention is exact to the byte except for the numbers of the norms per token (8
+    # of 6,000); a repeated key or a gathered input would be 5% or more.
     assert all(
         planned == pytest.approx(kept, rel=2e-3)
         for name, (planned, kept) in found.items()

@@ -26,7 +26,8 @@ from pretrain.trainer import Trainer
 from tests.pretrain.conftest import Command
 from tests.ranks import losses, records
 
-# Every key of the optimizer; those in one unit exclude those in another, and a wsd decay says its length.
+# Every key of the optimizer. Keys in one unit exclude those in another unit, and a wsd decay
+# requires its length.
 CHANGED: dict[str, Any] = {
     "lr": 1e-3,
     "min_lr": 1e-5,
@@ -45,11 +46,8 @@ ENGINES = {
     "plain": ["parallel.use_distributed_optimizer=false"],
     "deepspeed": ["engine.name=deepspeed"],
 }
-MUP = [
-    "model.parametrization=mup",
-    "model.mup.base_hidden_size=16",
-    "model.tie_embeddings=false",
-]  # groups of other rates
+# Parameter groups with different learning rates.
+MUP = ["model.parametrization=mup", "model.mup.base_hidden_size=16", "model.tie_embeddings=false"]
 
 
 def leaves() -> list[str]:
@@ -67,17 +65,12 @@ def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
     return groups
 
 
-# --- what was changed is what runs ----------------------------------------------------------------------------------------------
+# --- a resumed run applies changed keys -----------------------------------------------------------
 
 
 def test_every_key_of_the_optimizer_is_changed_here() -> None:
-    otherwise_told = {
-        "name",
-        "warmup_tokens",
-        "warmup_fraction",
-        "decay_tokens",
-        "from_step",
-    }  # the last: test_fork
+    # Keys that other tests cover; from_step: test_fork.
+    otherwise_told = {"name", "warmup_tokens", "warmup_fraction", "decay_tokens", "from_step"}
     assert {*CHANGED, *otherwise_told} == {field.name for field in fields(OptimizerConfig)}
     assert all(value != getattr(OptimizerConfig(), key) for key, value in CHANGED.items())
 
@@ -148,7 +141,7 @@ def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: 
             (line["loss"], line["grad_norm"]) for line in records(run_dir) if "loss" in line
         ]
     assert len(curves["megatron", True]) == 4
-    # 1e-6: an fp32 sum in another order.
+    # 1e-6: an fp32 sum in a different order.
     assert curves["deepspeed", True] == [
         pytest.approx(step, rel=1e-6) for step in curves["megatron", True]
     ]
@@ -158,7 +151,7 @@ def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: 
     assert curves["megatron", True][1] != pytest.approx(curves["megatron", False][1], rel=1e-4)
 
 
-# --- one rule for every key -----------------------------------------------------------------------------------------------------
+# --- one rule for every key -----------------------------------------------------------------------
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
@@ -232,7 +225,7 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     written = json.loads(json.dumps(plain(here)))
     del written["model"]["attention"], written["model"]["fem"]["aft_query"], written["evaluate"]
     assert changes(written, here) == []
-    del written["model"]["rope_scaling"]  # whose keys had other names
+    del written["model"]["rope_scaling"]  # a checkpoint whose keys had other names
     written["model"]["attention"] = {"rope_scaling": None, "rope_factor": 4.0}
     assert [str(change) for change in changes(written, here)] == [
         "model.rope_scaling.factor 4.0 → 8.0"
@@ -252,7 +245,7 @@ def test_a_field_added_since_counts_as_its_default() -> None:
             with pytest.raises(ConfigError, match=f"is of another model: model.{key} is") as error:
                 refuse()
             assert str(error.value).count(" in the checkpoint, ") == 1
-    # One that is gone since is not passed over in a model; elsewhere it is told.
+    # A removed key of the model is an error; other removed keys are reported.
     written["model"]["gone"] = written["old"] = 1
     with pytest.raises(ConfigError, match="model.gone is 1 in the checkpoint, null now"):
         check_model(place, written, here)
@@ -272,9 +265,8 @@ def test_weights_alone_ask_for_the_same_model_and_nothing_more(
     ]
     assert pretrain(*start, "model.hidden_size=48") == 2
     assert "model.hidden_size is 32 in the checkpoint, 48 now" in pretrain.err
-    monkeypatch.setattr(
-        "fem_megatron.megatron.model.start", None
-    )  # no weight is drawn that is read
+    # A weight that is read is not drawn first.
+    monkeypatch.setattr("fem_megatron.megatron.model.start", None)
     assert (
         pretrain(
             *start,

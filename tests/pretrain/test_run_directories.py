@@ -75,18 +75,19 @@ def test_a_moved_run_continues_where_it_is(
         pretrain("train.steps=4", config="moved") == 0
         and "resumed from moved/checkpoints/step_00000003" in pretrain.out
     )
+    # This is now the run's own configuration.
     assert (
         pretrain("train.steps=4", config="moved/config.yaml") == 0
         and "is complete at step 4" in pretrain.out
-    )  # by now its own
+    )
     monkeypatch.chdir(moved)
-    assert (
-        pretrain(config="config.yaml") == 2 and str(moved / "moved") in pretrain.err
-    )  # run_dir is relative
+    # run_dir is relative.
+    assert pretrain(config="config.yaml") == 2 and str(moved / "moved") in pretrain.err
     assert (
         pretrain("run_dir=elsewhere", config=".") == 2 and "are two run directories" in pretrain.err
     )
-    assert pretrain("run_dir=elsewhere", "--check", config="config.yaml") == 0  # asked for
+    # An explicit request.
+    assert pretrain("run_dir=elsewhere", "--check", config="config.yaml") == 0
     assert (
         pretrain(config=str(trained / "checkpoints")) == 2
         and "it has no config.yaml" in pretrain.err
@@ -94,18 +95,8 @@ def test_a_moved_run_continues_where_it_is(
     assert sorted(trained.rglob("*")) == before
 
 
-ODD: tuple[Any, ...] = (
-    None,
-    "x",
-    -1,
-    2**70,
-    1.5,
-    True,
-    [],
-    ["x"],
-    {},
-    {"x": {}},
-)  # in the place of a value
+# A section in place of a value.
+ODD: tuple[Any, ...] = (None, "x", -1, 2**70, 1.5, True, [], ["x"], {}, {"x": {}})
 
 
 def mutated(record: dict[str, Any], deep: int = 4) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -175,13 +166,13 @@ def test_an_odd_manifest_is_a_checkpoint_or_passed_over(trained: Path) -> None:
     never: tuple[Any, ...] = (None, -1, 2**70, 1.5, True, {})
     for key in good["progress"]:
         assert all(wrong[f"progress.{key} {value!r}"] for value in never), key
-    assert (
-        wrong["progress.step 'deleted'"] and wrong["progress.passed_over 'deleted'"] is None
-    )  # which older ones lack
+    # Older checkpoints lack progress.passed_over.
+    assert wrong["progress.step 'deleted'"] and wrong["progress.passed_over 'deleted'"] is None
     for key in ("files", "sha256"):
         assert wrong[f"{key}..metadata 'deleted'"] and wrong[f"{key}.common.pt 'deleted'"]
     assert wrong["format 'x'"] and wrong["added None"] is None
-    assert wrong["rng_device -1"] and wrong["rng_device 'deleted'"] is None  # which older ones lack
+    # Older checkpoints lack rng_device.
+    assert wrong["rng_device -1"] and wrong["rng_device 'deleted'"] is None
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def cosine(*parts: float) -> list[float]:
 
 
 CASES: dict[str, tuple[tuple[str, ...], int, list[float]]] = {
-    # A run of 20 steps of 4 samples: its settings, the batch size from step 11 on, the learning rates from there on in 1e-3.
+    # A run of 20 steps of 4 samples: its settings, the batch size from step 11 on, the learning
+    # rates from step 11 on in units of 1e-3.
     "tokens, 4 to 8": (TOKENS, 8, cosine(0.6, 0.7, 0.8, 0.9, 1)),
     "tokens, wsd, 4 to 8": ((*TOKENS, *WSD), 8, [1, 0.75, 0.5, 0.25, 0]),
     "tokens, 4 to 2": (TOKENS, 2, cosine(*(n / 40 for n in range(21, 41)))),
@@ -120,7 +121,7 @@ def test_a_resume_with_another_batch_size(
     assert (
         pretrain(*BASE, *more, f"engine.name={engine}", f"train.global_batch_size={batch}") == 0
     ), pretrain.err
-    # Cosines are summed up in another order; 0 is exact.
+    # Cosines are summed in a different order; 0 is exact.
     assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(
         wanted, rel=1e-9, abs=1e-15
     )
@@ -234,9 +235,8 @@ def test_training_goes_back_from_a_spike_up_to_the_change(
     spikes = iter(["loss", "loss"])
     monkeypatch.setattr(Spikes, "found", lambda *given: next(spikes, None))
     ten_steps("megatron", pretrain.run_dir)
-    shutil.copytree(
-        step_of(pretrain.run_dir, 10), step_of(pretrain.run_dir, 8)
-    )  # there to go back to
+    # The checkpoint that the run returns to.
+    shutil.copytree(step_of(pretrain.run_dir, 10), step_of(pretrain.run_dir, 8))
     guard = (
         "train.on_spike=rewind",
         "train.spike_rewind=2",
@@ -319,7 +319,7 @@ def test_the_rate_through_random_changes_of_the_batch_size(
         schedule = Schedule.of(config, changes)
         optimized = torch.optim.SGD([{"params": [torch.zeros(1)], "lr_mult": 1.0}], lr=1.0)
         rate = LearningRates(config, schedule, optimized).set
-        if curve:  # up to the rounding of a few operations
+        if curve:  # equal up to the rounding of a few operations
             assert rate(consumed) == pytest.approx(curve[-1], rel=1e-12)
         end = schedule.steps if number == len(batches) - 1 else min(schedule.steps, step + steps)
         while step < end:

@@ -55,7 +55,7 @@ def test_boxes_are_the_range() -> None:
             assert largest < whole.numel() or len(found) <= max(1, 2 * len(shape) - 1)
 
 
-# --- at any layout ------------------------------------------------------------------------------------------------------------------
+# --- at any layout --------------------------------------------------------------------------------
 
 MODEL = [
     "model.mixer=fem_linear",
@@ -73,7 +73,7 @@ MODEL = [
     "optimizer.warmup_steps=3",
 ]
 ZERO = "engine.name=deepspeed"
-LAYOUTS: dict[str, list[str]] = {  # one after another, each reads the last one's checkpoint
+LAYOUTS: dict[str, list[str]] = {  # each layout reads the checkpoint of the previous one
     "DP2": [],
     "TP2 + SP": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
     "PP2": ["parallel.pipeline_model_parallel_size=2"],
@@ -135,7 +135,7 @@ def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_re
         assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == [], name
 
 
-# --- at scale -----------------------------------------------------------------------------------------------------------------------
+# --- at scale -------------------------------------------------------------------------------------
 
 
 def _peak_beside(work: Callable[[], object]) -> int:
@@ -145,7 +145,7 @@ def _peak_beside(work: Callable[[], object]) -> int:
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in status if line.startswith(name))
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = kilobytes("VmRSS:")
     work()
     return (kilobytes("VmHWM:") - before) * 1024
@@ -265,9 +265,11 @@ def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_ea
     planned = make_plan(
         prepare(load_run(DEMO, overrides), ranks).config, ranks, cuda=False
     ).save_memory
-    # A tenth: what the libraries allocate meanwhile, and the last rank's padding. Of a small model a part finds memory that is free.
+    # A tenth: allocations of the libraries during the save, and the padding of the last rank. For a
+    # small model, the copy fits into memory that is already free.
     assert found["peak"] <= 1.1 * planned == 1.1 * (16 * int(found["parameters"]) // ranks)
     assert found["peak"] >= 0.9 * planned or hidden < 1024
     assert size <= found["read"] <= 1.2 * size
-    # Before training goes on the part is copied, once, which is the peak; no tensor is written or hashed: common.pt and pipes are little.
+    # Before training continues, the rank's part is copied once, which is the peak. No tensor is
+    # written or hashed by then: common.pt and pipes are small.
     assert found["files"] == 0 and found["written"] < 1e6 < size / 100

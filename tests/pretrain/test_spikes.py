@@ -72,7 +72,7 @@ def test_spikes_of_loss_and_norm_are_found_and_nothing_else_is() -> None:
             (steps[702][0], 50.0),
             (20.0, 1000.0),
         )
-        steps[1500] = (0.0, 1e-6)  # downwards is no spike
+        steps[1500] = (0.0, 1e-6)  # a sudden decrease is no spike
         found = alarms(steps)
         assert list(found) == [700, 702], "and step 50 is within the first window"
         assert (
@@ -243,9 +243,8 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
             f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]"
         )
     else:
-        write_pair(
-            tmp_path / "short", [[*range(49 * 32)]], "int32"
-        )  # 48 samples and a last label: what twelve steps read
+        # 48 samples and a last label: the data that twelve steps read.
+        write_pair(tmp_path / "short", [[*range(49 * 32)]], "int32")
         base += [f"data.train=[{{prefix: {tmp_path / 'short'}}}]", "model.vocab_size=2000"]
     base += ["checkpoint.keep_last=9", "train.spike_rewind=2"]
     assert pretrain(*base) == 0, pretrain.err
@@ -264,7 +263,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     )
 
 
-# --- where loss or norm change their meaning ---------------------------------------------------------------------------------------------
+# --- changes of the meaning of loss or norm -------------------------------------------------------
 
 ENGINES = ["engine.name=megatron", "engine.name=deepspeed"]
 TINY = [
@@ -342,13 +341,8 @@ def test_the_guard_starts_anew_where_a_key_gives_loss_or_norm_another_meaning(
     }
     assert carried_over(Found(Path(), manifest), load_run(DEMO, changed)) == (STATE if kept else ())
     assert carried_over(Found(Path(), manifest), load_run(DEMO), other_data=True) == ()
-    manifest["progress"]["recent"] = (
-        100.0,
-        math.nan,
-        math.nan,
-        0.5,
-        0.2,
-    )  # as older versions wrote
+    # Older versions wrote this.
+    manifest["progress"]["recent"] = (100.0, math.nan, math.nan, 0.5, 0.2)
     assert carried_over(Found(Path(), manifest), load_run(DEMO)) == ()
 
 
@@ -560,7 +554,7 @@ def test_steps_without_a_token_that_counts_are_skipped_and_leave_json_behind(
     )
 
 
-# --- several ranks --------------------------------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 ZERO = "engine.name=deepspeed"
 LAYOUTS = {

@@ -74,7 +74,8 @@ def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole(
         ("ramp", 0, 3, 0), ("main", 3, 7, 3 * 32), ("decay", 7, 10, 3 * 32 + 4 * 128)
     ]  # fmt: skip
     ramp, main, decay = (part.schedule(None) for part in parts)
-    # Warm-up is eight steps of the first stage: 256 tokens, in each stage's own sequences; the end is the whole run's, 992 tokens.
+    # The warm-up is eight steps of the first stage: 256 tokens, counted in the sequences of each
+    # stage. The decay ends at the end of the entire run, after 992 tokens.
     assert (ramp.warmup_samples, ramp.rate_end, main.warmup_samples, main.rate_end) == (
         16,
         62,
@@ -90,7 +91,8 @@ def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole(
     ) == (0, 12, 10, 10, 992)
 
 
-# Gone from these steps on: behind a boundary, within a stage, all. The others are as costly, and slow.
+# Checkpoints from this step on are deleted: those after a boundary, those within a stage, or all.
+# The other cases cost as much, so they are slow tests.
 @pytest.mark.parametrize(
     "first_gone",
     [(8, 5), pytest.param((9, 4, 1), marks=pytest.mark.slow)],
@@ -114,9 +116,8 @@ def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
         np.load(file)
         for file in (run / "index_cache").glob("*/*StageGPTDataset-train-document_index.npy")
     ]
-    assert len(read) == 3 and len(np.unique(np.concatenate(read))) == sum(
-        map(len, read)
-    )  # no document in two stages
+    # No two stages read the same document.
+    assert len(read) == 3 and len(np.unique(np.concatenate(read))) == sum(map(len, read))
     assert [curve[step]["consumed_tokens"] for step in (3, 7, 10)] == [96, 96 + 512, 992]
     assert curve[10]["lr"] == 0.0 and curve[8]["lr"] == pytest.approx(1e-3 * 2 / 3)
     for gone in first_gone:
@@ -201,7 +202,7 @@ def test_stages_are_those_of_one_process_where_ranks_share_each_sequence(
     )
     assert pretrain(*STAGED) == 0
     wanted = losses(pretrain.run_dir)
-    # fp32 sums in another order: losses are off by 6e-8, norms by 5e-8.
+    # fp32 sums in a different order: losses differ by 6e-8, norms by 5e-8.
     assert len(wanted) == 10 and losses(cut) == {
         step: pytest.approx(pair, rel=1e-6) for step, pair in wanted.items()
     }
@@ -281,7 +282,7 @@ def test_stages_that_cannot_be(pretrain: Command, wording: Wording) -> None:
     wording(pretrain.err)
     for step in (2, 3, 4):
         shutil.rmtree(step_of(pretrain.run_dir, step))
-    # Within the stage: the documents set apart for it are the same, what is left of its steps is not.
+    # Within the stage: the documents reserved for it are the same, but the remaining steps differ.
     assert (
         pretrain(
             *base, "stages=[{name: one, tokens: 256, global_batch_size: 2}, {name: two, steps: 2}]"

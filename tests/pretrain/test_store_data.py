@@ -211,7 +211,8 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
         )
         assert codes == [0], said
         assert losses(tmp_path / f"run{number}") == expected
-        asked.append(len(heard.ranges) - 64 * (number < 2))  # without the manifest's sample
+        # Without the requests for the manifest's sample.
+        asked.append(len(heard.ranges) - 64 * (number < 2))
     half, whole, anew = asked
     assert half > whole > 0 and anew > 0
 
@@ -244,7 +245,7 @@ def test_what_is_kept_stays_within_its_bound(
         assert b"".join(map(reader.read, parts)) == content
         assert not reader.asked and not reader.line
         asked = sum(end - start for start, end in heard.ranges)
-        assert reader.read((0, 5, 70_000)) == content[5:70_005]  # without a plan
+        assert reader.read((0, 5, 70_000)) == content[5:70_005]  # a read outside the plan
         reader.close()
     kept = sum(
         min(BLOCK, size - number * BLOCK)
@@ -351,7 +352,7 @@ def test_samples_are_asked_for_before_they_are_needed(
             here_now, there = next(local), next(stored)
             assert all(torch.equal(here_now[key], there[key]) for key in here_now)
             if not number:
-                assert len(reader.line) >= 17 * 2 - 4  # of which most samples are one range
+                assert len(reader.line) >= 17 * 2 - 4  # one range for most samples
                 end = time.monotonic() + 60
                 while len(heard.ranges) < len(reader.line):
                     assert time.monotonic() < end
@@ -379,12 +380,12 @@ def test_index_plan_and_resume_know_urls(
     assert pretrain("--index") == 0 and "built in" in pretrain.out and not heard.ranges
     assert pretrain() == 0 and "building it" not in pretrain.out
     assert url in (tmp_path / "run/config.yaml").read_text()
-    assert pretrain("train.steps=14", *sources(tiny_data)) == 0  # it lies elsewhere now
+    assert pretrain("train.steps=14", *sources(tiny_data)) == 0  # the data is now at another URL
     assert (
         "resumed from" in pretrain.out
         and f"data.train.0.prefix {url}/train → {tiny_data}/train" in pretrain.out
     )
-    # Another run's index is the same where the URL and what it holds are.
+    # The index of another run is the same if the URL and the contents are the same.
     assert (
         pretrain(
             f"run_dir={tmp_path / 'other'}",
@@ -452,7 +453,7 @@ def test_a_wrong_place_is_one_line(
     here.upload(tiny_data)
     assert pretrain("--index") == 0
     shutil.rmtree(tmp_path / "run")
-    for name in here.names():  # its tokenizer is read by others alone
+    for name in here.names():  # only other commands read the tokenizer
         if "/tokenizer/" in name:
             here.client.delete_object(Bucket=here.name, Key=name)
     assert pretrain("--index") == 0 and "trying again" not in pretrain.err
@@ -488,9 +489,8 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(
         config = load_run(DEMO, words)
         contents = check_contents(check_data(config))
         reader = StoreReader(config)
-        read.append(
-            (contents.key, reader.read((0, 140_000, 4)))
-        )  # between two blocks of the sample
+        # These bytes are between two blocks of the sample.
+        read.append((contents.key, reader.read((0, 140_000, 4))))
         reader.close()
     assert read[0][0] != read[1][0] and [content for _, content in read] == [
         bytes(4),
@@ -552,7 +552,7 @@ def test_a_killed_rank_leaves_no_process(large: Path, tmp_path: Path, store: Sto
         wait_until(lambda: len(records(tmp_path / "run")) > 3, ranks)
         helpers = []
         for child in psutil.Process(ranks[0].pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process may just have ended
                 helpers += [child] if CLIENT in child.cmdline() else []
         assert len(helpers) == 1
         ranks[0].kill()

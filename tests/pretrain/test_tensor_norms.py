@@ -18,10 +18,11 @@ from tests.pretrain.test_muon import MUON, PLAIN, TP2, deepspeed
 from tests.pretrain.test_sharded_checkpoints import everything
 from tests.ranks import answer
 
-STEPS = 3  # the last is compared
-CLIP = 0.5  # which every step's gradient is above
+STEPS = 3  # the last step is compared
+CLIP = 0.5  # the gradient of every step exceeds it
 BF16 = "train.precision=bf16"
-# Name -> settings. Each on two ranks; what is not said is data parallel, with the distributed optimizer. test_parity.py has more layouts.
+# Name -> settings. Each layout has two ranks; the default is data parallelism with the distributed
+# optimizer. test_parity.py has more layouts.
 LAYOUTS: dict[str, list[str]] = {
     "DP2": [],
     "DP2, plain": PLAIN,
@@ -174,7 +175,8 @@ def test_every_layout_and_engine_tells_what_one_process_does(
     """
     done, _ = results
     found = named(done[name])
-    # Each element once: the squares of all gradients are those of the step's norm. Of bf16 gradients DeepSpeed sums other roundings.
+    # Each element counts once: the sum of all squared gradients is the square of the step's norm.
+    # With bf16 gradients, DeepSpeed sums values that are rounded differently.
     for (_, grad_norm), told in zip(done[name].steps, done[name].norms, strict=True):
         gradients = torch.tensor(
             [value for key, value in told.items() if key.endswith("/gradient")], dtype=torch.float64

@@ -193,7 +193,8 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command, layout: list[str
     before = len(os.listdir("/proc/self/task"))
     assert pretrain("train.steps=4", "train.eval_interval=0", *layout) == 0, pretrain.err
     gc.collect()
-    # A few of torch's own stay from the first run on; the others end when the kernel has come to them.
+    # A few of torch's own threads remain after the first run; the others end when the kernel has
+    # handled their exit.
     end = time.monotonic() + PATIENCE
     while len(os.listdir("/proc/self/task")) >= before + 10:
         assert time.monotonic() < end
@@ -225,7 +226,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
         before = state()
         poisoned = engine.train_step(micro_batches(32, math.nan), 16)
         assert poisoned.skipped and math.isnan(poisoned.loss)
-        empty = engine.train_step(micro_batches(32, 0.0), 16)  # no token counts
+        empty = engine.train_step(micro_batches(32, 0.0), 16)  # no token counts for the loss
         assert empty.skipped and math.isnan(empty.loss) and math.isnan(empty.grad_norm)
         seen: list[float] = []
 
@@ -279,7 +280,8 @@ def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(
         for each in ("sixteen", "eight")
     ]
     assert shapes[0] == shapes[1]
-    # An operand is within 2^-4 of itself, its errors of either sign, and a product sums 64 of them or more: 4% of a product's norm.
+    # An operand has a relative error of at most 2^-4, of either sign, and a product sums 64 or more
+    # of them: 4% of the norm of a product.
     for (loss, norm), (wanted, wanted_norm) in zip(
         told["eight"].values(), told["sixteen"].values(), strict=True
     ):
@@ -335,7 +337,7 @@ def test_a_run_says_which_kernels_run(settings: list[str], tmp_path: Path) -> No
     lines = [line for line in out.splitlines() if line.startswith("kernels: ")]
     if platform.has_cuda():
         assert any(line.startswith("kernels: fem_attention") for line in lines)
-    else:  # a line of all, without the reasons, which are one
+    else:  # one line for all kernels, without the reasons, because they are the same
         (line,) = lines
         assert (
             len(line) < 140

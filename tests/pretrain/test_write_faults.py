@@ -18,11 +18,10 @@ from tests.pretrain.write_faults import OTHERS, SHORT, Outcome, Plan, failing_sa
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="no C compiler for the library that lets calls fail"
 )
-OF_RANK_0 = [
-    "*/__0_0.distcp*",
-    "*/__0_1.distcp*",
-]  # Megatron writes two files of tensors a rank, at the same time
-# What a power cut may come between: everything is on the disk before it has its name, latest follows, the old one goes last.
+# Megatron writes two tensor files per rank, at the same time.
+OF_RANK_0 = ["*/__0_0.distcp*", "*/__0_1.distcp*"]
+# Order that makes a power cut harmless at any point: every file is on the disk before it gets its
+# final name, then latest is updated, then the old checkpoint is deleted.
 ORDER = [
     *(
         "fsync .writing_step/.metadata",
@@ -170,6 +169,5 @@ def test_a_call_of_another_rank_that_fails_is_told_by_all(folder: Path, tmp_path
     for found in failing_saves(plans, folder, tmp_path / "faults.so"):
         told_where_it_matters(found)
         of_a_file_of_tensors(found)
-        assert all(
-            "(rank 1)" in (one.told or "") or harmless(one) for one in found[:-3]
-        )  # rank 0 publishes and deletes
+        # Rank 0 publishes and deletes the checkpoints.
+        assert all("(rank 1)" in (one.told or "") or harmless(one) for one in found[:-3])

@@ -24,10 +24,10 @@ from tests import ranks
 from tests.ranks import answer
 
 if TYPE_CHECKING:
-    import torch  # imported by the ranks' server alone: it takes seconds
+    import torch  # only the server of the ranks imports it, because it takes seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = 0  # no error: half of a write's bytes are taken; another call than a write fails with EIO
+SHORT = 0  # no error: a write takes half of its bytes; calls other than writes fail with EIO
 ERRORS = (errno.EIO, errno.ENOSPC, SHORT, errno.EDQUOT, errno.ESTALE, errno.EROFS)
 TINY = (
     *(
@@ -52,7 +52,8 @@ TINY = (
         "checkpoint.keep_last=1",
     ),
 )
-# Files that are written at the same time are counted each for itself: the order of all their calls is another at every save.
+# The calls for each of the files written at the same time are counted separately, because the order
+# of all their calls differs between saves.
 OTHERS = "!(*.distcp|*.distcp.xxh3)"
 
 
@@ -270,9 +271,8 @@ def main(folder: Path, plans: list[dict[str, Any]]) -> None:
     """Run the plans and write the outcomes to ``outcomes.json``."""
     from tests.pretrain.data_folder import write_folder
 
-    ranks._context.set_forkserver_preload(
-        ["tests.pretrain.preloaded"]
-    )  # DeepSpeed, which no plan has, takes seconds
+    # Do not preload DeepSpeed: no plan uses it, and importing it takes seconds.
+    ranks._context.set_forkserver_preload(["tests.pretrain.preloaded"])
     data, told = write_folder(folder / "data"), []
     for number, plan in enumerate(Plan(**each) for each in plans):
         asynchronous = f"checkpoint.async_save={str(plan.asynchronous).lower()}"

@@ -53,7 +53,8 @@ GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES PriorityTier=10 DefMemPerCPU=100 GraceTime={shape.grace_seconds}
 PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF DefMemPerCPU=100
 """
-# Nodes, and srun on them, listen on the loopback alone. srun elsewhere takes slurm.conf and is called back on any address.
+# The nodes, and srun on the nodes, listen only on the loopback address. srun on other hosts uses
+# slurm.conf and is called back on any address.
 SLURMD = """\
 Include {root}/etc/slurm.conf
 CommunicationParameters=NoInAddrAny
@@ -69,7 +70,7 @@ class Shape:
     memory_mb: int
     grace_seconds: int
     slurmd_timeout: int
-    gpu_types: tuple[str, ...]  # a node's each, or none
+    gpu_types: tuple[str, ...]  # those of each node; empty for none
 
 
 def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) -> None:
@@ -81,7 +82,7 @@ def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) ->
         for name, port, kind in zip(nodes, ports[1:], types, strict=True)
     ]
     etc = root / "etc"
-    # A node is DOWN after slurmd_timeout and two messages that were not answered in time.
+    # A node becomes DOWN after slurmd_timeout and two messages without a timely answer.
     patience = max(5, min(10, shape.slurmd_timeout))
     (etc / "slurm.conf").write_text(
         SLURM.format(

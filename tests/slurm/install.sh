@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs what tests/slurm needs (Slurm's daemons and commands, munge, shellcheck) on Debian or Ubuntu, as root, if it is missing.
-# Elsewhere it says why not and succeeds: the tests are skipped then, with their reason. No service is left running.
+# Installs the requirements of tests/slurm (Slurm's daemons and commands, munge, shellcheck) on
+# Debian or Ubuntu, as root, if they are missing. On other systems it prints the reason and
+# succeeds; the tests are then skipped with their reason. No service is left running.
 set -euo pipefail
 
 wanted=()
@@ -15,7 +16,7 @@ if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
   exit 0
 fi
 
-# A package's daemons are started at its installation unless this file forbids it.
+# Installing a package starts its daemons unless this file forbids it.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
   trap 'rm -f "$policy"' EXIT

@@ -40,11 +40,12 @@ NEEDED = (
     "hostname",
 )
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # what it makes below its root
-LONGEST_ROOT = 50  # a unix socket's path has at most 107 characters, and slurmstepd's is <root>/spool/nodeN/nodeN_JOB.STEP
-PORTS = range(
-    61000, 65400, 8
-)  # first ports of the blocks; above the ports that Linux gives away by itself
+FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # folders created below the root
+# A unix socket's path has at most 107 characters, and that of slurmstepd is
+# <root>/spool/nodeN/nodeN_JOB.STEP.
+LONGEST_ROOT = 50
+# First ports of the blocks; above the range from which Linux assigns ports automatically.
+PORTS = range(61000, 65400, 8)
 OVER = (
     "COMPLETED",
     "FAILED",
@@ -56,7 +57,8 @@ OVER = (
     "BOOT_FAIL",
     "DEADLINE",
 )
-# A node's own host name and tables, and the mount point that tells its processes (see processes.py).
+# Gives a node its own host name, tables and the mount point that identifies its processes (see
+# processes.py).
 NODE = 'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --bind "$0/nodes/$1" "$0/nodes/$1"; shift; exec "$@"'
 
 

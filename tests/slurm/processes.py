@@ -30,7 +30,7 @@ def by_node(root: Path) -> dict[str, list[int]]:
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace not in names:
                 names[namespace] = _node_of(pid, root)
-        except OSError:  # it has ended
+        except OSError:  # the process may just have ended
             continue
         name = names[namespace]
         if name is not None:

@@ -123,9 +123,8 @@ def test_the_time_limit_and_a_preemption_save_and_requeue(
     )
     case.submit("--signal=B:USR1@30", "--time=30")
     case.ready()
-    cluster.run(
-        "scontrol", "update", f"JobId={case.id}", "TimeLimit=1"
-    )  # Slurm looks every half a minute
+    # Slurm checks the limit every half minute.
+    cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=1")
     wait_for(lambda: cluster.state(case.id) == "PENDING", 150)
     cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=30")
     case.ready(2)
@@ -164,10 +163,8 @@ def test_a_supervisor_that_is_killed_is_requeued(
     cluster: MiniSlurm, tmp_path: Path, returning: bool
 ) -> None:
     """While its ranks run, and while it returns to the queue."""
-    hook = {
-        "command": "sleep 60",
-        "events": ["saved"],
-    }  # it is waited for between the words and the deed
+    # The supervisor waits for this command between its announcement and its action.
+    hook = {"command": "sleep 60", "events": ["saved"]}
     case = Submitted(cluster, tmp_path / "run", WAITS, notify=hook)
     case.submit()
     case.ready()
@@ -180,10 +177,8 @@ def test_a_supervisor_that_is_killed_is_requeued(
 
 
 def test_a_hang_of_two_nodes_is_dumped_and_restarted(cluster: MiniSlurm, tmp_path: Path) -> None:
-    script: Script = [
-        {"to": 3, "checkpoint": [3], "end": "hang"},
-        {"to": 3},
-    ]  # no step is left that the end could be late after
+    # The second attempt has no step left after which it could end late.
+    script: Script = [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 3}]
     case = Submitted(
         cluster, tmp_path / "run", script, nodes=2, torchrun=True, watchdog={"step_minutes": 0.1}
     )
@@ -263,17 +258,14 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
     cluster = make_cluster(nodes=4, slurmd_timeout=5)
-    script: Script = [
-        *[{"to": 3, "checkpoint": [3], "end": "hang"}] * 3,
-        {"to": 5},
-    ]  # without its peer none can save
+    # Without its peer, no rank can save.
+    script: Script = [*[{"to": 3, "checkpoint": [3], "end": "hang"}] * 3, {"to": 5}]
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True)
     case.submit()
     for attempt in (1, 2):
         other = case.ready(attempt)
-        os.kill(
-            other, signal.SIGSTOP
-        )  # as a rank that waits for the one that is gone, it hears no signal
+        # A stopped process receives no signal, like a rank that waits for a lost peer.
+        os.kill(other, signal.SIGSTOP)
         os.kill(case.child(1, attempt), signal.SIGKILL)
         record = case.directory / f"attempts/{attempt:04}/ranks/rank_00001.json"
         wait_for(lambda: (read_json(record) or {}).get("ended"))  # noqa: B023

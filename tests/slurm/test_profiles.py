@@ -40,7 +40,8 @@ def test_sbatch_takes_the_shipped_profiles(path: Path, h100s: MiniSlurm, tmp_pat
     job = hostile.job(tmp_path, profile)
     assert refusal(h100s, render(job, profile), tmp_path) == ""
     assert refusal(h100s, render(job, profile, array="0-5%2", exclude=[]), tmp_path) == ""
-    # And refuses what this cluster has not: a node more, a GPU more, nodes that are excluded.
+    # The cluster refuses resources that it does not have: one more node, one more GPU, excluded
+    # nodes.
     assert "not available" in refusal(
         h100s, render(hostile.job(tmp_path, profile, nodes=3), profile), tmp_path
     )

@@ -185,7 +185,8 @@ def test_one_job_a_directory(login: Login) -> None:
     assert f"job {job} (PENDING) has the old settings" in login.launch(
         *HELP, options=("--directory", "job", "--update"), code=2
     )
-    # Known by its batch script, though nobody noted its id: whoever submitted it was killed before.
+    # The job is found by its batch script although no id is recorded: the submitting process was
+    # killed before it could record it.
     (launch_folder(login.job) / "submissions.jsonl").unlink()
     assert f"has job {job} (PENDING)" in login.launch(*HELP, options=("--directory", "job"), code=2)
     assert f"requeue {login.job}" in login.launch("cancel", "job")
@@ -274,9 +275,9 @@ def test_an_array_starts_what_is_left(login: Login) -> None:
     child(0, 2)
     child(2, 1)
     (login.folder / "config.yaml").unlink()
-    login.feed()  # a file from now on
+    login.feed()  # writes a regular file: the pipe is removed
     for pid in (child(0, 2), child(2, 1)):
-        with suppress(ProcessLookupError):  # it may have begun to read only now
+        with suppress(ProcessLookupError):  # the process may only now have begun to read
             os.kill(pid, signal.SIGINT)
     assert [login.cluster.wait(f"{job}_{task}", timeout=120) for task in range(3)] == [
         "COMPLETED",
@@ -449,7 +450,8 @@ def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) 
     assert told in login.launch("logs", "job")
 
 
-# A mount namespace in which munge's socket is where a client looks for it that has no slurm.conf yet.
+# Run in a mount namespace in which munge's socket is at the place where a client without slurm.conf
+# expects it.
 CONFIGLESS = 'mount -t tmpfs none /run && mkdir /run/munge && ln -s "$0" /run/munge/munge.socket.2 && exec "$@"'
 
 
@@ -498,9 +500,8 @@ def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> No
     wait_for(
         lambda: slurm.queue([array]).get(f"{array}_1", slurm.QueueState("")).state == "RUNNING"
     )
-    wait_for(
-        lambda: slurm.queue([array])[f"{array}_2"].reason == "JobArrayTaskLimit"
-    )  # the scheduler says so a moment later
+    # The scheduler reports this a moment later.
+    wait_for(lambda: slurm.queue([array])[f"{array}_2"].reason == "JobArrayTaskLimit")
     states = slurm.queue([array, held, "99999"])
     assert (states[f"{array}_0"].state, states[f"{array}_0"].active) == ("FAILED", False)
     assert (states[f"{array}_1"].nodes, states[f"{array}_1"].active) == ("node1", True)

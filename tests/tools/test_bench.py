@@ -44,7 +44,8 @@ def test_a_workload_is_a_call_of_its_operation(name: str) -> None:
 
 
 def test_every_operation_has_a_workload() -> None:
-    within_others = {"free_energy"}  # timed as FEM-GLA's read, a workload of linear_attention
+    # Measured as the read of FEM-GLA, a workload of linear_attention.
+    within_others = {"free_energy"}
     assert {workload.op for workload in WORKLOADS.values()} >= set(operations()) - within_others
 
 
@@ -75,7 +76,7 @@ def test_bytes_count_every_tensor_once_and_again_in_the_backward() -> None:
         "symmetric_linear_attention", "auto", Size(1, 8, 2, 4, 4), torch.float32, 0.0
     )
     z = 8 * 2 * 4 * 4
-    assert speed.bytes == (2 * z, 5 * z)  # z, out; z, out, z again, d out, d z
+    assert speed.bytes == (2 * z, 5 * z)  # forward: z, out; backward: z, out, z again, d out, d z
 
 
 def test_timing_warms_up_and_makes_two_passes() -> None:
@@ -93,7 +94,7 @@ def test_json_goes_where_a_link_leads(tmp_path: Path) -> None:
     assert link.is_symlink() and json.loads(target.read_text()) == [1]
 
 
-# --- whole models -----------------------------------------------------------------------------------------------------------------
+# --- complete models ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,12 +145,13 @@ def test_a_step_counts_tokens_parameters_and_flops() -> None:
     built = LanguageModel(VARIANTS[BASELINE](scale.model), torch.float32)
     assert cost.parameters == sum(weight.numel() for weight in built.parameters())
     assert cost.tokens == 16
-    # 6 FLOPs for each number of a matrix and each token, and the pairs of attention, 4 * 3 a channel.
+    # 6 FLOPs per token for each number of a matrix, plus the pairs of attention: 4 * 3 per channel.
     matrices = sum(
         w.numel() for name, w in built.named_parameters() if w.dim() > 1 and name != "embedding"
     )
     assert cost.flops == pytest.approx(16 * (6 * matrices + 12 * 32 * 17 / 2))
-    scale = replace(scale, documents=4)  # read apart: a token sees what is before it in its own
+    # Separate documents: a token sees only earlier tokens of the same document.
+    scale = replace(scale, documents=4)
     first = [*scale.begins()[0].nonzero()[:, 0].tolist(), 16]
     sizes = [end - begin for begin, end in pairwise(first)]
     assert len(sizes) > 2
@@ -181,7 +183,7 @@ def test_what_became_slower() -> None:
     ]
 
 
-# --- every benchmark, once, at toy size -------------------------------------------------------------------------------------------
+# --- every benchmark once, at toy size ------------------------------------------------------------
 
 ENGINES = [*TINY, "--steps", "2", "--rounds", "1", "--precision", "fp32"]
 TOYS = {
@@ -265,9 +267,8 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
                 each["step_ratio"] == each["step_seconds"] / base["step_seconds"]
                 and f"| {each['variant']} " in out
             )
-            assert each["loss"] == pytest.approx(
-                base["loss"], rel=1e-6
-            )  # the same steps on the same tokens, sums in another order
+            # The same steps on the same tokens, with sums in a different order.
+            assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)
     else:
         expected = {
             "mixers": ["transformer", "fem_aft"],

@@ -88,15 +88,11 @@ def test_a_run_fails_for_a_missed_target_or_other_bytes(tmp_path: Path) -> None:
     ours = peers.OURS.name
     assert conclude({}, {}, 2.9, 0.01, tmp_path) == (0, [])
     assert conclude({ours: 0.55}, {}, 2.9, 0.01, tmp_path) == (1, ["FAIL"] * 2)
-    assert conclude({ours: float("nan")}, {}, 3.1, 0.01, tmp_path) == (
-        1,
-        ["FAIL"] * 3,
-    )  # of the index a tenth: 3 s
+    # The index has a tenth of the documents, so its limit is 3 s.
+    assert conclude({ours: float("nan")}, {}, 3.1, 0.01, tmp_path) == (1, ["FAIL"] * 3)
     assert conclude({"workers": 0.8}, {}, 2.9, 0.01, tmp_path) == (1, ["FAIL"])
-    assert conclude({"workers": 0.8}, {}, 2.9, None, tmp_path) == (
-        0,
-        ["note"],
-    )  # the machine was not idle
+    # The machine was not idle.
+    assert conclude({"workers": 0.8}, {}, 2.9, None, tmp_path) == (0, ["note"])
     assert conclude({}, {peers.PEER.name: "b"}, 2.9, 0.01, tmp_path) == (1, [])
 
 

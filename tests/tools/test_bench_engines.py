@@ -70,12 +70,11 @@ def test_variants_differ_in_the_engine_alone_and_what_cannot_run_says_why(
     )
     assert runs[BASELINE].train.global_batch_size == 4
     memory = planned(JOB, cuda=False)
-    assert (
-        30e6 < memory.parameters < 60e6 and memory.activations < memory.total / 10
-    )  # parameters make the memory
+    # The parameters take most of the memory.
+    assert 30e6 < memory.parameters < 60e6 and memory.activations < memory.total / 10
     assert all(
         name == "stage0" or lacks(Job(name, 1, "bf16", "gpu", 2, 2)) is None for name in VARIANTS
-    )  # the GPU suite's
+    )  # the variants of the GPU suite
     assert "fp32 alone" in str(lacks(replace(JOB, variant="stage0", precision="bf16")))
     monkeypatch.setattr(
         "tools.bench.engines.variants.find_spec",
@@ -162,7 +161,8 @@ def test_a_model_by_name_trains_as_its_run_does(name: str, tokens: int, batch: i
 
 def test_a_model_without_a_run_or_a_vocabulary(tmp_path: Path) -> None:
     """Its sizes are those of the benchmark's model, and its vocabulary is given."""
-    assert configuration(replace(JOB, model="fem_sm_demo")).model.vocab_size == 32000  # its data's
+    # By default the vocabulary of its data.
+    assert configuration(replace(JOB, model="fem_sm_demo")).model.vocab_size == 32000
     (tmp_path / "own.yaml").write_text(
         "{mixer: transformer, hidden_size: 32, num_layers: 1, num_attention_heads: 2, vocab_size: 128}"
     )
@@ -176,7 +176,8 @@ def test_a_model_without_a_run_or_a_vocabulary(tmp_path: Path) -> None:
             configuration(replace(JOB, model=name))
 
 
-# What stands in for torchrun and its ranks: the last word is the job's folder, and the steps' seconds are answered one by one.
+# Replaces torchrun and its ranks. The last argument is the folder of the job; the ranks
+# report the given seconds step by step.
 RANKS = """#!{python} -IS
 import json, os, pathlib, sys, time
 folder, answer, rest = pathlib.Path(sys.argv[-1]), {answer}, {seconds}
@@ -306,7 +307,8 @@ def test_the_json_has_every_timed_step_so_far(
     monkeypatch.setattr(bench, "launch", launched)
     with pytest.raises(KeyboardInterrupt):
         bench.Bench(JOB, tuple(rounds), 2, cuda=False, out=out).run()
-    # stage1 reached the limit in its first round, and is started no more; stage3 was stopped in its second.
+    # stage1 reached the limit in its first round and is not started again; stage3 was stopped in
+    # its second round.
     assert rows() == {"megatron": (2, False), "stage1": (1, True), "stage3": (2, True)}
 
 
@@ -322,15 +324,14 @@ def test_mfu_is_that_of_the_plan_and_none_without_a_data_sheet(
     )
     monkeypatch.setattr(platform, "device_name", lambda: "NVIDIA H100 80GB HBM3")
     share = of(JOB, rounds, cuda=False).mfu
-    assert share == pytest.approx(
-        mfu(plan_of(JOB, cuda=False), 2.0, "H100"), rel=1e-12
-    )  # the same product in another order
+    # The same product in a different order.
+    assert share == pytest.approx(mfu(plan_of(JOB, cuda=False), 2.0, "H100"), rel=1e-12)
     row = as_json("megatron", replace(found, peak_flops=1e12), None)
     assert row["mfu"] == found.tokens / 2.0 * found.flops_per_token / 1e12
 
 
 def test_figures_are_the_slowest_ranks_and_ratios_of_one_round() -> None:
-    # Steps end with their last rank: 2, 3, 4 and, the machine twice as slow, 4, 6, 8.
+    # A step ends with its last rank: 2, 3, 4, and 4, 6, 8 on a machine that is twice as slow.
     base = of(
         JOB,
         [

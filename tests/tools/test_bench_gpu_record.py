@@ -56,7 +56,7 @@ def timed(seconds: float) -> dict[str, Any]:
     return {**passes, "flops": [3e11, 1e12], "bytes": [3e8, 1e9]}
 
 
-# --- the record -------------------------------------------------------------------------------------------------------------------
+# --- the record -----------------------------------------------------------------------------------
 
 FEW = [
     "--dry",
@@ -118,7 +118,7 @@ def test_a_killed_suite_keeps_its_outcomes_and_the_next_performs_the_rest(tmp_pa
     assert len(after.sessions) == 2 and after.left_out == [] and len(after.outcomes) == 4
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     names = [line["task"]["name"] for line in lines if "task" in line]
-    assert set(names[len(before.outcomes) :]).isdisjoint(before.outcomes)  # nothing twice
+    assert set(names[len(before.outcomes) :]).isdisjoint(before.outcomes)  # no task runs twice
     assert "in bounds" in (tmp_path / suite.PAGE).read_text()
 
 
@@ -197,9 +197,8 @@ def test_resuming_performs_what_is_missing_then_what_failed_and_a_chain_of_runs_
     todo = Record.read(tmp_path).missing(planned)
     of_bf16 = [task for task in runs if task.unit == "trainer bf16"]
     assert todo == [*of_bf16, *checks[4:], *checks[:2]] or todo[-2:] == checks[:2]
-    assert [task for task in todo if task.kind == "train"] == of_bf16 and len(
-        of_bf16
-    ) == 2  # the second continues the first
+    # The second run continues the first.
+    assert [task for task in todo if task.kind == "train"] == of_bf16 and len(of_bf16) == 2
 
 
 def test_a_new_run_keeps_an_older_record_and_a_wrong_folder_or_device_is_named(
@@ -221,7 +220,7 @@ def test_a_new_run_keeps_an_older_record_and_a_wrong_folder_or_device_is_named(
     assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
-# --- results and report -----------------------------------------------------------------------------------------------------------
+# --- results and report ---------------------------------------------------------------------------
 
 
 def measured() -> list[Outcome]:
@@ -261,10 +260,8 @@ def measured() -> list[Outcome]:
             "model", f"{scale} {variant}", scale=scale, variant=variant, batch=2, recompute=False
         )
         found.append(Outcome(asked_for, {**cost, "recompute": False}))
-    for name, mfu, seconds in (
-        ("transformer_1.3b", 0.42, 1.0),
-        ("fem_sm_1.3b", 0.4, 1.05),
-    ):  # FEM's FLOPs are others
+    # FEM has other FLOPs.
+    for name, mfu, seconds in (("transformer_1.3b", 0.42, 1.0), ("fem_sm_1.3b", 0.4, 1.05)):
         figures = Figures(
             (seconds,),
             (7,),
@@ -370,10 +367,8 @@ def test_the_report_names_what_was_found_and_what_is_missing(
         for line in page.splitlines()
         if "| 1.3B, documents FEM-SM" in line
     )
-    assert packed[2] == "2 x 4096" and packed[5:7] == [
-        "",
-        "0.75",
-    ]  # no Transformer's; 0.09 over 0.12
+    # The table has no value for the Transformer; 0.75 is 0.09 over 0.12.
+    assert packed[2] == "2 x 4096" and packed[5:7] == ["", "0.75"]
     assert (
         "1.10" in printed
         and "OUT OF BOUNDS: trainer: resumed" in printed
@@ -407,10 +402,8 @@ def test_a_result_out_of_bounds_is_found_and_a_case_that_ends_in_an_error_has_fa
             and "1 OUT OF BOUNDS" in report(record, results)
             and "not met" in short(Results(measured(), GPU))
         )
-    good = [
-        "ValueError: x: implementation 'triton' cannot run: float64; use auto",
-        OUT_OF_MEMORY,
-    ]  # not for that implementation
+    # These gaps are no failures: the implementation cannot run the case.
+    good = ["ValueError: x: implementation 'triton' cannot run: float64; use auto", OUT_OF_MEMORY]
     bad = ["RuntimeError: misaligned address", "ValueError: a shape", "no answer within 120 s"]
     results = Results([Outcome(task("correctness"), gap=gap) for gap in good + bad], GPU)
     assert [outcome.gap for outcome in results.failed] == bad

@@ -34,7 +34,7 @@ def task(kind: str, name: str = "", **arguments: Any) -> Task:
     return Task(kind, name or kind, arguments, 1, 1)
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def test_the_most_important_comes_first_and_all_can_be_said_in_json() -> None:
@@ -58,7 +58,8 @@ def test_the_most_important_comes_first_and_all_can_be_said_in_json() -> None:
         < alone.index("fem_attention, auto, 4096")
         < alone.index("1.3B Transformer")
     )
-    # All cases of our kernels, and the first ones of others' code, come before the rest; what is timed runs alone.
+    # All cases of the project's own kernels, and the first ones of foreign code, precede the other
+    # tasks; timed tasks run alone.
     checks = [task for task in planned if task.kind == "correctness"]
     begins = {(op, next(iter(cases.cases))) for op, cases in suites().items()}
     urgent = [
@@ -101,7 +102,7 @@ def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_nam
     assert {task.arguments.get("workload", "time_decay_scan") for task in chosen} == {
         "time_decay_scan"
     }
-    for op in ("time_decay_scan", "free_energy"):  # the latter is timed under another's name
+    for op in ("time_decay_scan", "free_energy"):  # free_energy is timed under another name
         suite.parse(["--only", "correctness", "--ops", op])
         checks = [task.arguments for task in tasks(("correctness",), (op,), None)[0]]
         assert {(each["op"], each["dtype"]) for each in checks} == {
@@ -121,7 +122,7 @@ def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_nam
     )
 
 
-# --- what a worker does -----------------------------------------------------------------------------------------------------------
+# --- the work of a worker -------------------------------------------------------------------------
 
 SIZE = asdict(Size(1, 16, 2, 16, 8))
 
@@ -163,9 +164,8 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"rank": 0, "seconds": [1.0, 3.0], "peak_bytes": 7, "host_bytes": 5, "loss": 6.0}
     jobs, drawn = list[Job](), list[str]()
 
-    def launched(
-        job: Job, *, say: Any
-    ) -> list[dict[str, Any]]:  # test_bench_engines.py starts real ranks
+    # test_bench_engines.py starts real ranks.
+    def launched(job: Job, *, say: Any) -> list[dict[str, Any]]:
         jobs.append(job)
         return [said]
 
@@ -180,19 +180,17 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     results = {
         kind: json.loads(json.dumps(answer))["result"] for kind, (answer, _) in found.items()
     }
-    assert all(finding["good"] for finding in results["correctness"]) and drawn == [
-        "normal"
-    ]  # one float64 truth for both
+    # Both use the same float64 reference.
+    assert all(finding["good"] for finding in results["correctness"]) and drawn == ["normal"]
     assert set(results["roofs"]) == {"matmul_flops", "copy_bytes"}
     pairs = 2 * 16 * 17 / 2
     assert results["op"]["flops"] == [2 * pairs * 32, 7 * pairs * 32]
     assert results["engine"]["steps"] == [2.0] and results["engine"]["peaks"] == [7]
-    assert jobs[0].limit == 590  # so that it ends its ranks before this process is ended
+    assert jobs[0].limit == 590  # the job ends its ranks before this process is ended
     assert results["model"]["batch"] == 2 and results["model"]["tokens"] == 16
     results["sanitize"] = {"checked": results["sanitize"], "reported": []}
-    Results(
-        [Outcome(task(kind, **kinds[kind]), results[kind]) for kind in kinds], "cpu"
-    )  # takes them
+    # Results accepts them.
+    Results([Outcome(task(kind, **kinds[kind]), results[kind]) for kind in kinds], "cpu")
 
 
 def test_what_a_machine_refuses_is_a_gap_and_a_large_model_is_tried_smaller(
@@ -234,15 +232,14 @@ def test_a_process_that_has_lost_the_gpu_computes_nothing_on_the_cpu() -> None:
 def test_runs_of_the_trainer_are_compared_step_by_step() -> None:
     others = {step: {"loss": 2.0} for step in range(1, 9)}
     arguments = {"begin": ["cpu", 4], "bound": 1e-4}
-    same = trainer._compare(
-        {step: 2.0 if step > 4 else 9.0 for step in others}, others, arguments
-    )  # the first four are the other's own
+    # The first four steps are those of the other run.
+    same = trainer._compare({step: 2.0 if step > 4 else 9.0 for step in others}, others, arguments)
     assert same == {"worst": 0.0, "bound": 1e-4, "equal": True, "good": True}
     off = trainer._compare({step: 2.0 + 0.001 * (step == 8) for step in others}, others, arguments)
     assert off["worst"] == pytest.approx(5e-4) and not off["equal"] and not off["good"]
 
 
-# --- processes --------------------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def performed(
@@ -272,7 +269,7 @@ def test_processes_answer_and_outlive_a_mistake_a_hang_and_a_lost_gpu(tmp_path: 
             and outcomes[2].gap is None
         )
         first = own.process
-        # One that hangs is ended, and what comes after has a new process.
+        # A hanging task is ended, and the next one gets a new process.
         assert own.ask(task("roofs", matmul=4096, copy=16), 0.05) == {"gap": "no answer within 0 s"}
         assert "result" in own.ask(small, PATIENCE) and own.process is not first
         own.close()
@@ -317,10 +314,10 @@ def test_what_does_not_fit_into_the_time_is_left_out(
     clock = answering(monkeypatch, lambda worker, task: {"result": task.name})
     planned = [Task("op", str(number), {}, 0, 5) for number in range(10)]
     outcomes, left_out = performed(planned, [Worker(tmp_path)], clock)
-    # The first was guessed at 5 s and took 13, so from then on 13 are reckoned with.
+    # The first task was estimated at 5 s and took 13 s, so 13 s are assumed for the next ones.
     assert [outcome.task.name for outcome in outcomes] == ["0", "1", "2", "3"]
     assert [task.name for task in left_out] == ["4", "5", "6", "7", "8", "9"]
-    assert clock.limit(planned[0], 60) == 8.0  # never past the end of all
+    assert clock.limit(planned[0], 60) == 8.0  # never after the end of all tasks
 
 
 def test_what_lacks_memory_beside_others_is_tried_alone(
@@ -383,7 +380,7 @@ def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(
         outcomes, left_out = performed(planned, [other, own], Clock(5))
     finally:
         own.close()
-    assert left_out == [] and other.process is None  # the tool's tasks are for its worker alone
+    assert left_out == [] and other.process is None  # the tasks of the tool run only in its worker
     assert [outcome.wrong for outcome in outcomes] == [
         n % 2 == 1 for n in range(len(planned))
     ] and len(planned) >= 2

@@ -57,7 +57,8 @@ def counted(trace: Trace, *, backward: bool) -> dict[str, float]:
 
 def test_operations_of_torch_are_counted_as_often_as_they_pass_over_memory() -> None:
     trace = traced(lambda x: (x * x.sigmoid()).view(-1).float(), TOKENS, WIDTH)
-    # x and its sigmoid in, each a result out; the view is free; float32 is twice as wide. Backward: two products, and their sum.
+    # x and its sigmoid are read, each with a result written; the view is free; float32 is twice as
+    # wide. Backward: two products, and their sum.
     assert counted(trace, backward=False) == {"sigmoid": 2, "mul": 3, "_to_copy": 3}
     assert counted(trace, backward=True) == {
         "_to_copy": 3,
@@ -77,7 +78,8 @@ def test_a_slice_of_a_packed_tensor_costs_its_gradient_the_whole_width() -> None
         "add": 3,
     }
     halves = traced(lambda x: torch.add(*x.split(WIDTH // 2, dim=1)), TOKENS, WIDTH)
-    assert counted(halves, backward=True) == {"cat": 1.5}  # one half's gradient is the other's
+    # The gradient of one half equals that of the other.
+    assert counted(halves, backward=True) == {"cat": 1.5}
 
 
 def test_a_launch_of_a_triton_kernel_moves_what_it_is_given_once() -> None:
@@ -86,7 +88,7 @@ def test_a_launch_of_a_triton_kernel_moves_what_it_is_given_once() -> None:
     trace = traced(lambda x: conditioner_features(x, state, weight, 1e-5), TOKENS, WIDTH)
     assert trace.chosen == {"conditioner_features": "triton"}
     (launch,) = (each for each in trace.launches if not each.backward)
-    numbers = 2 * TOKENS  # of rows, kept: a scale of r, and LayerNorm's two
+    numbers = 2 * TOKENS  # numbers per row that are kept: a scale of r, and two of LayerNorm
     assert launch.kind == POINTWISE and launch.name == "conditioner_features: forward_kernel"
     assert launch.bytes == pytest.approx(
         TOKENS * WIDTH * (2 + 4 + 2) + 4 * WIDTH, abs=4 * 3 * numbers
@@ -100,11 +102,8 @@ def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
         ("residual_norm", "time_decay_scan", "conditioner_features", "fem_projection"), "triton"
     )
     assert trace.chosen == {"fem_attention": "cudnn", **ours}
-    for turning in (
-        "transformer",
-        "differential",
-        "yuriiformer",
-    ):  # an installed flash-attn is not asked
+    # An installed flash-attn is not used.
+    for turning in ("transformer", "differential", "yuriiformer"):
         trace = layer(turning)
         assert trace.chosen["rotary"] == "triton"
         assert [
@@ -150,11 +149,14 @@ def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
     ]
     wide = [launch for launch in filled if launch.bytes >= 2 * tokens * LARGE.hidden_size]
     assert wide == []
-    # What a CUDA graph can hold, too: no number is waited for, and no size depends on one, for these tensors have none.
+    # CUDA graphs can capture it: the host waits for no number, and no size depends on one, because
+    # these tensors have no values.
     assert trace.reads == []
 
 
-MOST = 1.155  # of the Transformer's bytes, 1.152 now; of those moved pointwise 1.175: the packed product is written once more
+# Limit as a multiple of the Transformer's bytes, now 1.152; of the bytes of pointwise operations,
+# 1.175: the packed product is written once more.
+MOST = 1.155
 READ = (
     "fem_attention: range",
     "fem_attention: constants",

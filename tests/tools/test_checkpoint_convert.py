@@ -165,7 +165,8 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
 
     goes_on = train(base, split, SPLIT, f"train.precision={precision}")
     assert sorted(goes_on) == list(range(FROM + 1, UNTIL + 1))
-    # The same arithmetic on flat buffers instead of tensors: the norm is another order of an fp32 sum.
+    # The same arithmetic on flat buffers instead of tensors: the fp32 sum of the norm is in a
+    # different order.
     assert list(goes_on.values()) == [pytest.approx(wanted[step], rel=1e-6) for step in goes_on]
 
     assert convert(step_of(split), "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
@@ -193,7 +194,7 @@ def test_deepspeed_goes_on_where_megatron_was_and_back(
         Job("same", [*overrides, f"run_dir={rewritten}"], 0, load=str(zero), save_after=0),
     ]
     steps = answer(1, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "rank")["on"].steps
-    # An fp32 sum in another order, as in tests/pretrain/test_deepspeed.py.
+    # An fp32 sum in a different order, as in tests/pretrain/test_deepspeed.py.
     assert steps == [pytest.approx(wanted[step], rel=1e-6) for step in range(FROM + 1, UNTIL + 1)]
 
     assert convert(rewritten, "--engine", "megatron", "--out", split) == 0
@@ -226,9 +227,8 @@ def test_weights_alone_stay_weights_alone(
     said = capsys.readouterr().out
     assert "contents    weights alone, for checkpoint.load\n" in said
     assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in said
-    assert (
-        pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2
-    )  # nothing resumes from it
+    # A run cannot resume from it.
+    assert pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2
     assert "contains only weights" in capsys.readouterr().err
 
 
@@ -275,9 +275,8 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
     assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 0
     again = ("convert", step_of(run_dir), "--engine", "deepspeed", "--out", out)
     refused(main, "tools.checkpoint", *again, **names)
-    assert (
-        convert(run_dir, "--engine", "megatron", "--plain-optimizer", "--out", out) == 0
-    )  # a later step of the same run
+    # A later step of the same run.
+    assert convert(run_dir, "--engine", "megatron", "--plain-optimizer", "--out", out) == 0
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
         "latest",
         "step_00000003",
@@ -357,7 +356,10 @@ def test_show(
     )
     (step / MANIFEST).unlink()
     refused(main, "tools.checkpoint", "show", step)
-    command = f"{sys.executable} -m tools.checkpoint show {run_dir} | head -n 1; exit ${{PIPESTATUS[0]}}"  # a reader that has seen enough
+    # head closes the pipe after one line.
+    command = (
+        f"{sys.executable} -m tools.checkpoint show {run_dir} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    )
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,
@@ -366,9 +368,8 @@ def test_show(
         text=True,
     )
     assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141)
-    assert not re.search("Error|Exception|Traceback", done.stderr), (
-        done.stderr
-    )  # a library's hint is no fault of ours
+    # Hints of libraries are allowed.
+    assert not re.search("Error|Exception|Traceback", done.stderr), done.stderr
 
 
 @fp32_alone
@@ -396,9 +397,8 @@ def test_verify(
             f"{step}: damaged: {file.name}: the bytes do not match their checksum ("
         )
     content[len(content) // 2] ^= 1
-    file.write_bytes(
-        content.replace(b"ZZZZ", b"ZZZY", 1)
-    )  # what pads an archive, which no checksum of a tensor covers
+    # Padding of the archive, which no checksum of a tensor covers.
+    file.write_bytes(content.replace(b"ZZZZ", b"ZZZY", 1))
     assert main(["verify", str(step)]) == 1
     assert (
         capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
         assert merge(*arguments, "--out", out) == 0 == main(["verify", str(out)])
         assert_equal(out, shares, folders)
         found = find(out)
-        assert "rng_device" not in found.manifest  # there are no random states
+        assert "rng_device" not in found.manifest  # without random states
         assert found.progress.step == 3 and [each["step"] for each in found.manifest["merged"]] == [
             find(folder).progress.step for folder in folders
         ]
@@ -156,7 +156,7 @@ def test_an_average_is_exported_and_trained_on(runs: Path, tiny_data: Path, tmp_
         )
         == 0
     )
-    fresh = 6.24  # ln 512: every token alike
+    fresh = 6.24  # ln 512: every token is equally likely
     assert losses(tmp_path / "run")[1][0] < fresh - 0.01
     assert (
         hf(["export", str(out), str(tmp_path / "hf")]) == 0

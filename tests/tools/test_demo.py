@@ -86,21 +86,20 @@ def findings(fem_loss: float = 4.9, plain_loss: float = 5.0) -> dict[str, Any]:
     return {"models": models, "unigram": entropy, "parity": parity, "run": run, "machine": machine}
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_the_unigram_entropy_is_the_frequencies_own(tmp_path: Path) -> None:
     for name, ids in (("train", [0] * 900 + [5] * 100), ("valid", [3, 4, 5, 6] * 50)):
         np.asarray(ids, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     found = report.unigram(tmp_path / "train.bin", tmp_path / "valid.bin", vocabulary=10)
-    assert found["heldout_entropy"] == pytest.approx(
-        math.log(4), abs=1e-12
-    )  # of four that are equally frequent
-    # One added to each count: token 5 has 101 of 1010, tokens 3, 4 and 6 have one each.
+    # The entropy of four equally frequent tokens.
+    assert found["heldout_entropy"] == pytest.approx(math.log(4), abs=1e-12)
+    # One is added to each count: token 5 has 101 of 1010; tokens 3, 4 and 6 have one each.
     assert found["train_cross_entropy"] == pytest.approx(
         -(math.log(101 / 1010) + 3 * math.log(1 / 1010)) / 4, abs=1e-12
     )
-    # A token of one byte at ln 2 nats is one bit a byte; a token of two bytes, half of it.
+    # A token of one byte at ln 2 nats is one bit per byte; a token of two bytes has half of that.
     assert report.bits_per_byte(math.log(2), {"tokens": 10, "text_bytes": 10}) == pytest.approx(1.0)
     assert report.bits_per_byte(math.log(2), {"tokens": 10, "text_bytes": 20}) == pytest.approx(0.5)
 
@@ -116,16 +115,16 @@ class NextId(torch.nn.Module):
         )
 
 
-@pytest.mark.parametrize("count", [65, 70])  # whole windows of 32, and a shorter last one
+@pytest.mark.parametrize("count", [65, 70])  # complete windows of 32, and a shorter last one
 def test_the_heldout_loss_asks_for_every_token_but_the_first_once(count: int) -> None:
     right = np.arange(count, dtype=np.uint16) % 40
     loss, predicted = stock_transformers.heldout_loss(NextId(), right, length=32, batch=2)
-    assert predicted == count - 1 and loss == pytest.approx(
-        0.0, abs=1e-6
-    )  # 39 exp(-50), far below float32's resolution
+    # 39 exp(-50), far below the resolution of float32.
+    assert predicted == count - 1 and loss == pytest.approx(0.0, abs=1e-6)
     wrong = right.copy()
     wrong[-1] = 0 if right[-1] else 1
-    # One of count - 1 targets now has a logit 50 below the one the model is sure of.
+    # In one of count - 1 targets, the logit of the target is now 50 below that of the predicted
+    # token.
     assert stock_transformers.heldout_loss(NextId(), wrong, length=32, batch=2)[0] == pytest.approx(
         50 / (count - 1), rel=1e-5
     )
@@ -166,15 +165,14 @@ def test_a_runs_history(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step_00000064\n")
     assert checkpoint_step(tmp_path) == 64
-    steps, difference = largest_difference(
-        {5: 2.0, 6: 4.0, 7: 9.0}, {4: 1.0, 5: 2.0, 6: 4.2}
-    )  # of the steps that both have
+    # Only steps that both have.
+    steps, difference = largest_difference({5: 2.0, 6: 4.0, 7: 9.0}, {4: 1.0, 5: 2.0, 6: 4.2})
     assert (steps, round(difference, 12)) == (2, round(0.2 / 4.2, 12))
     with pytest.raises(DemoError, match="no step in common"):
         largest_difference({1: 2.0}, {2: 2.0})
 
 
-# --- words and picture -----------------------------------------------------------------------------------------------------
+# --- words and picture ----------------------------------------------------------------------------
 
 
 def test_the_words(wording: Wording) -> None:
@@ -193,9 +191,8 @@ def test_the_picture_shows_both_models(tmp_path: Path) -> None:
     pixels = np.round(image.imread(tmp_path / "report.png")[..., :3] * 255).astype(int)
     for colour in (pages.FEM, pages.TRANSFORMER):
         exact = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-        assert (
-            np.abs(pixels - exact).max(axis=-1) <= 1
-        ).sum() > 500  # a line of 100 pixels' length at the least
+        # At least as many pixels as a line of 100 pixels.
+        assert (np.abs(pixels - exact).max(axis=-1) <= 1).sum() > 500
     line, noise = 7.0 - 0.01 * np.arange(50), np.random.default_rng(0).normal(size=50)
     assert pages.smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
     assert pages.smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
@@ -251,7 +248,7 @@ def test_the_documents_have_the_demos_figures(
     assert texts == {name: page.read_text() for name, page in places.items()}
 
 
-# --- commands --------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

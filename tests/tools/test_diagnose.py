@@ -35,7 +35,8 @@ def test_rows_and_columns() -> None:
     assert columns == ["mixer: step norm", "mixer: beta 10%", "mlp: step norm"]
     nan = math.nan
     np.testing.assert_array_equal(numbers, [[1, nan, 2], [3, nan, nan], [nan, math.inf, nan]])
-    # Least and greatest of a column; one number alone; what is not finite has no shade.
+    # The first column has its smallest and largest number, the others one number or none that is
+    # finite; other numbers have no shade.
     np.testing.assert_array_equal(shade(numbers), [[0, nan, 0], [1, nan, nan], [nan, nan, nan]])
 
 
@@ -74,10 +75,10 @@ def test_of_a_run(
     monkeypatch.chdir(tmp_path / "here")
     try:
         assert main([str(pretrain_command.run_dir), "--tokens", "24"]) == 0
-    finally:  # a command ends with its process; this one goes on
+    finally:  # a command's process would end now; this process continues
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    # Two of FEM's thirteen quantities and MLP's two, two of CEM's seven and six.
+    # Two layers of FEM, with 13 quantities and 2 of the MLP; two layers of CEM, with 7 and 6.
     numbers = f"{2 * 15 + 2 * 13} numbers of demo, step 2, 24 tokens of valid"
     assert (
         capsys.readouterr().out
@@ -97,7 +98,8 @@ def test_wrong_input_is_one_line(
     ):
         refused(main, "tools.diagnose", tmp_path, *arguments)
     raised(first_tokens, tmp_path / "none", 8)
-    whole = np.fromfile(tiny_data / "valid.bin", dtype=np.uint16)  # tokens come across documents
+    # Tokens continue across documents.
+    whole = np.fromfile(tiny_data / "valid.bin", dtype=np.uint16)
     np.testing.assert_array_equal(first_tokens(tiny_data / "valid", 1000), whole[:1000])
     assert len(first_tokens(tiny_data / "valid", 10**9)) == len(whole)
     assert data_of_run({"train": [{"prefix": "t"}], "valid": [{"prefix": "v"}]}) == Path("v")

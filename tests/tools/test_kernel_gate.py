@@ -34,15 +34,10 @@ OLDEST = Path(os.environ.get("FEM_OLDEST_TRITON", ROOT / ".venv" / "oldest-trito
 PINNED = (ROOT / "tests" / "oldest-triton.txt").read_text().split("triton==")[1].split(";")[0]
 
 OPERATIONS = sorted({module.split(".")[1] for module, _ in kernels_under("kernels")})
-IN_ROWS = (
-    "fem_attention",
-    "aft_read",
-    "ssm_read",
-    "cem_attention",
-    "time_decay_scan",
-)  # their kernels compile anew for rows of documents
+# Their kernels are compiled separately for rows of documents.
+IN_ROWS = ("fem_attention", "aft_read", "ssm_read", "cem_attention", "time_decay_scan")
 
-# One kernel that is as it should be and one for each fault; printed: label -> faults on sm_90.
+# One correct kernel and one for each fault; prints label -> faults on sm_90.
 FAULTY = """
 import json
 from pathlib import Path
@@ -95,7 +90,8 @@ if __name__ == "__main__":
     print(json.dumps({**faults, "cached": [bool(folder) for folder, _ in cached], "uncached": [fault for _, fault in cached if fault]}))
 """
 
-# Layers without g, whose heads are 85 or 102 wide: rows at multiples of 2 or 4 bytes. Printed: how many builds, and their faults.
+# Layers without g whose heads are 85 or 102 wide: rows start at multiples of 2 or 4 bytes. Prints
+# the number of builds and their faults.
 UNEVEN = """
 from dataclasses import replace
 from tools.kernel_gate.gate import report
@@ -113,7 +109,7 @@ print(len(builds), [(build.label, build.kernel, faults) for build in builds if (
 """
 
 
-# Sizes that no recipe has and that kernels take; printed as above.
+# Sizes that no recipe has and that the kernels accept; prints the same as above.
 UNCOMMON = """
 from dataclasses import replace
 import torch
@@ -142,7 +138,8 @@ builds = [build for op, sizes in SIZES.items() for size in sizes for build in co
 found = [each for n in range(0, len(builds), 8) for each in reports(builds[n : n + 8], 90)]
 print(len(builds), [(b.label, b.kernel, faults) for b, r in zip(builds, found) if (faults := r.faults(b))])
 """
-# FEM's attention, its backward pass and its decoding, in one case each; printed as above, after Triton's version.
+# FEM's attention, its backward pass and its decoding, in one case each; prints the version of
+# Triton, then the same as above.
 FEM = """
 import torch, triton
 from kernels.check import suites
@@ -157,8 +154,9 @@ found = reports(builds, 90)
 print(triton.__version__, len(builds), [(b.label, b.kernel, faults) for b, r in zip(builds, found) if (faults := r.faults(b))])
 """
 
-# The launches of one case. "fill": their builds into a cache at argv[2], packed for argv[3]. Else: which of them a cache has, as the JIT
-# asks for tensors of these dtypes and addresses; and in float32, of which it has none.
+# The launches of one case. "fill": write their builds to a cache at argv[2], packed for argv[3].
+# Otherwise: report the builds that a cache contains, requested as the JIT does for tensors of these
+# dtypes and addresses; and for float32, of which it contains no build.
 CACHED = """
 import sys
 from pathlib import Path, PurePosixPath
@@ -194,7 +192,8 @@ else:
     print(found)
 """
 
-# Sizes at which gradients would spill: triton says so by name and names the nearest that do not.
+# Sizes at which gradients would spill: the triton implementation refuses them and lists the nearest
+# sizes that it accepts.
 REFUSED = [
     (
         "cem_attention",
@@ -375,7 +374,7 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
     assert faults["no wgmma"][0] == "no HGMMA" and "HMMA beside wgmma" in faults["no wgmma"][1]
     assert faults["turned"] == ["loads %a in another layout than it stores it"]
     assert faults["does not compile"][0].startswith("does not compile: ")
-    assert faults["cached"] == [False, True]  # the one after it is compiled all the same
+    assert faults["cached"] == [False, True]  # the next case is compiled nevertheless
     assert [f"does not compile: {fault}" for fault in faults["uncached"]] == faults[
         "does not compile"
     ]
@@ -407,7 +406,7 @@ def test_every_kernel_is_known_by_name() -> None:
 def test_the_shapes_are_those_of_the_models_and_the_demo() -> None:
     builds = recorded()
     values = {dict(build.constants)["DV"] for build in builds if build.kernel == "_stream_kernel"}
-    assert {64, 32, 16} <= values  # a head's at 1.3B, at 340M, of the demo
+    assert {64, 32, 16} <= values  # head sizes at 1.3B, at 340M, and of the demo
     features = {
         dict(build.constants)["FEATURES"]
         for build in builds
@@ -425,9 +424,8 @@ def test_the_shapes_are_those_of_the_models_and_the_demo() -> None:
     assert any(build.label.endswith("documents") for build in attention) and any(
         dict(build.types).get("valid") for build in attention
     )
-    assert any(
-        "tq" in dict(build.types) and "tq" not in build.aligned for build in attention
-    )  # no multiple of 16 queries
+    # Not a multiple of 16 queries.
+    assert any("tq" in dict(build.types) and "tq" not in build.aligned for build in attention)
 
 
 def test_few_builds_have_each_form_and_type() -> None:
@@ -509,9 +507,8 @@ def test_an_operation_s_cache_is_packed_for_another_path(tmp_path: Path) -> None
             for name in archive.getnames()
             if "__grp__" in name and (content := archive.extractfile(name))
         ]
-    assert (
-        len(groups) > 12 and f"{len(groups)} kernels for sm_90" in done.stdout
-    )  # of layers and of cases, in both types
+    # Kernels of layers and of cases, in both dtypes.
+    assert len(groups) > 12 and f"{len(groups)} kernels for sm_90" in done.stdout
     assert all(
         path.startswith("/there/") for group in groups for path in group["child_paths"].values()
     )

@@ -25,8 +25,9 @@ RUN = "configs/run/transformer_1.3b_100bt.yaml"
 H100 = 989e12
 LLAMA3 = ("data.seq_length=8192", "model.num_query_groups=8", "train.recompute=full")
 SPLIT = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
-# Name -> GPUs, sizes, published tokens a second and GPU or MFU. OLMo-core's and torchtitan's own pages, Megatron-LM's README; the widths of
-# Megatron's two are assumed, and torchtitan's GPU was held at 500 W.
+# Name -> GPUs, sizes, published tokens per second and GPU, or MFU. Sources: the pages of OLMo-core
+# and torchtitan, Megatron-LM's README. The widths of the two Megatron models are assumed, and
+# torchtitan's GPU was limited to 500 W.
 PUBLISHED = {
     "OLMo-core 1B": (8, {"size": (2048, 16, 16, 8192, 100352), "micro": 4, "batch": 512}, 55_000),
     "OLMo-core 7B": (64, {"size": (4096, 32, 32, 11008, 100352), "micro": 1, "batch": 1024}, 10_000),
@@ -67,7 +68,7 @@ def test_the_modelled_mfu_is_within_fifteen_points_of_what_others_have_published
     modelled = mfu(plan, sum(seconds(plan, Machine.of("h100", "ib-400")).values()), "h100")
     theirs = published if published < 1 else published * flops_per_token(config) / H100
     assert abs(modelled - theirs) < 0.15, f"{modelled:.3f}, published {theirs:.3f}"
-    assert modelled > theirs  # nothing of theirs that is slow for reasons of its own is in it
+    assert modelled > theirs  # the model leaves out inefficiencies specific to their code
     assert page_of(name)[:2] == [f"{theirs:.0%}", f"{modelled:.0%}"]
 
 
@@ -119,7 +120,8 @@ def test_a_step_by_hand() -> None:
     )
     machine = Machine.of("h100", "ib-400")
     spent = seconds(make_plan(config, 32), machine)
-    # DP 4: 16 micro-batches. Two layers a stage, four all-reduces each of 4096 x 2048 bf16, of which a rank of two sends and gets a whole.
+    # DP 4: 16 micro-batches. Two layers per stage with four all-reduces each of 4096 x 2048 bf16,
+    # of which each of the two ranks sends and receives the full size.
     assert spent["tensor parallel"] == pytest.approx(16 * 2 * 4 * (2 * 4096 * 2048 / 360e9 + 10e-6))
     work = sum(
         spent[name] for name in ("products", "attention", "pointwise", "gaps", "tensor parallel")
@@ -152,19 +154,20 @@ def spent(gpus: int, *more: str, machine: Machine = MACHINE) -> dict[str, float]
 def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_keys() -> None:
     sizes = ("parallel.context_parallel_size=4",)
     config, layers = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, sizes), 8
-    # DP 8: 8 micro-batches, each with 1024 of 4096 tokens. q, k, v and what was read, bf16, forth and back: a rank keeps a quarter.
+    # DP 8: 8 micro-batches, each with 1024 of 4096 tokens. q, k, v and the result, bf16, in both
+    # directions: a rank keeps a quarter.
     sent = 8 * layers * 1024 * 2 * (4 * 2 * 2048 / 4) * 3
     assert sent == cut_bytes(config, 8, cuda=True)
     exchanged = spent(32, *sizes)
     assert exchanged["context parallel"] == pytest.approx(sent / 360e9 + 8 * layers * 4 * NEAR)
-    assert exchanged["products"] == pytest.approx(
-        spent(32)["products"]
-    )  # a quarter of the tokens, four times as many micro-batches
+    # A quarter of the tokens, four times as many micro-batches.
+    assert exchanged["products"] == pytest.approx(spent(32)["products"])
     ring, fast = (
         (*sizes, "parallel.context_parallel_kind=ring"),
         replace(MACHINE, device={**MACHINE.device, "nvlink": 1e12}),
     )
-    # Keys and values three times in either direction, under attention; the gradients of both, fp32, four times, which nothing hides.
+    # Keys and values three times in either direction, overlapped with attention; the fp32 gradients
+    # of both four times, which no computation overlaps.
     keys, gradients = 8 * layers * 1024 * 2 * 2048 * 3 * 2 * 2, 8 * layers * 1024 * 2 * 2048 * 4 * 4
     calls, round_ = 8 * layers * (4 + 4) * NEAR, spent(32, *ring)
     assert spent(32, *ring, machine=fast)["context parallel"] == pytest.approx(
@@ -173,7 +176,7 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     assert round_["context parallel"] == pytest.approx(
         (keys + gradients) / 360e9 + calls - 0.7 * round_["attention"]
     )
-    # Sixteen lie in two nodes: eight of the fifteen others are in the other one.
+    # Sixteen ranks occupy two nodes: eight of the fifteen other ranks are in the other node.
     wide = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, ("parallel.context_parallel_size=16",))
     calls = 32 * layers * 4 * FAR
     assert spent(32, "parallel.context_parallel_size=16")["context parallel"] == pytest.approx(
@@ -192,7 +195,8 @@ def test_zero_s_stages_send_what_they_split() -> None:
         make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).total_parameters,
     )
     way = 31 / 32 * parameters / 340e9  # eight links of a node
-    # Two micro-batches. Gradients in fp32, twice the way where all have the sum; weights in bf16, in stage 3 for either pass.
+    # Two micro-batches. Gradients in fp32, twice the traffic if all ranks get the sum; weights in
+    # bf16, in stage 3 for both passes.
     ways = [2 * 4 + 2, 2 * 2 * 4 + 2, 2 * (4 + 2 * 2)]
     assert plain["data parallel"] == pytest.approx((4 + 2) * way)
     assert [each["data parallel"] for each in stages] == pytest.approx(

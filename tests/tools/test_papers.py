@@ -84,7 +84,7 @@ def tiny(name: str, **changed: Any) -> tuple[Experiment, Size]:
     )
 
 
-# --- the data --------------------------------------------------------------------------------------------------------------------
+# --- the data -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", [0.0, mad.NOISE])
@@ -104,7 +104,7 @@ def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
             else:
                 assert key >= 16 <= value
         assert answer != IGNORED
-    # 31 of 32 pairs may be noise; the binomial's spread is 0.005.
+    # 31 of 32 pairs may be noise; the standard deviation of the binomial is 0.005.
     assert abs(float((whole[..., 0] >= 16).double().mean()) - noise * 30 / 32) < 0.02
     same, every = mad.recall(200, 64, generator(), training=True, noise=noise)
     assert torch.equal(same, inputs) and torch.equal(every[:, :-1], inputs[:, 1:])
@@ -131,7 +131,7 @@ def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
         for small, run in itertools.groupby(row, lambda token: token < 7)
         if small
     }
-    assert min(runs) == 1  # in training keys are shorter, too
+    assert min(runs) == 1  # training has shorter keys, too
 
 
 def test_memorization_selective_copying_and_compression() -> None:
@@ -192,7 +192,7 @@ def test_waves_have_the_kernel_as_their_covariance(kernel: str, value: Any) -> N
     frequencies = gp.KERNELS[kernel]((100_000, gp.INPUTS), generator())
     for number in range(3):
         between = torch.randn(gp.INPUTS, generator=generator(number)) * 0.3
-        # The mean of 100,000 cosines has a spread of at most 0.0023.
+        # The mean of 100,000 cosines has a standard error of at most 0.0023.
         assert abs(float((frequencies @ between).cos().mean()) - value(between)) < 0.01
     points, sample = gp.examples(kernel, 500, generator(1), generator(2))
     again, other = gp.examples(kernel, 500, generator(3), generator(2))
@@ -211,7 +211,7 @@ def test_waves_have_the_kernel_as_their_covariance(kernel: str, value: Any) -> N
 def test_argmax_raises_one_value_a_channel() -> None:
     values, largest = argmax.examples(2000, 4, 8, generator())
     assert torch.equal(values.amax(1), largest)
-    # Four normal values, one raised by 1: mean 1 / 4 (spread 0.005).
+    # Four normal values, one raised by 1: mean 1 / 4 (standard error 0.005).
     assert abs(float(values.mean()) - argmax.MARGIN / 4) < 0.02
 
 
@@ -230,7 +230,7 @@ def test_sudokus_have_one_solution_and_the_givens_that_they_should() -> None:
         assert all(unit == set(range(1, 10)) for unit in units)
     counts = [sum(digit > 0 for digit in board) for board, _ in pairs]
     assert min(counts) >= 17 and max(counts) <= 34 and min(counts) < 22 <= max(counts)
-    # A board less one given of a board that can spare none has more solutions; a contradiction has none.
+    # A board without one of its necessary givens has more solutions; a contradiction has none.
     first = [int(cell) for cell in boards.SEVENTEEN[0]]
     given = next(cell for cell in range(81) if first[cell])
     assert (
@@ -324,7 +324,7 @@ def test_language_data_are_of_three_parts() -> None:
         assert all(bytes(row) in part for row in inputs[:5].tolist())
 
 
-# --- training --------------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_language_data_are_of_three_parts() -> None:
 def test_every_experiment_trains_and_goes_on(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # Sudoku's boards are kept below runs
+    monkeypatch.chdir(tmp_path)  # Sudoku's boards are stored below runs
     experiment, size = tiny(name)
     file = tmp_path / "results.jsonl"
     results = running.run(experiment, "quick", size, file, 1)
@@ -344,17 +344,15 @@ def test_every_experiment_trains_and_goes_on(
         for record in results.values()
         for key in ("loss", "validation", experiment.metric)
     )
-    # A kill in the middle of the last line takes that trial alone.
+    # A kill in the middle of the last line loses only that trial.
     whole = file.read_text()
     file.write_text(whole[:-20])
     assert len(read_results(file)) == len(results) - 1
     again = running.run(experiment, "quick", size, file, 1)
     assert read_results(file) == again and again.keys() == results.keys()
     last = list(results)[-1]
-    assert {**again[last], "seconds": 0} == {
-        **results[last],
-        "seconds": 0,
-    }  # the same trial gives the same numbers
+    # The same trial gives the same numbers.
+    assert {**again[last], "seconds": 0} == {**results[last], "seconds": 0}
     picture = report.picture(experiment, size, results)
     assert [axes.get_title() for axes in picture.axes] == list(size.cases)
     if experiment.curves:
@@ -379,11 +377,11 @@ def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     rows = (experiment.claims[0].above, experiment.claims[0].below)
     size = replace(quick, rows=rows, cases=quick.cases[:1], rates=quick.rates[:1], seeds=1)
     for record in running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1).values():
-        if experiment.metric == "psnr":  # decibels: 0.3 are 7 % less error
+        if experiment.metric == "psnr":  # decibels: 0.3 correspond to 7 % less error
             assert record["psnr"] > experiment.chance(size.cases[0], size) + 0.3
         elif experiment.chance:
             assert record[experiment.metric] > 1.3 * experiment.chance(size.cases[0], size)
-        else:  # series of spread 1; nats of a byte among 256
+        else:  # a series of standard deviation 1; nats of a byte among 256
             assert record[experiment.metric] < (3.0 if experiment.metric == "nats" else 0.9)
 
 
@@ -424,9 +422,8 @@ def test_a_trial_ends_where_enough_is_answered() -> None:
         task = replace(
             mad.problem("compression of 800 examples", "softmax", size, 0), enough=enough
         )
-        assert (
-            training.train(task, size, 1e-3, 0)["steps"] == steps
-        )  # seen after every fifteenth of them
+        # Checked after every fifteenth step.
+        assert training.train(task, size, 1e-3, 0)["steps"] == steps
 
 
 def test_the_rate_rises_and_falls() -> None:
@@ -436,7 +433,7 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-# --- results ---------------------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def made_up(
@@ -479,7 +476,8 @@ def test_intervals_and_verdicts() -> None:
             report.verdict(experiment, size, results, experiment.claims[0], size.cases[0]) == said
         )
         assert len(chosen(experiment, results, size.cases[0], "MHA", size)) == 3
-    # Seeds that one row has alone are left out of the differences: 0.1 and 0.2, of which the mean leaves zero in.
+    # The differences leave out seeds that only one row has. They are 0.1 and 0.2; the interval of
+    # their mean contains zero.
     results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": [0.7, 0.9]})
     assert (
         report.verdict(experiment, size, results, experiment.claims[0], size.cases[0])
@@ -511,14 +509,14 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         and "- FEM-SM better than softmax: agrees at compression, " in page
     )
     assert (tmp_path / "docs" / "papers" / "mad-quick.png").stat().st_size > 10_000
-    # The page's own copy of the results is enough, and what no longer counts is not kept.
+    # The page's copy of the results is sufficient, and results that no longer count are removed.
     folder.joinpath("results.jsonl").unlink()
     assert main(words) == 0 and (tmp_path / "docs" / "papers.md").read_text() == page
     assert len(read_results(tmp_path / "docs" / "papers" / "mad-quick.jsonl")) == len(results)
     capsys.readouterr()
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

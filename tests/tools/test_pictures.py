@@ -40,7 +40,8 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
     assert (len(targets), len(validation), len(asked)) == (10, 2, 6)
     for made, labels in ((inputs[torch.arange(10)], targets), (torch.cat([*test.split(4)]), asked)):
         assert made.shape[1:] == (3, 32, 32)
-        # The square of 40 pixels became 36.6, of which 32 are kept; bicubic edges reach two pixels in.
+        # The square of 40 pixels is resized to 36.6, of which 32 are kept; bicubic edges extend two
+        # pixels inwards.
         assert torch.allclose(
             made[:, :, 2:-2, 2:-2],
             (labels[:, None, None, None] * 100 / 127.5 - 1).expand(-1, 3, 28, 28),
@@ -50,7 +51,7 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
         experiment, "full", replace(size, rows=("Hyper-SET",)), tmp_path / "results.jsonl", 1
     ).values()
     assert math.isfinite(record["loss"]) and {"accuracy", "twice_accuracy"} <= {*record}
-    # The same from parquet files, as the Hub has them.
+    # The same pictures from parquet files, as on the Hub.
     every = torch.arange(10)
     whole, asked = inputs[every], test[every[:3]]
     datasets = pytest.importorskip("datasets")
@@ -158,7 +159,7 @@ def test_cifar_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_hidden_is_not_seen_and_alone_is_asked_for() -> None:
     drawn = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    for training, least, most in ((True, 1, 6), (False, 6, 6)):  # of 16 patches, 40 %
+    for training, least, most in ((True, 1, 6), (False, 6, 6)):  # 40 % of 16 patches
         inputs, targets = masked.examples(drawn, 1, training=training)
         gone = inputs[..., -1] > 0
         assert len(inputs) == 50 * (masked.VIEWS if training else 1)
@@ -170,13 +171,13 @@ def test_what_is_hidden_is_not_seen_and_alone_is_asked_for() -> None:
     other = torch.where(gone[..., None], targets + 0.5, torch.rand_like(targets))
     assert masked.loss(other, inputs, targets) == pytest.approx(0.25)
     found = masked.scores(other, inputs, targets)
-    # 24 of 64 pixels are 0.5 off.
+    # 24 of 64 pixels differ by 0.5.
     assert float(found["psnr"][0]) / 50 == pytest.approx(10 * math.log10(4 / (0.25 * 24 / 64)))
     assert (
         float(masked.scores(targets, inputs, targets)["ssim"][0]) / 50 == pytest.approx(1)
         and float(found["ssim"][0]) / 50 < 0.9
     )
-    # A pair by hand: means 0 and 0.5, equal spreads of 1, covariance 1.
+    # A computed pair: means 0 and 0.5, equal variances of 1, covariance 1.
     x = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
     c1, c2 = 4e-4, 3.6e-3
     assert float(masked.similarity(x, x + 0.5)) == pytest.approx(

@@ -132,7 +132,8 @@ def tokens_of(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
     return found
 
 
-QUICK = [(2, "stream"), (1, "best_fit")]  # of these every sixth document, of the slow ones all
+# These cases test every sixth document; the slow ones test all.
+QUICK = [(2, "stream"), (1, "best_fit")]
 
 
 @pytest.mark.usefixtures("groups")
@@ -352,7 +353,7 @@ def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(
     (run_dir / "attempts.jsonl").write_text(
         '{"pid": 1}\n{"changed": {"train.global_batch_size": [8, 4]}}\n'
     )
-    # A kill after step 4 took back what came after the checkpoint of step 2.
+    # A kill after step 4 discarded the steps after the checkpoint of step 2.
     (run_dir / "metrics.jsonl").write_text(
         metrics([(1, 8), (2, 16), (3, 24)])
         + '{"step": 4, "con\n'

@@ -274,7 +274,7 @@ def test_a_list_of_the_suite(capsys: pytest.CaptureFixture[str], wording: Wordin
     wording(capsys.readouterr().out)
 
 
-# --- interruptions ---------------------------------------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 def killed_amid(kept: Path, arguments: list[str]) -> int:
@@ -283,7 +283,9 @@ def killed_amid(kept: Path, arguments: list[str]) -> int:
     """
     child = os.fork()
     if not child:
-        gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
+        # Do not finalize objects of other tests' libraries in this process, which lacks their
+        # threads.
+        gc.disable()
         ask = Adaptor._model_call
 
         def dies(*given: Any, **more: Any) -> Any:
@@ -327,7 +329,7 @@ def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list
     known = {json.loads(line)[0] for line in lines[1:-1]}
     assert 10 <= len(known) < 2 * asked and not (tmp_path / "out/llama/tiny_choices.json").exists()
     with kept.open("ab") as file:
-        file.write(b'["half a li')  # what a crash of the machine can leave
+        file.write(b'["half a li')  # a crash of the machine can leave half a line
 
     assert main([*arguments, str(tmp_path / "out")]) == 0
     assert sum(calls) == 2 * asked - len(known)

@@ -167,7 +167,8 @@ def test_a_prompt_too_long_loses_its_beginning_and_is_counted(
 def test_a_text_is_scored_in_windows(adaptor: Callable[..., Adaptor]) -> None:
     model, text = opened("fem_gla"), LETTERS[: CONTEXT + 20]
     (found,) = adaptor(model).loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
-    # The harness's rule: a first window from the end-of-document token; each further one reads up to what it scores, CONTEXT tokens long.
+    # The harness's rule: the first window begins with the end-of-document token; each further
+    # window is CONTEXT tokens long and ends with the tokens that it scores.
     ids = encode(text)
     window = [encode(END)[0], *ids[: CONTEXT - 1]]
     total = sum(float(log_probabilities(model, window[: i + 1])[ids[i]]) for i in range(CONTEXT))
@@ -210,7 +211,7 @@ def test_models_that_cannot_be_asked(adaptor: Callable[..., Adaptor], raised: Re
         likelihoods(adaptor(broken), *TEXTS)
 
 
-# --- whole tasks -----------------------------------------------------------------------------------------------------------------
+# --- complete tasks -------------------------------------------------------------------------------
 
 
 def asked(

@@ -116,20 +116,22 @@ class Ends:
         return "".join("ab" if number == EOD else "a" for number in ids)
 
 
-# --- the number ------------------------------------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mixer", "context", "stride", "rel"),
     [
-        # float64 on both sides; a call over many tokens rounds otherwise than one over few, and chunked scans more than attention.
+        # float64 on both sides. A call over many tokens rounds differently from one over few, and
+        # chunked scans differ more than attention.
         *(("fem_softmax", context, stride, 1e-12) for context, stride in ((16, 5), (100, 100))),
         *(
             pytest.param("fem_softmax", 16, stride, 1e-12, marks=pytest.mark.slow)
             for stride in (16, 1)
         ),
-        ("fem_gla", 24, 10, 1e-9),  # a state: filling up on the right does not touch it
-        pytest.param("mamba2", 24, 10, 1e-9, marks=pytest.mark.slow),  # nor a convolution
+        ("fem_gla", 24, 10, 1e-9),  # padding on the right does not change a state
+        # Padding on the right does not change a convolution either.
+        pytest.param("mamba2", 24, 10, 1e-9, marks=pytest.mark.slow),
     ],
 )
 def test_the_mean_is_that_of_a_loop_over_tokens(
@@ -144,7 +146,7 @@ def test_the_mean_is_that_of_a_loop_over_tokens(
     alone = [
         (int(end) - length - (end > length), int(end))
         for length, end in zip(LENGTHS, ends, strict=True)
-    ]  # and the EOD before it
+    ]  # each document, preceded by the EOD before it
     for spans in ([(0, len(ids))], alone):
         losses = loop(model.model, ids, spans, context, stride)
         assert sorted(losses) == list(range(1, len(ids))), "every token but the first, once"
@@ -203,10 +205,8 @@ def test_documents_whose_first_tokens_are_not_scored_are_documents(
     """Without end-of-document tokens; compared with manual counts. The bytes of first tokens are
     unknown.
     """
-    sums, starts = (
-        Sums(),
-        np.array([0, 4, 8, 9, 9, 12]),
-    )  # 3, 3, 0, 0 and 2 tokens of 1, 2 and 3 nats each
+    # 3, 3, 0, 0 and 2 tokens of 1, 2 and 3 nats each.
+    sums, starts = Sums(), np.array([0, 4, 8, 9, 9, 12])
     for first, count, nats in ((1, 3, 1.0), (5, 3, 2.0), (10, 2, 3.0)):
         sums.add(first, np.full(count, nats), starts)
     found = sums.done()
@@ -286,14 +286,11 @@ def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> Non
     assert open_text(write_text(tmp_path / "one", (90,))).sample(20).starts.tolist() == [0, 20]
 
 
-# --- training's own validation, and the command ----------------------------------------------------------------------------------
+# --- training's own validation, and the command ---------------------------------------------------
 
 
-WHOLE = [
-    "train.steps=4",
-    "train.global_batch_size=8",
-    "train.precision=fp32",
-]  # a validation batch is the whole document
+# A validation batch covers the entire document.
+WHOLE = ["train.steps=4", "train.global_batch_size=8", "train.precision=fp32"]
 
 
 @pytest.fixture(scope="module")
@@ -333,14 +330,14 @@ def test_the_value_is_trainings_validation_loss(
     result = heldout_result(
         open_model(trained), SuiteTask(task="valid", kind="heldout"), None, "key"
     )
+    # None: the data contains only one document.
     assert (result["raw"]["tokens"], result["raw"]["context"], result["stderr"]) == (
         8 * 32,
         32,
         None,
-    )  # of one document
-    assert result["value"] == pytest.approx(
-        loss, abs=1e-6
-    )  # fp32 logits on both sides; another order of sums
+    )
+    # fp32 logits on both sides; a sum in a different order.
+    assert result["value"] == pytest.approx(loss, abs=1e-6)
 
     assert (
         main(
@@ -381,7 +378,7 @@ def test_the_command_refuses_in_one_line(
         assert told.startswith("tools.evaluate.perplexity: error: ") and told.count("\n") == 1
 
 
-# --- interruptions ---------------------------------------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 class Stops:
@@ -524,7 +521,7 @@ def test_a_result_fits_the_tokens_not_their_place(
     assert "was made with data " in (complaint(one(Path("gone"), 8)) or "")
 
 
-# --- what is told in one line ----------------------------------------------------------------------------------------------------
+# --- errors and notes in one line -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from tools.evaluate.results import Score, ScoreError, leaderboard, mean, read, r
 @pytest.mark.parametrize(
     ("value", "chance", "expected"),
     [
-        (0.6, 0.25, 46.67),  # the leaderboard's page "Scores Normalization": GPQA
+        (0.6, 0.25, 46.67),  # GPQA, from the leaderboard's page "Scores Normalization"
         (0.109, 0.1, 1.0),  # MMLU-Pro: 0.009 of 0.9
-        (0.09, 0.1, 0.0),  # below guessing is 0, not negative
+        (0.09, 0.1, 0.0),  # a score below guessing is 0, not negative
         (0.1, 0.1, 0.0),
         (1.0, 0.25, 100.0),
         (0.326, 0.0, 32.6),  # IFEval: a share as a percentage
@@ -39,7 +39,8 @@ def test_subtasks_of_unlike_baselines_are_rescaled_before_the_average() -> None:
     assert leaderboard(
         Score(0.45), [Score(0.3, chance=0.5), Score(0.6, chance=0.2)]
     ).value == pytest.approx(25.0)
-    # GPQA's sets have 198, 546 and 448 questions and one baseline: its score is theirs by size, and stays so.
+    # GPQA's sets have 198, 546 and 448 questions and the same baseline, so its score is their mean,
+    # weighted by size.
     sets = [
         Score(0.35, chance=0.25, n=198),
         Score(0.25, chance=0.25, n=546),
@@ -56,7 +57,7 @@ def test_subtasks_of_unlike_baselines_are_rescaled_before_the_average() -> None:
         (Score(0.4), []),
         (Score(0.4, chance=0.25), [Score(0.4, chance=0.5), Score(0.4)]),
     ):
-        with pytest.raises(ValueError, match="guessing"):  # without a baseline nothing is rescaled
+        with pytest.raises(ValueError, match="guessing"):  # rescaling requires a baseline
             leaderboard(score, parts)
 
 
@@ -123,7 +124,8 @@ def test_models_that_were_asked_unlike_things_do_not_meet_in_a_column(
 ) -> None:
     write(tmp_path, "fem", "arc", 0.31)
     for changes in UNLIKE:
-        write(tmp_path, "fem", "other_task", 0.31, **changes)  # another column: no matter
+        # A result in another column does not matter.
+        write(tmp_path, "fem", "other_task", 0.31, **changes)
         read([tmp_path])
         file = write(tmp_path, "other", "arc", 0.31, **changes)
         raised(read, [tmp_path], error=ScoreError)

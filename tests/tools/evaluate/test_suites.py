@@ -19,7 +19,7 @@ from tests.tools.refusals import Refused
 from tools.evaluate.catalogue import Tasks, find_tasks, named_in
 from tools.evaluate.suite import SUITES, Suite, load_suite
 
-# The header of the paper's Table 2, and Appendix L's few-shot counts.
+# The header of the paper's Table 2, and the few-shot counts of Appendix L.
 TABLE = """
 MMLU-P acc 5, GPQA acc_norm 0, BBH acc_norm 3, MATH exact_match 4, MuSR acc_norm 0, IFE-I inst_level_strict_acc 0,
 IFE-P prompt_level_strict_acc 0, ARC-C acc_norm 0, ARC-E acc_norm 0, HS acc_norm 0, PIQA acc_norm 0, BoolQ acc 0, WinoG acc 0, COPA acc 0,
@@ -45,10 +45,10 @@ def test_the_papers_columns_are_the_harness_tasks(paper: tuple[Suite, Tasks]) ->
     for task in suite.tasks:
         for leaf in tasks.leaves[task.task]:
             assert leaf.fewshot == task.fewshot and task.metric in leaf.metrics, leaf.name
-            assert (
-                leaf.data is not None and "trust_remote_code" not in leaf.data.options
-            )  # datasets 4 and later run no loading scripts
-    # What is asked with examples takes the first ones of a fixed list, as the leaderboard does, not random ones.
+            # Version 4 and later of datasets run no loading scripts.
+            assert leaf.data is not None and "trust_remote_code" not in leaf.data.options
+    # Few-shot tasks use the first examples of a fixed list, as the leaderboard does, not random
+    # ones.
     for name in ("leaderboard_mmlu_pro", "leaderboard_bbh", "leaderboard_math_hard"):
         assert {leaf.config["fewshot_config"]["sampler"] for leaf in tasks.leaves[name]} == {
             "first_n"
@@ -118,7 +118,7 @@ def test_the_digest_sees_what_a_task_asks(tmp_path: Path) -> None:
     assert digests(tmp_path / "elsewhere") == first, "where it lies does not matter"
 
 
-# --- the quick suite -------------------------------------------------------------------------------------------------------------
+# --- the quick suite ------------------------------------------------------------------------------
 
 
 def test_quick_is_found_and_needs_no_data() -> None:
@@ -143,7 +143,7 @@ def test_items_are_the_same_everywhere() -> None:
     assert hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16] == "2da6afdbc83ff2af"
 
 
-# --- what is wrong with a suite --------------------------------------------------------------------------------------------------
+# --- errors in suites -----------------------------------------------------------------------------
 
 WRONG = [
     "tasks: []",

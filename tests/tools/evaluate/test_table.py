@@ -42,7 +42,7 @@ def cells(shown: str, model: str) -> list[str]:
     return [cell.strip() for cell in line[0].split("|")][2:-1]
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", PAPER["groups"], ids=lambda group: group["name"])
@@ -73,7 +73,7 @@ def test_numbers_are_rounded_half_up_as_the_paper_does(
     assert str(printed(value, places)) == text
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def test_a_missing_result_is_a_dash_and_its_column_ranks_nobody(
@@ -93,9 +93,8 @@ def test_a_missing_result_is_a_dash_and_its_column_ranks_nobody(
     wording(markdown(table))
     wording(console(table))
     write(tmp_path, "a", "lone", 0.3)
-    assert (
-        "*" not in cells(markdown(table_of(tmp_path)), "a")[2]
-    )  # the one result of its column is not the best of anything
+    # The only result of a column is not marked as the best.
+    assert "*" not in cells(markdown(table_of(tmp_path)), "a")[2]
 
 
 def test_without_a_suite_columns_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -170,16 +169,19 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
     assert rescaled == pytest.approx(
         {"gpqa": 20.0, "musr": 25.0, "instruction": 40.0, "prompt": 20.0}
     )
-    # 100 * 0.04 / 0.5 = 8 and 100 * 0.03 / 0.8 = 3.75; their average's error is sqrt(8^2 + 3.75^2) / 2.
+    # 100 * 0.04 / 0.5 = 8 and 100 * 0.03 / 0.8 = 3.75; the error of their average is
+    # sqrt(8^2 + 3.75^2) / 2.
     assert row.rescaled["musr"].stderr == pytest.approx(math.sqrt(64 + 3.75**2) / 2)
     assert row.average is not None and row.average.value == pytest.approx(25.0)
-    assert row.average.stderr is None  # two numbers of the same answers
+    # The average has no error, because two of its scores use the same answers.
+    assert row.average.stderr is None
     (line,) = (line for line in markdown(table).splitlines() if "25.00 ± 4.42" in line)
-    assert line.split("|")[-2].strip() == "25.00"  # the average, at the end
+    assert line.split("|")[-2].strip() == "25.00"  # the last column is the average
     assert re.search(r"^Leaderboard average, rescaled +25\.00$", console(table), re.M)
     told = as_json(table)["models"][0]["results"]["musr"]
-    assert told["rescaled"]["value"] == pytest.approx(25.0) and told["value"] == 0.2625  # raw, too
-    write(tmp_path, "a", "musr", 0.4, chance=None)  # of which nobody knows what guessing scores
+    # The file contains the raw score, too.
+    assert told["rescaled"]["value"] == pytest.approx(25.0) and told["value"] == 0.2625
+    write(tmp_path, "a", "musr", 0.4, chance=None)  # the score of guessing is unknown
     unknown = table_of(tmp_path, suite("gpqa", "musr", rescale="leaderboard"))
     assert unknown.rows[0].average is None and any(
         "guessing scores is not known: MUSR" in note for note in unknown.notes
@@ -264,7 +266,7 @@ def test_a_terminal_is_never_too_narrow(tmp_path: Path) -> None:
     )
     assert max(map(len, shown.splitlines())) <= 120
     assert all(f"{0.1 + 0.001 * number:.3f}±0.010" in shown for number in range(180))
-    # The last model is the best everywhere: a star a task and one in the legend.
+    # The last model is the best in every task: one star per task and one in the legend.
     assert shown.count("*") == 21
     assert (
         shown.count("average rank")
@@ -278,7 +280,7 @@ def test_a_terminal_is_never_too_narrow(tmp_path: Path) -> None:
     )
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_writes_it_all_and_merges_folders(
@@ -309,7 +311,8 @@ def test_the_command_writes_it_all_and_merges_folders(
     assert found["models"][1]["results"]["arc"]["value"] == 0.4
     write(out, "b", "arc", 0.4)
     report(out, suite("arc"))
-    assert not (out / "heldout.png").exists()  # of an earlier report: no such result now
+    # Left from an earlier report; the new report has no data for this picture.
+    assert not (out / "heldout.png").exists()
     (tmp_path / "file").write_text("a file", encoding="utf-8")
     with pytest.raises(ConfigError, match="file"):
         report(tmp_path / "file", None, [tmp_path / "one"])

@@ -87,10 +87,10 @@ def llama_folder(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-TASKS = Path(__file__).parent / "tiny_tasks"  # of every kind, one that is broken and a group
+TASKS = Path(__file__).parent / "tiny_tasks"  # tasks of every kind, a broken task, and a group
 ROWS: dict[str, list[dict[str, Any]]] = json.loads((TASKS / "rows.json").read_text())
 CHOICES, WORDS, SHOWN = ROWS["choices"], ROWS["words"], ROWS["shown"]
-# Beside the YAMLs, which name its functions.
+# Module next to the YAML files, which refer to its functions.
 DATA_PY = """import json
 from pathlib import Path
 import datasets

@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     for mixer in CASES:
         model = text_model(mixer)
         state = random_state(model, dtype=torch.float32)
-        state["output_layer.weight"][256] = 0  # the end of a text is never likely
+        state["output_layer.weight"][256] = 0  # makes the end of a text unlikely
         found[mixer] = (save(model, tmp_path_factory.mktemp(mixer) / "model", state), model)
     return found
 
@@ -133,9 +133,8 @@ def test_a_batch_is_each_prompt_alone(generate: Generate, answer: Answer, tmp_pa
         sum(len(text.encode()) for text in TEXTS),
         18,
     )
-    assert (
-        costs["cache_bytes"] == costs["cache_formula_bytes"] > 0
-    )  # of three rows as long as the longest
+    # The cache of three rows, each as long as the longest.
+    assert costs["cache_bytes"] == costs["cache_formula_bytes"] > 0
     texts = [result["text"] for result in batch["results"]]
     assert (
         generate("fem_softmax", *TEXTS, "--greedy", new=6)[0] == f"\n{BETWEEN}\n".join(texts) + "\n"
@@ -162,9 +161,9 @@ def test_what_is_drawn(generate: Generate, answer: Answer) -> None:
     hot = answer(
         "fem_linear", PROMPT, "--seed", "1", "--temperature", "100", "--top-k", "0", new=40
     )
-    assert (
-        len(set(hot["results"][0]["new_tokens"])) > 30
-    )  # of 40 drawn from 257 nearly evenly: 37; from the 40 likeliest: 25
+    # 40 draws from 257 nearly equally likely tokens give 37 different ones; from the 40 likeliest,
+    # they would give 25.
+    assert len(set(hot["results"][0]["new_tokens"])) > 30
 
 
 def test_a_folders_own_penalties_count_for_nothing(
@@ -212,9 +211,8 @@ def test_beams_find_a_likelier_text(generate: Generate, answer: Answer, models: 
 
 def test_the_end_of_a_text_ends_it(answer: Answer, models: Models, tmp_path: Path) -> None:
     state = random_state(models["transformer"][1], dtype=torch.float32)
-    state["output_layer.weight"][:] = (
-        0  # all tokens are equally likely, so the first is; then the end of the text
-    )
+    # All tokens are equally likely, so the first one is chosen; then the end of the text.
+    state["output_layer.weight"][:] = 0
     state["output_layer.weight"][256] = 1
     path = save(models["transformer"][1], tmp_path / "ends", state)
     found = answer(path, "ab", "c", "xyz", "q", "hello", "--greedy", new=30)["results"]
@@ -294,7 +292,7 @@ def test_compiled(answer: Answer, mixer: str, stance: str) -> None:
         and costs["cache_tokens"] >= 6 + 8 - 1
     )
     assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == (stance == "default")
-    if (
-        stance == "default"
-    ):  # inductor's cache may be warm; a step takes milliseconds, and tracing one alone some hundreds
+    # inductor's cache may be warm; a step takes milliseconds, and tracing one step takes a few
+    # hundred.
+    if stance == "default":
         assert costs["compiling_seconds"] > costs["decode_seconds"] > 0

@@ -51,7 +51,8 @@ def exported(
         if name not in known:
             config = config_of(name)
             state = random_state(config, dtype=torch.float32)
-            # The same last name for all: transformers must tell them apart by what is in them.
+            # The same last folder name for all, so that transformers must distinguish them by their
+            # contents.
             folder = export(config, tmp_path_factory.mktemp(name) / "model", state=state)
             assert (folder / "modeling_fem.py").exists() == (why_not_stock(config) is not None)
             known[name] = Exported(config, state, folder, open_folder(folder))

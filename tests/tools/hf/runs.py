@@ -68,12 +68,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tokenizer = write_tokenizer(data / "tokenizer", VOCAB) / "tokenizer.json"
     manifest["tokenizer"]["sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     write_manifest(data, manifest)
-    told = [
-        (STEP - 1, 9.0),
-        (STEP, 3.5),
-        (STEP, 3.0),
-        (STEP + 1, 1.0),
-    ]  # the step was validated twice: the run was resumed
+    # The step was validated twice, because the run was resumed.
+    told = [(STEP - 1, 9.0), (STEP, 3.5), (STEP, 3.0), (STEP + 1, 1.0)]
     log = "".join(
         f'{{"step": {step}, "loss": 1.0}}\n{{"step": {step}, "valid_loss": {loss}}}\n'
         for step, loss in told

@@ -35,7 +35,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "make_vocab_size_divisible_by": 32,
 }
-# Besides each mixer as it is: mixed by layer, with the other's MLP, looped, with switches that change the state or the weights.
+# Besides the plain mixers: mixers that vary by layer, the MLP of another family, loops, and
+# switches that change the state or the weights.
 COMBINED: dict[str, dict[str, Any]] = {
     "hybrid": {"mixer": "fem_softmax", "pattern": ("fem_softmax", "fem_gla")},
     "cem_mlp_grouped": {
@@ -65,7 +66,7 @@ COMBINED: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25),
     },
 }
-# Layers of the package fla run on a GPU alone.
+# Layers of the package fla run only on a GPU.
 NAMES = [*(name for name in catalogue.MIXERS if not name.startswith("fla.")), *COMBINED]
 PADDED = (3, 8, 5)
 
@@ -190,8 +191,7 @@ def write_tokenizer(folder: Path, entries: int) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eod>").save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("model_input_names", None)
-    settings["tokenizer_class"] = (
-        "PreTrainedTokenizerFast"  # as data_prep writes it; transformers 4 does not know what 5 writes
-    )
+    # The class that data_prep writes; transformers 4 does not know the class that version 5 writes.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

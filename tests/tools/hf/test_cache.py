@@ -106,7 +106,7 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
     caches, counts = (model.new_cache(), model.new_cache(14)), model.model.counts_padding
     refusal = "padding between two tokens of a row, .* pad on the left"
     with torch.no_grad():
-        for start in (5, 11):  # the last token before, and behind the second gap
+        for start in (5, 11):  # starts at the last token before the second gap, and after it
             model(ids[:, start:], attention_mask=mask[:, start:] | (torch.arange(start, 14) < 10))
         if counts:
             with pytest.raises(ValueError, match=refusal):
@@ -118,7 +118,8 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
             model.model.counts_padding = False
         found = model(ids, attention_mask=mask).logits[mask.bool()]
         wanted = model(ids[mask.bool()][None]).logits[0]
-    # Rounding of float64 where tokens alone count; the change that is refused is of the logits' size.
+    # float64 rounding where only tokens count. Otherwise the change, which the model refuses, is of
+    # the order of the logits.
     difference = (found - wanted).abs().max().item() / wanted.abs().max().item()
     assert difference > 0.1 if counts else difference < 1e-10
 
@@ -151,7 +152,7 @@ def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
         return graph.forward if backend == "eager" else torch._inductor.compile(graph, inputs)
 
     model, (ids, mask) = here(name), padded_batch()
-    ids = ids.clamp_min(1)  # 0 would be padding where no mask is given
+    ids = ids.clamp_min(1)  # without a mask, 0 would be padding
     torch._dynamo.reset()
     settings: Any = CompileConfig(fullgraph=True, backend=count)
     settings.mode = None
@@ -167,7 +168,8 @@ def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
     ):
         greedy["max_length"] = longest
         wanted = model.generate(ids[:, start:], attention_mask=given, **greedy)
-        # Beside Megatron on a CPU, which other tests of this process start, fem_megatron.megatron.platform turns compilation off.
+        # On a CPU, fem_megatron.megatron.platform turns compilation off for Megatron, which other
+        # tests of this process start.
         with torch.compiler.set_stance("default"):
             found = model.generate(ids[:, start:], attention_mask=given, **greedy, **static)
         assert torch.equal(wanted, found)

@@ -18,7 +18,7 @@ import pytest
 from tests.tools.hf.small import config_of
 from tests.tools.hf.transformers_tests import FOLDER, SOURCES, case, checks, outcomes
 
-CONTROL = "transformer"  # transformers' own class: what fails with it is a fault of the harness
+CONTROL = "transformer"  # transformers' own class: its failures are faults of the harness
 OURS = ("fem_softmax", "fem_gla", "cem", "hyperset", "hybrid")  # hyperset: with recurrence
 ALL = (CONTROL, *OURS)
 TURNED = tuple(name for name in OURS if name != "cem")
@@ -35,7 +35,7 @@ class Excepted(NamedTuple):
     reason: str
 
 
-# Strict: a check that passes, or fails or is skipped in another way, is an error.
+# Strict: an excepted check that passes, or fails or is skipped in another way, is an error.
 TABLE = [
     Excepted(
         "attention_outputs|eager_matches_sdpa_.*|sdpa_can_dispatch_non_.*",
@@ -112,7 +112,8 @@ TABLE = [
         "weights have the same names in a file and in memory",
     ),
 ]
-# Checks that return at once without a method of that name, or are of a mixin that is not in the distribution: they would always pass.
+# Checks that return at once if the class lacks a method, or that belong to a mixin missing in the
+# distribution: they would always pass.
 EMPTY = "get_(text|image|audio|video)_features_.*|generation_tester_mixin_.*"
 CHECKS = [check for check in dict.fromkeys(checks()) if not re.fullmatch(EMPTY, check)]
 OTHER = [
@@ -120,23 +121,21 @@ OTHER = [
     for check in CHECKS
     if any(row.models == ALL and re.fullmatch(row.checks, check) for row in TABLE)
 ]
-# Seconds long, and of every mixer the same question.
+# Checks that take seconds and test the same property for every mixer.
 SLOW = {(name, "training_overfit") for name in ALL} | {
     (name, "bc_torch_dtype") for name in ALL if name != "fem_softmax"
 }
-SLOW |= {
-    (name, check) for name in ("fem_gla", "hyperset", "hybrid") for check in CHECKS
-}  # with RoPE: fem_softmax; without: cem
-SLOW |= {
-    (CONTROL, check) for check in CHECKS if check.startswith("eager_matches_sdpa_")
-}  # of ours they are skipped
+# With RoPE, fem_softmax runs them; without RoPE, cem does.
+SLOW |= {(name, check) for name in ("fem_gla", "hyperset", "hybrid") for check in CHECKS}
+# These checks are skipped for the project's own classes.
+SLOW |= {(CONTROL, check) for check in CHECKS if check.startswith("eager_matches_sdpa_")}
 
 pytestmark = [
     pytest.mark.skipif(
         not CHECKS,
         reason=f"no {SOURCES}: `make setup`, or unpack tests of transformers' source distribution below {FOLDER}",
     ),
-    pytest.mark.filterwarnings("ignore"),  # the checks also try what transformers deprecates
+    pytest.mark.filterwarnings("ignore"),  # the checks also use deprecated features of transformers
 ]
 
 

@@ -38,7 +38,8 @@ PINNED = next(
     for line in (ROOT / "tests" / "oldest-transformers.txt").read_text().splitlines()
     if line.startswith("transformers==")
 )
-# Softmax and linear priors, a conditioner, CEM, a looped block, YaRN; and transformers' own class, its RoPE not at its defaults.
+# Softmax and linear priors, a conditioner, CEM, a looped block, YaRN; and transformers' own class,
+# with RoPE settings other than the defaults.
 FEW = ["hybrid", "cem", "hyperset", "rotated", "stretched", "stretched_llama"]
 
 STRANGER = """
@@ -126,9 +127,8 @@ def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
 @pytest.mark.parametrize(
     "names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"]
 )
-@pytest.mark.parametrize(
-    "age", [pytest.param("newest", marks=pytest.mark.slow), "oldest"]
-)  # the newest one runs every other test here
+# All other tests in this folder run with the newest version.
+@pytest.mark.parametrize("age", [pytest.param("newest", marks=pytest.mark.slow), "oldest"])
 def test_a_stranger_loads_the_folders(
     exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]
 ) -> None:
@@ -145,9 +145,8 @@ def test_a_stranger_loads_the_folders(
     for name, folder in zip(names, folders, strict=True):
         shutil.copytree(exported(name).folder, folder)
     tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)
-    assert (
-        "pad_token" not in (tokenizer / "tokenizer_config.json").read_text()
-    )  # as data_prep trains them
+    # The form that data_prep writes.
+    assert "pad_token" not in (tokenizer / "tokenizer_config.json").read_text()
     with_words = [
         export(small(name), tmp_path / name, tokenizer=tokenizer)
         for name in ("fem_softmax", "transformer")
@@ -188,7 +187,8 @@ def test_a_stranger_loads_the_folders(
         logits, greedy, uncached, beams, beams_uncached, static = found[str(folder)]
         model = exported(name).model
         with torch.no_grad():
-            # Rounding of float32: sums in another order with another number of threads. Padding's own rows mean nothing.
+            # float32 rounding: sums in a different order with another number of threads. The rows
+            # of padding are not compared.
             close(logits[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()], 1e-5)
         wanted = model.generate(
             ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0

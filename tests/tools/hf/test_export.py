@@ -61,7 +61,8 @@ def test_the_same_bytes_every_time(
         "OMP_NUM_THREADS": "1",
     }
     code = "import sys; from tools.hf.__main__ import _parser as p, main; p().parse_args(sys.argv[1:4]); early = 'torch' in sys.modules; "
-    code += "sys.exit(early or main(sys.argv[1:4]) or main(sys.argv[4:]))"  # wrong arguments are told before torch is imported
+    # Wrong arguments are reported before torch is imported.
+    code += "sys.exit(early or main(sys.argv[1:4]) or main(sys.argv[4:]))"
     again = [
         argument
         for name in ("fem_softmax", "transformer")
@@ -120,7 +121,8 @@ def test_what_is_told_of_the_training(
     for row in (
         "| Data | `data/train` (75% of the blend, 900 tokens); `data/other` (25% of the blend) |",
         f"| Tokens seen | {tokens:,} |",
-        f"| Held-out bits per byte | {3.0 / math.log(2) / 4:.4f} |",  # the data's manifest says four bytes a token
+        # 4: the manifest of the data gives four bytes per token.
+        f"| Held-out bits per byte | {3.0 / math.log(2) / 4:.4f} |",
     ):
         assert f"\n{row}\n" in card, row
     per_token, all_of_them = (
@@ -140,9 +142,8 @@ def test_what_is_told_of_the_training(
         "pad_token_id": 0,
     }
     (tmp_path / "link").mkdir()
-    (tmp_path / "link" / "checkpoints").symlink_to(
-        runs["fem_softmax"] / "checkpoints"
-    )  # as runs/demo names the demo's model
+    # runs/demo links to the demo's model in the same way.
+    (tmp_path / "link" / "checkpoints").symlink_to(runs["fem_softmax"] / "checkpoints")
     assert hf("export", tmp_path / "link", tmp_path / "out") == 0 and files(
         tmp_path / "out"
     ) == files(exports["fem_softmax"])
@@ -171,9 +172,8 @@ def test_little_is_known(
     wording(capsys.readouterr().err)
     wording((tmp_path / "out" / "README.md").read_text())
     assert json.loads((tmp_path / "out" / "training.json").read_text())["heldout_loss"] is None
-    shutil.copytree(
-        runs["data"] / "tokenizer", copy / "checkpoints" / "tokenizer"
-    )  # where an import has it
+    # An imported checkpoint has its tokenizer at this path.
+    shutil.copytree(runs["data"] / "tokenizer", copy / "checkpoints" / "tokenizer")
     edit_manifest(copy, lambda told: told.update(heldout_loss=2.25))
     assert hf("export", copy, tmp_path / "out", "--overwrite") == 0
     assert (tmp_path / "out" / "tokenizer.json").is_file() and "| 2.2500 |" in (
@@ -213,7 +213,7 @@ def test_of_a_tokenizers_folder_its_files_alone_go_along(
     ]
 
 
-# ---------------------------------------------------------------- mistakes
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 def manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -248,7 +248,7 @@ def nothing(run: Path) -> None:
     pass
 
 
-# What is done to the run directory RUN, in TMP; the command's arguments.
+# Name -> (damage to the run folder RUN or to TMP, arguments of the command).
 MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no such path": (nothing, "GONE OUT"),
     "a file": (nothing, "STEP/manifest.json OUT"),
@@ -295,7 +295,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     """The exit code is 2, and no new file exists."""
     tmp_path, (damage, arguments) = copy.parent, MISTAKES[case]
-    monkeypatch.chdir(tmp_path)  # and back
+    monkeypatch.chdir(tmp_path)  # monkeypatch restores the folder
     damage(copy)
     export = exports["transformer"]
     places = {
@@ -324,7 +324,8 @@ def test_a_full_disk(
     try:
         code = hf("export", runs["transformer"], tmp_path / "out")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)  # pytest's own output may be such a file
+        # The output file of pytest itself may exceed the limit.
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 1 and not list(tmp_path.iterdir())
     wording(capsys.readouterr().err)
 

@@ -141,7 +141,7 @@ def test_the_folder_holds_the_weights_bit_for_bit(
         index["weight_map"] == {key: file for file, keys in held.items() for key in keys}
         and len(held) > 3
     )
-    # A file over the limit has one tensor alone: the embedding is larger than a file may be.
+    # A file over the limit contains only one tensor: the embedding is larger than the limit.
     assert all(
         sum(wanted[key].nbytes for key in keys) <= 9000 or len(keys) == 1 for keys in held.values()
     )

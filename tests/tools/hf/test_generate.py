@@ -27,7 +27,8 @@ from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM, FemStaticCache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-# Beams are drawn, reordered, and two of each row's three returned.
+# Beam search with sampling: beams are reordered, and two of the three beams of each row are
+# returned.
 BEAMS: dict[str, Any] = {
     "max_new_tokens": 4,
     "do_sample": True,
@@ -47,7 +48,8 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, **options)
 
 
-# Every kind of cache: keys, windows of them, states, both, those of recurrent blocks, transformers' own.
+# Every kind of cache: keys, windows of keys, states, both, caches of recurrent blocks,
+# transformers' own.
 CACHES = (
     "fem_softmax",
     "fem_gla",
@@ -93,7 +95,7 @@ def test_every_strategy_with_and_without_cache(
             alone = given(
                 torch.cat((ids[row, 8 - length :], new[row]))[None], use_cache=False
             ).logits[0]
-            # Rounding of float32.
+            # float32 rounding.
             close(torch.cat((batch.logits[row, 8 - length :], after.logits[row])), alone, 1e-5)
 
 
@@ -141,7 +143,7 @@ def test_what_generate_returns_beside_the_tokens(
             for step, states in enumerate(made.hidden_states):
                 width = 1 if cached and step else 8 + (0 if cached else step)
                 assert [tuple(state.shape) for state in states] == [(rows * beams, width, 32)] * 3
-                # Rounding of float32: one step of decoding, or all tokens at once.
+                # float32 rounding: one step of decoding, or all tokens at once.
                 close(states[-1][:, -1], found[1].hidden_states[step][-1][:, -1], 1e-5)
                 close(given.lm_head(states[-1][:, -1]), made.logits[step], 1e-5)
             assert (made.past_key_values is not None) == cached
@@ -150,7 +152,7 @@ def test_what_generate_returns_beside_the_tokens(
             gained = given.compute_transition_scores(
                 made.sequences, made.scores, indices, normalize_logits=beams == 1
             )
-            if beams > 1:  # the mean of what each token adds, as length_penalty=1 has it
+            if beams > 1:  # the mean score of the tokens, because of length_penalty=1
                 close(gained.sum(1) / new, made.sequences_scores, 1e-5)
             elif not drawn:
                 assert torch.equal(
@@ -260,7 +262,7 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
         raised(getattr(model.new_cache().layers[0], method), *given, error=ValueError)
 
 
-# ---------------------------------------------------------------- around generate
+# --- uses of the model besides generate -----------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -291,7 +293,7 @@ def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
         assert len(adapters) >= 8 and all(
             parameter.grad is not None and parameter.grad.any() for parameter in adapters
         )
-        with torch.no_grad():  # a step so short that the loss falls by 0.001, however steep it is
+        with torch.no_grad():  # a step so short that the loss decreases by 0.001 for any gradient
             square = sum(parameter.grad.square().sum() for parameter in adapters)
             for parameter in adapters:
                 parameter -= 1e-3 / square * parameter.grad
@@ -350,5 +352,5 @@ def test_the_trainer_smooths_the_labels_of_the_next_tokens(
             )
             lost = -given(ids).logits[:, 2:-1].log_softmax(-1)
         wanted = 0.8 * lost.gather(2, ids[:, 3:, None]).mean() + 0.2 * lost.mean()
-        # Rounding of float32.
+        # float32 rounding.
         assert found.item() == pytest.approx(wanted.item(), rel=1e-5), type(given)

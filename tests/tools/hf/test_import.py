@@ -132,7 +132,7 @@ def test_one_line_for_a_spoiled_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-# Folders and checkpoints in the working directory, an option.
+# Folders and checkpoints in the working directory, and options.
 PLACES = (
     "meta-llama/Llama-3.2-1B new",
     "ck new",

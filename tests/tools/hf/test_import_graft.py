@@ -76,7 +76,7 @@ def test_fem_with_its_switches_off_is_the_transformer(llama: Path, tmp_path: Pat
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad():
         wanted, got = (open_model(path).model(ids).logits for path in (llama, tmp_path / "ck"))
-    # Both in fp32 on the CPU; attention is summed in another order.
+    # Both in fp32 on the CPU; the sums of attention are in a different order.
     assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert wanted.std() > 0.1
 
@@ -109,7 +109,8 @@ def test_cem_by_hand(llama: Path, tmp_path: Path) -> None:
 
 
 PACKED: dict[str, tuple[tuple[str, ...], list[str | int], bool]] = {
-    # mixer (and settings) -> one head's rows in the packed projection, in order: attention's part, or how many are new; out_proj copied
+    # mixer -> (settings, rows of one head in the packed projection in order: a part of attention or
+    # a number of new rows, whether out_proj is copied).
     "fem_softmax": ((), ["q", "k", 4, 4, 4], False),
     "fem_linear": (("model.fem.value_size=32",), ["q", "k", "v", 8, 8], True),
     "fem_aft": (("model.fem.value_size=32",), [8, 8, "v", 8, 8], True),

@@ -27,7 +27,7 @@ from tools.hf.open_model import open_model
 LENGTH, CONTEXT = 16, 64
 MODELS = ("every mixer", "fem", "qwen2")
 TEXT = [(7 * n * n + 3 * n) % (VOCAB - 1) for n in range(LENGTH)]
-# Of config.json: what no training changes, besides the weights' names and shapes.
+# Keys of config.json that training does not change.
 OF_THE_MODEL = "max_position_embeddings bos_token_id eos_token_id pad_token_id rope_parameters sliding_window architecture".split()
 
 
@@ -47,7 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=VOCAB,
         documents=[TEXT * 60 + TEXT[:1]],
     )
-    (folder / "manifest.json").unlink()  # so that no tokenizer is known
+    (folder / "manifest.json").unlink()  # the data then has no known tokenizer
     return folder
 
 
@@ -59,19 +59,20 @@ def imported(
     place = tmp_path_factory.mktemp("imported")
     if request.param == "qwen2":
         folder = stock_folder("qwen2", place / "hf", eos_token_id=[3, 4])
-    else:  # 50 entries padded to 64: at TP2 one rank holds most of the padding
+    else:  # 50 entries, padded to 64: at TP2 most of one rank's rows are padding
         pattern = (
             ("fem_softmax", "cem")
             if request.param != "every mixer"
             else (*MIXERS, *MIXERS[: len(MIXERS) % 2])
-        )  # two stages' layers
+        )  # an even number of layers, for two stages
         model = small(
             pattern=pattern,
             num_layers=len(pattern),
             tie_embeddings=True,
             make_vocab_size_divisible_by=64,
         )
-        # Gains below one in every layer, as trained models have: else rounding would grow from layer to layer.
+        # Gains below one in every layer, as in trained models; otherwise rounding would grow from
+        # layer to layer.
         state = {
             name: tensor / 2 if tensor.ndim > 1 else tensor
             for name, tensor in random_state(model, dtype=torch.float32).items()
@@ -132,7 +133,8 @@ LAYOUTS = {
 }
 
 
-# Every layout and every model once, tied embeddings at each end of a pipeline; the others are slow.
+# Every layout and every model once, with tied embeddings at each end of a pipeline; the other pairs
+# are slow.
 QUICK = [
     ("every mixer", "TP2"),
     ("fem", "TP2+SP"),
@@ -156,7 +158,8 @@ PAIRS = [
 def test_two_ranks(layout: str, imported: tuple[Path, float], data: Path, tmp_path: Path) -> None:
     given = arguments(imported[0], data, tmp_path / "run", *STILL, *LAYOUTS[layout].split())
     finished(2, given, tmp_path / "out")
-    # Of a sum over ranks, or over another order of channels; of an activation rounded to 8 bits some times in every layer.
+    # 1e-6: a sum over ranks, or over another order of channels. 2e-2: activations rounded to 8 bits
+    # several times in every layer.
     check(imported[0], tmp_path / "run", imported[1], 2e-2 if "bf16" in LAYOUTS[layout] else 1e-6)
 
 

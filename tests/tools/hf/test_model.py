@@ -76,7 +76,8 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
     )
     with torch.no_grad():
         wanted = trained(ids, torch.arange(21).expand(2, 21), None)[..., :VOCAB]
-        # Rounding of float32: the same operations, the output layer's product over 50 rows or 64.
+        # float32 rounding: the same operations, except that the product of the output layer has 50
+        # rows or 64.
         close(given.model(ids).logits, wanted, 1e-5)
 
 
@@ -95,7 +96,7 @@ def test_packed_documents_are_read_as_if_alone(
     model, without = (
         given.model,
         {} if (given.folder / "modeling_fem.py").exists() else {"use_cache": False},
-    )  # beside its cache Llama joins
+    )  # with a cache, Llama joins packed documents
     rows = [[torch.arange(first, first + size)[None] for first, size in row] for row in packed]
     with torch.no_grad():
         made = model(
@@ -110,9 +111,8 @@ def test_packed_documents_are_read_as_if_alone(
                 model(part, position_ids=positions, use_cache=False).logits
                 for part, positions in pairs
             ]
-            close(
-                whole[None], torch.cat(alone, dim=1), 1e-5
-            )  # rounding of float32, in matrix products of other shapes
+            # float32 rounding, in matrix products of other shapes.
+            close(whole[None], torch.cat(alone, dim=1), 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
@@ -176,7 +176,7 @@ def test_hidden_states_have_gradients(name: str) -> None:
         state.grad is not None and state.grad.any() for state in made.hidden_states
     )
     embedding = model.get_input_embeddings().weight
-    # float64 rounding: the loss is float32's, whose gradient both are computed from.
+    # float64 rounding: both gradients are computed from the gradient of a float32 loss.
     close(
         embedding.grad,
         torch.zeros_like(embedding).index_add(
@@ -204,7 +204,7 @@ def test_arguments_that_clients_of_llama_give() -> None:
         assert torch.equal(plain(ids, **nothing).logits, wanted.logits)
         assert plain(ids, labels=ids, shift_labels=shifted, **nothing).loss == wanted.loss
         assert plain(ids, labels=ids, shift_labels=shifted.flip(1).contiguous()).loss != wanted.loss
-        # Rounding of float32: a mean of 16, or a sum through 8.
+        # float32 rounding: a mean of 16, or a sum divided by 8.
         assert plain(ids, labels=ids, num_items_in_batch=8).loss.item() == pytest.approx(
             2 * wanted.loss.item(), rel=1e-6
         )
@@ -243,9 +243,8 @@ def test_packed_documents_by_their_ends_or_numbers() -> None:
             for given in (None, positions, torch.arange(12)[None]):
                 made = plain(row, position_ids=given, attention_mask=torch.ones_like(row), **told)
                 assert made.past_key_values is None
-                close(
-                    made.logits, alone, 1e-10
-                )  # rounding of float64, in matrix products of other shapes
+                # float64 rounding, in matrix products of other shapes.
+                close(made.logits, alone, 1e-10)
         whole = plain(row, use_cache=False).logits
         assert torch.equal(
             plain(row, cu_seq_lens_q=torch.tensor([0, 12])).logits, whole
@@ -263,11 +262,8 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
     ids, mask = tokens(1, 10), torch.tensor([[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]])
     kept = mask[0].bool()
     with torch.no_grad():
-        # float64 rounding.
-        for positions in (
-            None,
-            (mask.cumsum(1) - 1).masked_fill(mask == 0, 1),
-        ):  # as transformers' generate has them
+        # The positions that transformers' generate passes; equal up to float64 rounding.
+        for positions in (None, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):
             close(
                 plain(ids, attention_mask=mask, position_ids=positions).logits[0, kept],
                 plain(ids[:, kept]).logits[0],
@@ -395,7 +391,8 @@ def test_fresh_model_starts_as_trained_ones_do(plain: Any) -> None:
             if isinstance(start := starts[name], int | float):
                 assert not (weight - start).any(), name
             else:
-                # The standard deviation of n draws scatters by 1/sqrt(2n): five of these.
+                # The standard deviation of n draws has a relative standard error of 1/sqrt(2n); the
+                # tolerance is five of them.
                 assert weight.std().item() == pytest.approx(
                     0.03, rel=5 / math.sqrt(2 * weight.numel())
                 ), name

@@ -64,10 +64,8 @@ def test_the_code_on_the_card_runs(
             },
             ["transformer"],
         ),
-        (
-            {"name": "transformer", "attention": AttentionConfig(sliding_window=5)},
-            [],
-        ),  # transformers' own Mistral
+        # transformers' own Mistral class.
+        ({"name": "transformer", "attention": AttentionConfig(sliding_window=5)}, []),
     ],
 )
 def test_padding_between_turns(
@@ -111,7 +109,8 @@ def test_lora(name: str, tmp_path: Path) -> None:
         adapted = model(input_ids=ids).logits
         with model.disable_adapter():
             assert (model(input_ids=ids).logits - adapted).abs().max() > 0.1
-        # Rounding of float32: W + AB is rounded once, and through two layers of weights far from their start.
+        # float32 rounding: W + AB is rounded once, and passes through two layers of weights far
+        # from their start.
         torch.testing.assert_close(
             model.merge_and_unload()(input_ids=ids).logits, adapted, rtol=1e-3, atol=1e-4
         )
@@ -126,7 +125,7 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
         model = small(**{**FAMILIES[name], "vocab_size": VOCAB})
         folder = export(model, tmp_path / name, tokenizer=tokenizer, weights_license=None)
         metadata, text = card(folder)
-        has_code = name in ("fem_lm", "qwen2")  # of qwen2 the tokenizer's
+        has_code = name in ("fem_lm", "qwen2")  # qwen2: the code of the tokenizer
         assert (
             has_code
             == any(folder.glob("*.py"))

@@ -134,7 +134,7 @@ def test_weights_are_held_once(
         reads == [[name]]
         and [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
     )
-    # The model takes these tensors, it does not copy them.
+    # The model uses these tensors without a copy.
     monkeypatch.setattr(
         from_store, "state_of", lambda *given: kept.update(make(*given)) or dict(kept)
     )
@@ -168,7 +168,7 @@ def test_without_a_tokenizer_there_is_a_reason(
         assert tokenizer_of(path) is None
 
 
-# --- fingerprints ----------------------------------------------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["checkpoint", "export"])
@@ -191,7 +191,7 @@ def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
 ) -> None:
     folder = copy("fem_softmax", 1)
     found = [fingerprint(folder)]
-    rewrite(folder, lambda held: None)  # a file written otherwise
+    rewrite(folder, lambda held: None)  # the same contents, written in another way
     changed(folder / "config.json", transformers_version="0")
     assert fingerprint(folder) == found[0]
     rewrite(
@@ -215,7 +215,7 @@ def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
     assert len(set(found)) == 6
 
 
-# --- what cannot be opened -------------------------------------------------------------------------------------------------------
+# --- models that cannot be opened -----------------------------------------------------------------
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -283,10 +283,11 @@ def test_what_cannot_be_opened_is_one_line(
     data = max(path.glob("step_*/*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     raised(open_model, data)
     whole = data.read_bytes()
+    # The second one has the right size.
     for content, word in (
         (whole[:-1], "bytes instead of"),
         (bytes(200) + whole[200:], "is damaged"),
-    ):  # the latter of the right size
+    ):
         data.write_bytes(content)
         with pytest.raises(ConfigError, match=word) as error:
             open_model(data.parent)

@@ -17,7 +17,7 @@ from tests.tools.hf.small import NAMES, here, padded_batch, tokens
 
 QUICK = ("fem_softmax", "fem_gla", "cem", "hybrid")
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-BFLOAT16 = 2.0**-8  # its unit roundoff
+BFLOAT16 = 2.0**-8  # unit roundoff of bfloat16
 
 
 def autocast() -> AbstractContextManager[Any]:
@@ -124,7 +124,8 @@ def test_float16_weights_compute(name: str) -> None:
             model(piece, past_key_values=cache).logits
             for piece in tokens(2, 40).split([36, 1, 1, 2], dim=1)
         ]
-        if name != "yuriiformer":  # PyTorch concatenates no float16 in a region of bfloat16
+        # PyTorch does not concatenate float16 tensors under bfloat16 autocast.
+        if name != "yuriiformer":
             with autocast():
                 assert relative(model(tokens(2, 40)).logits, plain(name).logits) <= 1.25 * error(
                     name, torch.bfloat16
@@ -171,9 +172,8 @@ def test_quantised_products_compute(name: str) -> None:
         for named in ("weight", "packed"):
             for path, linear in linears.items():
                 model.model.layers.set_submodule(path, Quantised(linear, named))
-            assert (
-                relative(model(ids, use_cache=False).logits, wanted) < 1e-6
-            )  # float32's rounding of scale and weight
+            # float32 rounding of scale and weight.
+            assert relative(model(ids, use_cache=False).logits, wanted) < 1e-6
         with autocast():
             assert relative(model(ids, use_cache=False).logits, wanted) <= 1.25 * error(
                 name, torch.bfloat16

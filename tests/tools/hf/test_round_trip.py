@@ -38,8 +38,10 @@ QKV_BIAS = AttentionConfig(qkv_bias=True)
 EVERYTHING = small(
     num_layers=len(MIXERS), pattern=MIXERS, num_query_groups=2, attention=QKV_BIAS
 ).__dict__
-# All of the catalogue in one model, a layer each: plain; tied, looped with an adapter for each iteration, every MLP CEM's, the vocabulary
-# of several paddings. And by way of transformers' own classes, whose configurations cannot say all (padding, nulls).
+# The entire catalogue in one model, one layer per mixer. Variants: plain; tied embeddings, looped
+# with an adapter for each iteration, CEM's MLP in every layer, several paddings of the vocabulary;
+# and through transformers' own classes, whose configurations cannot contain every setting (padding,
+# nulls).
 TRIPS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "every mixer": ({}, torch.float32),
     "every mixer, looped": (
@@ -70,7 +72,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     )
     state = random_state(model, dtype=dtype)
     for key in VOCABULARY & state.keys():
-        state[key][VOCAB:] = 0  # what pads the vocabulary is in no export
+        state[key][VOCAB:] = 0  # exports do not contain the padding of the vocabulary
     first = find(last := save(model, tmp_path / "first", state))
     exports = []
     for trip in range(2):

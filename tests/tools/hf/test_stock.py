@@ -68,7 +68,7 @@ CASES = {
         "Llama",
     ),
     "window": (replace(GROUPED, attention=AttentionConfig(sliding_window=7)), "Mistral"),
-    # LlamaConfig refuses heads that do not divide the width.
+    # LlamaConfig refuses a number of heads that does not divide the width.
     "odd heads": (
         replace(BASE, hidden_size=36, num_attention_heads=8, attention=AttentionConfig(head_dim=6)),
         "Mistral",
@@ -83,8 +83,8 @@ CASES = {
         "Qwen3",
     ),
 }
-# float32: the same operations in another order, 1e-7 each. bfloat16:
-# 8 bits a number; transformers also rounds the normalised x before its weight.
+# float32: the same operations in a different order, 1e-7 each. bfloat16: 8 bits per number;
+# transformers also rounds the normalised x before it multiplies it by the weight.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
@@ -148,9 +148,8 @@ def tokens() -> Tensor:
 def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
     """Logits are equal; weights convert back bit for bit; the configuration survives a file."""
     model, family = CASES[name]
-    generator = torch.Generator().manual_seed(
-        0
-    )  # every number another, so that no two rows can change places unseen
+    # Every number is different, so that an exchange of two rows is detected.
+    generator = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(model)
     state = {
         key: 0.15 * torch.randn(shape, generator=generator) + ("norm" in key)
@@ -271,7 +270,8 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
             500000,
             READ_31,
         ),
-        # What yarn leaves out: the length is the file's, the factor follows from mscale.
+        # Values that yarn may leave out: the length is that of the file, the factor follows from
+        # mscale.
         ({"rope_scaling": YARN}, 10000, RopeScaling("yarn", 4.0, 96)),
         (
             {
@@ -317,9 +317,8 @@ def test_frequencies_of_a_real_size_are_transformers_own(kind: str) -> None:
         and (factor > 1) == (kind == "yarn")
     )
     got = frequencies(rope, 128)
-    torch.testing.assert_close(
-        got, wanted, rtol=1e-6, atol=0.0
-    )  # float32's resolution, several times
+    # A few times the resolution of float32.
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0.0)
     changed = (got / plain - 1).abs() > 1e-6
     assert changed.all() if kind == "linear" else 0 < int(changed.sum()) < len(got)
 

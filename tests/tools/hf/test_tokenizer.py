@@ -16,7 +16,7 @@ from tools.hf.__main__ import main
 from tools.hf.open_model import quiet_transformers
 from tools.hf.tokenizer import auto_tokenizer, load_tokenizer
 
-# transformers 5 builds the tokenizers of each of them anew, but for the last two.
+# transformers 5 rebuilds the tokenizers of all these classes except for the last two.
 CLASSES = (
     "GPT2Tokenizer Qwen2Tokenizer GPTNeoXTokenizerFast LlamaTokenizer CohereTokenizerFast CodeLlamaTokenizer GemmaTokenizer BertTokenizer "
     "T5TokenizerFast RobertaTokenizer OpenAIGPTTokenizer Qwen3_5Tokenizer PreTrainedTokenizerFast NoSuchTokenizer"

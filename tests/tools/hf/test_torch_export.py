@@ -13,14 +13,8 @@ from torch.export import Dim, export
 
 from tests.tools.hf.small import NAMES, close, here, tokens
 
-SHAPES = (
-    (1, 5),
-    (2, 17),
-    (5, 2),
-    (1, 1),
-    (2, 70),
-    (1, 300),
-)  # under and over a window, a chunk of 64, CEM's 48 hidden channels
+# Lengths below and above a window, a chunk of 64, and CEM's 48 hidden channels.
+SHAPES = ((1, 5), (2, 17), (5, 2), (1, 1), (2, 70), (1, 300))
 STEPS = 7
 
 
@@ -77,9 +71,8 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.cache, self.assigned = model, model.new_cache(places), assigned
         first = torch.zeros(batch, 1, dtype=torch.long)
-        model(
-            first, attention_mask=first, past_key_values=self.cache
-        )  # a masked token makes the tensors and leaves nothing in them
+        # A masked token creates the tensors but leaves no value in them.
+        model(first, attention_mask=first, past_key_values=self.cache)
         for n, layer in enumerate(self.cache.layers):
             layer.room.taken.zero_()
             for name, tensor in (*layer.state.items(), ("taken", layer.room.taken)):
@@ -139,6 +132,5 @@ def test_torch_compile_with_the_default_cache() -> None:
         output = compiled(ids)
         assert torch.equal(output.logits, model(ids).logits)
         step = model(ids[:, :1], past_key_values=output.past_key_values).logits
-        close(
-            step, model(torch.cat((ids, ids[:, :1]), dim=1)).logits[:, -1:], 1e-5
-        )  # float32: sums in another order
+        # float32: sums in a different order.
+        close(step, model(torch.cat((ids, ids[:, :1]), dim=1)).logits[:, -1:], 1e-5)

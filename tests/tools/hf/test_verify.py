@@ -51,7 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     out = tmp_path_factory.mktemp("verify")
     for name, model in (("fem", FEM), ("plain", PLAIN)):
-        # Gains below one in every layer, as trained models have: else rounding to bf16 would grow from layer to layer.
+        # Gains below one in every layer, as in trained models; otherwise rounding to bf16 would
+        # grow from layer to layer.
         state = {
             key: tensor / 3 if tensor.ndim > 1 else tensor
             for key, tensor in random_state(model, dtype=torch.float32).items()
@@ -109,9 +110,8 @@ def test_a_checkpoint_and_its_export_are_equal_to_the_bit(
     assert found["weights"]["compared"] > 20 and found["weights"]["differing"] == []
     layers = ["embedding", "layer 0", "layer 1", "layer 2", "final norm", "logits"]
     assert [row["layer"] for row in found["layers"] if row["layer"] != "rotary_emb"] == layers
-    assert (
-        found["tokens"] == found["argmax_agrees"] > 82 + 100
-    )  # 1 + 17 + 64 ids, and the texts' bytes, an id each
+    # 1 + 17 + 64 ids, and one id for each byte of the texts.
+    assert found["tokens"] == found["argmax_agrees"] > 82 + 100
 
 
 @pytest.mark.parametrize("name", ["fem", "plain"])
@@ -123,7 +123,7 @@ def test_rounded_weights_are_equal_at_their_own_tolerance(verify: Verify, name: 
         and "the default of bfloat16" in text.splitlines()[-1]
     )
     text, found = verify(1, name, f"{name}_bf16", "--tolerance", "1e-4")
-    assert found["first"]["where"] == "embedding"  # the first that was rounded
+    assert found["first"]["where"] == "embedding"  # the first rounded tensor
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,8 @@ def test_a_setting_alone_is_told_from_a_weight(
         and found["first"]["where"] == "rotary_emb"
     )
     assert "its weights agree, so configuration, code or rounding differs" in text
-    changed(
-        edited / "config.json", rope_parameters=rope, max_position_embeddings=512
-    )  # nothing is computed from it
+    # No value is computed from it.
+    changed(edited / "config.json", rope_parameters=rope, max_position_embeddings=512)
     assert (
         "configuration: differs: max_position_embeddings 64 and 512"
         in verify(0, "plain", edited)[0]
@@ -236,7 +235,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, refused: Refused) -
         refused(main, "tools.hf", "verify", *arguments)
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_one_difference() -> None:
@@ -252,10 +251,10 @@ def test_one_difference() -> None:
         difference("x", torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 1e-30])).relative
         == 1
     )
-    long, last = torch.zeros(2, 2**22 + 5)  # more than is compared at once
+    long, last = torch.zeros(2, 2**22 + 5)  # longer than one chunk of the comparison
     last[-1] = 3
     assert difference("x", long, last).absolute == 3
-    broken = torch.tensor([[0.0, nan]])  # two broken models are not equal ones
+    broken = torch.tensor([[0.0, nan]])  # two broken models do not count as equal
     (found,) = compare_traces({LOGITS: broken}, {LOGITS: broken})
     assert found.absolute == inf
 
@@ -264,7 +263,8 @@ def test_predictions_against_a_count() -> None:
     a, b = torch.tensor([[0.0, math.log(3)], [5.0, 0.0]]), torch.tensor([[0.0, 0.0], [5.0, 0.0]])
     found = Predictions().and_of(a, b).and_of(a[1:], b[1:])
     assert (found.tokens, found.agree) == (3, 2)
-    # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 ln 1/2 + 3/4 ln 3/2; the likeliest of two equal ones is the first.
+    # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 ln 1/2 + 3/4 ln 3/2; of two equally likely tokens, the
+    # first counts as the likeliest.
     assert (
         found.kl
         == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-7)

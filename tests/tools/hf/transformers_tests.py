@@ -113,7 +113,7 @@ def load() -> dict[str, Any]:
             sys.modules, "parameterized", _module("parameterized", parameterized=Parameterized)
         )
         patch.setattr(pytest, "mark", Unmarked())
-        # Otherwise an installed DeepSpeed is imported, for checks that need a GPU.
+        # Otherwise the checks that need a GPU would import an installed DeepSpeed.
         patch.setattr(transformers.integrations.deepspeed, "is_deepspeed_available", lambda: False)
         patch.setenv("TRANSFORMERS_TEST_DEVICE", "cpu")
         patch.setenv("RUN_TRAINING_TESTS", "1")

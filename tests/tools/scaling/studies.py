@@ -129,15 +129,10 @@ def write_run(
     return folder
 
 
-# --- runs by Chinchilla's law, with log-normal noise -------------------------------------------------------------------------------
+# --- runs that follow Chinchilla's law, with log-normal noise -------------------------------------
 
-E, A, B, ALPHA, BETA = (
-    1.69,
-    406.4,
-    410.7,
-    0.34,
-    0.28,
-)  # Hoffmann et al.'s constants, as they print them
+# The constants of Hoffmann et al., as printed.
+E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
 TRUTH = {
     "E": E,
     "A": A,
@@ -177,7 +172,8 @@ def runs(
     n = np.concatenate([best_n(flops) * np.geomspace(1 / span, span, sizes) for flops in budgets])
     c = np.repeat(np.asarray(budgets), sizes)
     d = c / (6 * n)
-    # A shift of C at the same place of the budget's curve: N and D each go along the frontier's own power.
+    # A shift of C at the same position on the curve of the budget: N and D scale with the powers of
+    # the frontier.
     seen = loss(n * share ** -TRUTH["a"], d * share ** -TRUTH["b"])
     return points(n, d, seen * np.exp(rng.normal(0, noise, len(n))), c)
 

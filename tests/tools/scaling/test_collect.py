@@ -114,9 +114,8 @@ def test_all_rows_of_all_runs(tmp_path: Path, study: Made) -> None:
             float(loss(run.parameters, step * run.batch_tokens)) - 0.01  # type: ignore[arg-type]
             for step in range(first + 1, second + 1)
         ]
-        assert own["train_loss"].iloc[1] == pytest.approx(
-            math.fsum(since) / len(since), rel=1e-12
-        )  # a sum in another order
+        # A sum in a different order.
+        assert own["train_loss"].iloc[1] == pytest.approx(math.fsum(since) / len(since), rel=1e-12)
     assert json.loads(plan.runs_csv.with_name("collected.json").read_text()) == {
         "planned": 3,
         "complete": 3,
@@ -222,8 +221,8 @@ def test_what_cannot_be_compared_is_refused(
     assert f"trained with optimizer.weight_decay = 0.3, and {path} plans 0.1 now" in refused(
         study, capsys
     )
-    # What changes nothing of what is learnt may differ, and two variants that differ in that alone are one run; in the sequences' length
-    # they cannot be compared.
+    # Settings that do not affect the result of training may differ, and two variants that differ
+    # only in them are one run. Variants of different sequence lengths cannot be compared.
     write_run(
         plan,
         runs[2],
@@ -312,10 +311,9 @@ def test_from_weights_and_biases(
     resumed[:0] = [
         {name: value if name == "step" else 99.0 for name, value in row.items()}
         for row in resumed[-2:]
-    ]  # trained again
-    old[:] = [
-        {"_step": row.pop("step"), **row} for row in old
-    ]  # of a run without the metric "step"
+    ]  # these steps were trained again after the run resumed
+    # A run without the metric "step".
+    old[:] = [{"_step": row.pop("step"), **row} for row in old]
     export.write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path(plan.directory).rename(tmp_path / "elsewhere")
     theirs = collected(study, "--wandb", str(export))
@@ -323,7 +321,8 @@ def test_from_weights_and_biases(
         column for column in ours.columns if column not in ("train_loss", "wall_seconds", "source")
     ]
     assert theirs[same].equals(ours[same]) and set(theirs["source"]) == {"wandb"}
-    # Every step took half a second; steps after the last logged one, nine at most, are not there.
+    # Every step took half a second; the export lacks the steps after the last logged one, at most
+    # nine.
     assert final_runs(theirs)["wall_seconds"].tolist() == pytest.approx(
         final_runs(ours)["wall_seconds"].tolist(), abs=5.0
     )
@@ -351,7 +350,7 @@ def test_a_fork_is_collected_as_a_straight_run(
         "warmup_steps": 5,
     }
     found = []
-    for trunks in (False, True):  # in one file after another
+    for trunks in (False, True):  # the runs in separate files, and in one file after another
         study = make(
             tmp_path,
             tokens_of_data=20_000,
@@ -364,7 +363,7 @@ def test_a_fork_is_collected_as_a_straight_run(
         found.append((study[2], collected(study)))
     (straight, wanted), (_, ours), (path, plan, (fork, trunk)) = *found, study
     assert (fork.trunk, fork.begin_step, fork.steps, trunk.steps) == (trunk.name, 27, 30, 60)
-    last = final_runs(wanted).drop(columns="train_loss")  # whose means begin at other validations
+    last = final_runs(wanted).drop(columns="train_loss")  # its means begin at other validations
     assert final_runs(ours).drop(columns="train_loss").equals(last)
     assert (
         ours[ours["run"] == fork.name]["step"].tolist() == [12, 24, 30]
@@ -384,7 +383,7 @@ def test_a_fork_is_collected_as_a_straight_run(
         f"{fork.name}: a fork of {trunk.name}, of which nothing is here" in capsys.readouterr().err
     )
     write_run(plan, trunk)
-    write_run(plan, straight[0])  # as it was trained before the study had trunks
+    write_run(plan, straight[0])  # as trained before the study had trunks
     assert final_runs(collected(study)).drop(columns="train_loss").equals(last)
     for run, there in ((trunk, "other"), (fork, trunk.name)):
         write_run(plan, run, words=(f"checkpoint.fork=runs/{there}/checkpoints/step_00000020",))
@@ -433,7 +432,7 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["flops"] == run.tokens * flops_per_token(load_run(folder / "config.yaml"))
         assert row["wall_seconds"] == pytest.approx(
             sum(line["step_seconds"] for line in last.values()), rel=1e-12
-        )  # order of a sum
+        )  # a sum in a different order
         assert (sum("loss" in line for line in lines) > run.steps) == (run is runs[0]), (
             "steps are there twice"
         )

@@ -77,9 +77,8 @@ def test_a_power_law_is_told_by_its_exponent_and_judged_by_its_ratio() -> None:
     assert text[2].split()[:2] == ["layer_00/mixer", "change"]
     scale, change = judge(power_law(-0.5, 0.0, site="logits"))
     assert scale.ratio == pytest.approx(2.0) and worst([scale, change]) is change
-    assert not scale.judged and scale.words.startswith(
-        "("
-    )  # muP's logits shrink at the start, by theory
+    # muP's logits shrink at the start, according to theory.
+    assert not scale.judged and scale.words.startswith("(")
     for values, words in (
         ((1.0, 0.0), "does not move"),
         ((1.0, math.nan), "not finite"),
@@ -114,7 +113,7 @@ def test_the_sites_are_the_models_own_numbers(run: Path) -> None:
         "logits",
     ]
     total = sum(value for site, value in seen.items() if site not in ("residual", "logits"))
-    # fp32, sums in another order.
+    # fp32, sums in a different order.
     torch.testing.assert_close(total, seen["residual"], rtol=1e-5, atol=1e-5)
     assert seen["logits"].shape[-1] == 256
     rows = seen["logits"].transpose(0, 1) if seen["logits"].shape[0] == 64 else seen["logits"]
@@ -173,8 +172,9 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(
     assert len(records) == len(mixers) * 2 * 3 * 5 * 7 and all(
         record.change == 0 for record in records if record.step == 0
     )
-    # Sharper than the verdict: a learning rate wrong by the root of the width moves some layer's change by 0.23 (FEM) to 0.40 here, and
-    # the right ones scatter by 0.13 with one seed.
+    # Stricter than the verdict: a learning rate that is wrong by the root of the width changes the
+    # exponent of some layer's change by 0.23 (FEM) to 0.40 in this test; the exponents of correct
+    # ones scatter by 0.13 with one seed.
     for mixer in mixers:
         verdicts = judge(
             [
@@ -186,7 +186,7 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(
         assert all(
             abs(verdict.exponent) < 0.2 for verdict in verdicts if verdict.site.startswith("layer")
         )
-    # At the base width both parametrizations are one model and one optimizer.
+    # At the base width, both parametrizations are the same model and optimizer.
     base = [
         [one.scale for one in records if (one.width, one.parametrization) == (64, name)]
         for name in ("mup", "standard")
@@ -305,5 +305,6 @@ def test_a_deep_models_picture_shows_three_of_its_blocks() -> None:
     for some, panels in ((records, 2), (both, 4)):
         figure = coordinates(some)
         figure.canvas.draw()
-        assert len(figure.axes) == panels  # whatever the depth, so that each can be read
+        # Independent of the depth, so that each panel is readable.
+        assert len(figure.axes) == panels
         assert all(axes.get_window_extent().width > 3 * figure.dpi for axes in figure.axes)

@@ -98,13 +98,12 @@ def test_a_power_law_with_offset_is_found(law: tuple[float, float, float]) -> No
     x = np.array(BUDGETS)
     y = law[2] + law[0] * x ** law[1]
     found = with_offset(x, y[None])[0]
-    assert found[2] + found[0] * x ** found[1] == pytest.approx(
-        y, rel=1e-4
-    )  # the exponent's grid ends at steps of 1e-5
+    # The exponent's grid has steps of 1e-5 at the end.
+    assert found[2] + found[0] * x ** found[1] == pytest.approx(y, rel=1e-4)
     assert found[1] == pytest.approx(law[1], rel=1e-3)
 
 
-# --- compute multiplier -----------------------------------------------------------------------------------------------------------
+# --- compute multiplier ---------------------------------------------------------------------------
 
 
 def variant(name: str, some: Points) -> VariantFit:
@@ -199,17 +198,17 @@ def test_intervals_of_the_small_studys_design_cover(studies: int, first: int) ->
                 without.add(seed)
             else:
                 held[name].append(estimate.low <= truth <= estimate.high)
-    assert len(without) <= studies // 1000, (
-        without
-    )  # a law that fewer than half of the resamples have gets no interval
+    # A law that exists in fewer than half of the resamples gets no interval.
+    assert len(without) <= studies // 1000, without
     share = {name: float(np.mean(some)) for name, some in held.items()}
     assert all(0.88 <= value <= 0.97 for value in share.values()), share
-    assert len(held["multiplier"]) > 0.95 * studies  # in the others a minimum lies outside
+    # In the other studies, a minimum is outside the range.
+    assert len(held["multiplier"]) > 0.95 * studies
 
 
-# --- learning rates ---------------------------------------------------------------------------------------------------------------
+# --- learning rates -------------------------------------------------------------------------------
 
-RATES = np.array([0.0005, 0.001, 0.002, 0.004, 0.008])  # the CEM paper's five
+RATES = np.array([0.0005, 0.001, 0.002, 0.004, 0.008])  # the five rates of the CEM paper
 
 
 def swept(
@@ -241,9 +240,8 @@ def test_the_best_rate_of_each_size_and_its_law() -> None:
     assert [one.rate.value for one in fit.optima] == pytest.approx(best, rel=0.05)
     assert not any(one.edge for one in fit.optima)
     assert fit.by_width.exponent.value == pytest.approx(-0.3, abs=0.04)
-    assert fit.by_parameters.exponent.value == pytest.approx(
-        fit.by_width.exponent.value / 2
-    )  # N is 12 width^2
+    # N is 12 width^2.
+    assert fit.by_parameters.exponent.value == pytest.approx(fit.by_width.exponent.value / 2)
     assert notes == ["learning rate: one seed a rate, so its power law has no interval"]
 
 

@@ -102,10 +102,9 @@ def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) 
             held[name] += estimate.low <= TRUTH[name] <= estimate.high
     assert {name: count for name, count in held.items() if not least <= count <= most} == {}, held
     off = np.abs(np.median(found, axis=0) / [TRUTH[name] for name in names] - 1)
-    assert (off[[0, 3, 4, 5, 6]] < 0.015).all(), (
-        off
-    )  # E and exponents scatter by 1 to 2% a repetition
-    assert (off[[1, 2]] < 0.08).all(), off  # A and B by 12%
+    # E and the exponents scatter by 1 to 2% per repetition.
+    assert (off[[0, 3, 4, 5, 6]] < 0.015).all(), off
+    assert (off[[1, 2]] < 0.08).all(), off  # A and B scatter by 12%
 
 
 def test_the_replication_of_chinchilla() -> None:
@@ -122,14 +121,12 @@ def test_the_replication_of_chinchilla() -> None:
     deviations = np.std(law.draws, axis=0)
     for index, (name, (value, error)) in enumerate(REPLICATION.items()):
         assert abs(getattr(law, name).value - value) < 0.1 * error, name
-        assert 0.6 < deviations[index] / error < 1.4, (
-            name
-        )  # of 500 resamples, against two printed digits or fewer
-    assert law.E.value == pytest.approx(1.8172, abs=5e-5)  # to the last digit printed
+        # The errors come from 500 resamples and are compared with two printed digits or fewer.
+        assert 0.6 < deviations[index] / error < 1.4, name
+    assert law.E.value == pytest.approx(1.8172, abs=5e-5)  # equal to the last printed digit
     assert law.a.value == pytest.approx(0.512, abs=0.002)
-    assert (
-        law.a.low is not None and law.a.low > 0.4564
-    )  # Hoffmann et al.'s exponent, 0.2849 / (0.3392 + 0.2849), is shut out
+    # The interval excludes the exponent of Hoffmann et al., 0.2849 / (0.3392 + 0.2849).
+    assert law.a.low is not None and law.a.low > 0.4564
     data, replication = (
         huber.Data.of(some.n, some.d, some.loss),
         [value for value, _ in REPLICATION.values()],
@@ -155,9 +152,8 @@ def test_the_gradient_is_the_objectives() -> None:
     assert huber.objective(at, data, weights, 1e-3)[1][0] == pytest.approx(
         (up - down) / (2 * step), rel=1e-5, abs=1e-9
     )
-    assert huber.huber(np.array([0.999e-3, 1.001e-3]), 1e-3) == pytest.approx(
-        0.5e-6, rel=3e-3
-    )  # no jump at delta
+    # No jump at delta.
+    assert huber.huber(np.array([0.999e-3, 1.001e-3]), 1e-3) == pytest.approx(0.5e-6, rel=3e-3)
 
 
 def test_a_wild_run_moves_the_law_little() -> None:
@@ -220,10 +216,10 @@ def test_leaving_a_budget_out_predicts_it() -> None:
         some, loss=np.where(some.budget == 1e20, some.loss * 1.1, some.loss)
     )
     third = leave_out(broken, fitted(broken), 1e-3)[0][2]
-    assert 0.08 < third.mean_error < 0.1  # 1 - 1/1.1 = 0.091 of the loss that is there
+    assert 0.08 < third.mean_error < 0.1  # 1 - 1/1.1 = 0.091 of the present loss
 
 
-# --- what is asked of a fit -------------------------------------------------------------------------------------------------------
+# --- requirements of a fit ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -287,9 +283,8 @@ def test_the_optimum_is_along_the_runs_own_flops() -> None:
         d = flops / (2 * n**1.2)
         least = law.loss(n, d).argmin()
         optimum = optimal(VariantFit("cem", len(own), parametric=law), flops)
-        assert (optimum.n.value, optimum.d.value) == pytest.approx(
-            (n[least], d[least]), rel=1e-3
-        )  # steps of the search: 5e-5
+        # The search has steps of 5e-5.
+        assert (optimum.n.value, optimum.d.value) == pytest.approx((n[least], d[least]), rel=1e-3)
         best.append((n[least], d[least]))
     assert (law.a.value, law.b.value) == pytest.approx(
         np.log(np.divide(best[1], best[0])) / np.log(1e3), abs=1e-4

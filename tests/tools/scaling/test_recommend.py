@@ -27,7 +27,7 @@ from tools.scaling.results import (
 )
 from tools.scaling.study import load_study
 
-LARGEST = 1.5e11  # the study's
+LARGEST = 1.5e11  # the largest of the study
 
 
 def law(a: float) -> ParametricFit:
@@ -162,9 +162,8 @@ def test_a_law_of_the_learning_rate_is_followed(study: Path) -> None:
     )
     assert main(["recommend", str(study), "--flops", "2e11", "--out", "out.yaml"]) == 0
     config = load_run("out.yaml")
-    assert config.optimizer.lr == pytest.approx(
-        0.32 / config.model.hidden_size, rel=5e-3
-    )  # three digits
+    # Three digits.
+    assert config.optimizer.lr == pytest.approx(0.32 / config.model.hidden_size, rel=5e-3)
     assert config.optimizer.min_lr == pytest.approx(config.optimizer.lr / 5)
     assert "the study's law of the best rate against width" in Path("out.yaml").read_text()
 

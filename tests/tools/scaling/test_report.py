@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
-# --- made-up tables -----------------------------------------------------------------------------------------------------------------
+# --- made-up tables -------------------------------------------------------------------------------
 
 
 def test_a_table_becomes_laws_a_comparison_pictures_and_a_report(
@@ -188,15 +188,14 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
     assert main(["plot", str(path), "--results", str(published)]) == 0
     assert (published / "isoflop.png").read_bytes() == own["isoflop.png"]
     assert {file.name: file.read_bytes() for file in results.iterdir()} == own
-    write_table(
-        table(0.003), results / "runs.csv"
-    )  # now there is an own table, and the published fit is none of it
+    # The study now has its own table, so the published fit does not belong to it.
+    write_table(table(0.003), results / "runs.csv")
     (results / "fit.json").unlink()
     for verb in (["plot", str(path)], ["recommend", str(path), "--flops", "1e22"]):
         assert str(results / "fit.json") in refused(capsys, *verb)
 
 
-# --- the published studies ----------------------------------------------------------------------------------------------------------
+# --- the published studies ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -29,7 +29,9 @@ from tools.scaling.planning import plan_study
 from tools.scaling.study import load_study
 from tools.scaling.table import final_runs, read_table
 
-PATIENCE = 900.0  # seconds for anything; half a minute is usual, and a machine shared by many tests takes ten times that
+# Seconds to wait for any event. Half a minute is usual; a machine shared by many tests takes ten
+# times as long.
+PATIENCE = 900.0
 
 
 def arguments(*words: str) -> Namespace:
@@ -199,7 +201,7 @@ def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
-# --- real training ----------------------------------------------------------------------------------------------------------------
+# --- real training --------------------------------------------------------------------------------
 
 
 def trained(folder: Path) -> list[int]:
@@ -254,9 +256,8 @@ def test_a_study_killed_on_its_way_goes_on(
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert second.returncode == 0, second.stdout + second.stderr
     for run, folder, text, attempts in zip(runs, folders, before, (1, 2), strict=True):
-        assert trained(folder) == list(range(1, run.steps + 1)), (
-            run.name
-        )  # each step once: nothing was done anew
+        # Each step occurs once: no step was repeated.
+        assert trained(folder) == list(range(1, run.steps + 1)), run.name
         assert (folder / "metrics.jsonl").read_bytes().startswith(text)
         assert len(list((folder / "attempts").iterdir())) == attempts
     assert main(["collect", str(path)]) == 0, capsys.readouterr().err

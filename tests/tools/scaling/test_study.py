@@ -38,9 +38,8 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
     path = write(tmp_path)
     study, runs = planned(path)
     assert len({run.name for run in runs}) == len(runs) == 2 * 3 * 2
-    assert [run.budget for run in runs] == sorted(
-        run.budget or 0 for run in runs
-    )  # the cheap ones first
+    # The cheap runs are first.
+    assert [run.budget for run in runs] == sorted(run.budget or 0 for run in runs)
     assert main(["plan", str(path), "--csv", "plan.csv"]) == 0
     told = capsys.readouterr().out.splitlines()
     rows = pd.read_csv("plan.csv").set_index("name")
@@ -68,9 +67,8 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
             == run.learning_rate
             == {"transformer": 1e-3, "cem": 5e-4}[run.variant]
         )
-        assert config.optimizer.min_lr == pytest.approx(
-            run.learning_rate / 5
-        )  # the base's share of its peak
+        # The same fraction of the peak as in the base configuration.
+        assert config.optimizer.min_lr == pytest.approx(run.learning_rate / 5)
         assert -(-run.steps // config.train.eval_interval) == study.validations
         assert (config.model.hidden_size, config.model.num_layers) == (run.width, run.layers)
         assert run.hours == pytest.approx(run.flops / 1e10 / 3600)
@@ -118,9 +116,8 @@ def test_data_that_is_there_is_counted_and_not_repeated_too_often(
     error = capsys.readouterr().err
     assert f"it reads its training data {most:.2f} times" in error
     fix = float(error.rpartition("max_epochs: ")[2])
-    assert planned(write(tmp_path, lambda values: values.update(max_epochs=fix)))[
-        1
-    ]  # the fix that is named is one
+    # The suggested value is valid.
+    assert planned(write(tmp_path, lambda values: values.update(max_epochs=fix)))[1]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +145,10 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(
         )
     )
     found = sorted({run.non_embedding_parameters for run in runs if run.variant == "transformer"})
+    # The width changes in steps of a head.
     assert all(
         0.5 < count / target < 2 for count, target in zip(found, (5e4, 2e5, 5e5), strict=True)
-    )  # steps of a head's width
+    )
 
 
 def test_the_shorter_runs_are_forks_of_the_longest(
@@ -206,7 +204,7 @@ def test_the_shorter_runs_are_forks_of_the_longest(
 
 
 TOO_SHORT = [2e8, 4e10]
-# Key of the study -> what it may not be.
+# Key of the study -> invalid values.
 WRONG: dict[str, list[Any]] = {
     "varients": [{}],
     "variants": [
