@@ -101,7 +101,9 @@ def test_lines_end_at_lf_and_crlf_alone(tmp_path: Path) -> None:
 
 
 def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:
-    """Until its holder ends in any way, even if its children live on; shared locks coexist."""
+    """The lock is released when its holder ends in any way, even if its children live on; shared
+    locks coexist.
+    """
     code = f"from pathlib import Path; from fem_common.files import locked\nwith locked(Path({str(tmp_path / 'lock')!r})): print('held')"
 
     def another() -> str:

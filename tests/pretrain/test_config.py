@@ -146,8 +146,8 @@ PATHS = {
 def test_a_leading_tilde_is_expanded_in_every_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In YAML, quoted or not, in overrides, and in the path of a section's file; URLs and other
-    texts are unchanged.
+    """Cover YAML, quoted or not, overrides, and the path of a section's file; URLs and other texts
+    are unchanged.
     """
     home = tmp_path / "home"
     monkeypatch.setenv("HOME", str(home))

@@ -35,8 +35,8 @@ def deepspeed(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("shape", [(3, 8, 40), (2, 40, 8), (2, 16, 16), (4, 1, 24)])
 def test_the_iteration_is_torch_s(shape: tuple[int, int, int]) -> None:
-    """In bfloat16, the only dtype of torch's: 5 steps of products rounded to 8 bits. In float32
-    singular values are near 1.
+    """Compare in bfloat16, the only dtype of torch's version: 5 steps of products rounded to 8
+    bits. float32 gives singular values near 1.
     """
     from torch.optim._muon import _zeropower_via_newtonschulz
 

@@ -219,7 +219,7 @@ def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
 
 
 def test_a_field_added_since_counts_as_its_default() -> None:
-    """In a new section and in an existing one; with another value it is another model."""
+    """Cover a new section and an existing one; with another value it is another model."""
     place = Path("runs/old/checkpoints/step_00000001")
     here = RunConfig(model=ModelConfig(vocab_size=100, hidden_size=96))
     written = json.loads(json.dumps(plain(here)))

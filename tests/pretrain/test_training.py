@@ -118,7 +118,7 @@ def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
 def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(
     pretrain: Command, tmp_path: Path
 ) -> None:
-    """In validation data in this process, and in training data while each of two ranks has half of
+    """Cover validation data in this process, and training data while each of two ranks has half of
     the embedding.
     """
     write_pair(tmp_path / "good", [[7] * 400, [8] * 400])
@@ -332,7 +332,7 @@ def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
 
 
 def test_a_run_says_which_kernels_run(settings: list[str], tmp_path: Path) -> None:
-    """In a separate process, because the message is printed once per process."""
+    """Run a separate process, because the message is printed once per process."""
     out = finished(1, [DEMO, *settings, "train.steps=4"], tmp_path / "out")
     lines = [line for line in out.splitlines() if line.startswith("kernels: ")]
     if platform.has_cuda():

@@ -125,7 +125,9 @@ def test_a_killed_suite_keeps_its_outcomes_and_the_next_performs_the_rest(tmp_pa
 def test_a_record_cut_anywhere_gives_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a kill: every prefix of the file is a record, except for an incomplete last line."""
+    """Every prefix of the file is a record, except for an incomplete last line; a kill leaves such
+    a prefix.
+    """
     whole = Record(tmp_path / "whole")
     whole.folder.mkdir()
     planned, _ = tasks(("correctness",), ("aft_read",), None)

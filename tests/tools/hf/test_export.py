@@ -50,8 +50,8 @@ def test_the_same_bytes_elsewhere(
 def test_the_same_bytes_every_time(
     runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In this process, and by the command elsewhere, with another order of Python's sets, no GPU
-    and no warning.
+    """Export in this process, and by the command elsewhere, with another order of Python's sets, no
+    GPU and no warning.
     """
     environment = {
         **os.environ,

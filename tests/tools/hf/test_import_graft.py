@@ -215,7 +215,7 @@ def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: N
 
 
 def test_the_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As printed; a new model has no training history."""
+    """Compare the printed table; a new model has no training history."""
     graft(llama, tmp_path / "ck", "fem_softmax")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "tensor layers parameters copied"

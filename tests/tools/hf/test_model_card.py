@@ -84,9 +84,7 @@ def test_padding_between_turns(
 
 @pytest.mark.parametrize("name", ["fem_softmax", "cem", "hyperset"])
 def test_lora(name: str, tmp_path: Path) -> None:
-    """As described on the card: every adapter has a gradient, and merging does not change the
-    result.
-    """
+    """Follow the card: every adapter has a gradient, and merging does not change the result."""
     peft = pytest.importorskip("peft")
     folder = export(small(name), tmp_path / "model")
     loader: Any = AutoModelForCausalLM

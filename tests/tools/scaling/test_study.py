@@ -154,8 +154,8 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(
 def test_the_shorter_runs_are_forks_of_the_longest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    """Of 100 + 200 + 400 steps for each model, rate and seed 10 + 20 + 400 are trained. Only the
-    keys of the forks differ.
+    """Forks train 10 + 20 + 400 steps for each model, rate and seed instead of 100 + 200 + 400.
+    Only the keys of the forks differ.
     """
     study, straight = planned(write(tmp_path, partial(trunked, trunks=False)))
     _, runs = planned(path := write(tmp_path, trunked))
