@@ -75,7 +75,8 @@ def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed
 def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
     """Summarize reports, each a node id, a phase, seconds and whether the test is slow.
 
-    A module's fixtures run in the set-up of one test for all: a file's set-up time is shared equally by its tests.
+    A module's fixtures run in the set-up of one test for all: a file's set-up time is shared
+    equally by its tests.
     """
     own, set_up = defaultdict[str, float](float), defaultdict[str, float](float)
     slow: dict[str, bool] = {}
@@ -133,7 +134,9 @@ def merged(recorded: Recorded, found: Recorded) -> Recorded:
 
 
 class Recorder:
-    """Collects durations from the reports of all workers, and writes the file at the end of a run."""
+    """Collects durations from the reports of all workers, and writes the file at the end of a
+    run.
+    """
 
     def __init__(self) -> None:
         self.reports: list[tuple[str, str, float, bool]] = []
@@ -194,7 +197,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         if seconds > budget
     ]
     lines = [
-        f"slow tests for {budget:g} recorded seconds; the same ones: pytest -m slow --slow-seconds {budget:g} --slow-seed {seed}"
+        f"slow tests for {budget:g} recorded seconds; the same ones: pytest -m slow --slow-seconds"
+        f" {budget:g} --slow-seed {seed}"
     ]
     return (
         [*lines, f"never drawn, since one case takes longer: {', '.join(longer)}"]

@@ -65,9 +65,11 @@ def parse_alone(words: list[str]) -> None:
     cli.parse = stopping(cli.parse)
     sys.argv[1:] = words[2:] if words[0] == "-m" else words[1:]
     with contextlib.suppress(Parsed):
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True) if words[
-            0
-        ] == "-m" else runpy.run_path(words[0], run_name="__main__")
+        (
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            if words[0] == "-m"
+            else runpy.run_path(words[0], run_name="__main__")
+        )
         sys.exit("it parses no arguments")
 
 
@@ -241,10 +243,19 @@ def test_the_readme_begins_with_the_two_commands() -> None:
         "make dmo",
         "python -m pretrain configs/run/demo.yaml train.stps=20",
         "python -m pretrain configs/run/fem_sm_1.3b_100bt.yaml --plan model.hidden_sise=64",
-        "torchrun --nproc-per-node 3 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2",
+        (
+            "torchrun --nproc-per-node 3 -m pretrain configs/run/demo.yaml"
+            " parallel.tensor_model_parallel_size=2"
+        ),
         "python -m data_prep verfy data",
-        "python -m launch submit configs/run/demo.yaml --cluster configs/cluster/slurm_generic.yaml --nods 2",
-        "python -m launch submit configs/run/demo.yaml train.stps=20 --cluster configs/cluster/slurm_generic.yaml --dry-run",
+        (
+            "python -m launch submit configs/run/demo.yaml --cluster"
+            " configs/cluster/slurm_generic.yaml --nods 2"
+        ),
+        (
+            "python -m launch submit configs/run/demo.yaml train.stps=20 --cluster"
+            " configs/cluster/slurm_generic.yaml --dry-run"
+        ),
         "sbatch --array=0-3 --wrap 'python -m data_prep runn --out data'",
         "python -m tools.hf export runs/demo/fem out --type fp32",
         "python -m pytest tests/test_nothing.py",
@@ -258,7 +269,10 @@ def test_a_wrong_command_is_found(command: str) -> None:
 
 
 def test_commands_are_found_in_markdown() -> None:
-    text = "```sh\n# why\nmake a \\\n    b=1\n\n$ cd x\n```\n```text\nmake no\n```\nwords\n\n    .venv/bin/python -m c\n    x = make y\n"
+    text = (
+        "```sh\n# why\nmake a \\\n    b=1\n\n$ cd x\n```\n```text\nmake no\n```\nwords\n\n   "
+        " .venv/bin/python -m c\n    x = make y\n"
+    )
     assert commands_of(text) == ["make a b=1", "cd x", ".venv/bin/python -m c"]
 
 

@@ -82,7 +82,10 @@ def test_pytest_runs_what_was_drawn_and_records(
     durations.parent.mkdir()
     monkeypatch.setattr(module, "DURATIONS", durations)
     pytester.makeini("[pytest]\nmarkers = slow: of the night\naddopts = -m 'not slow'")
-    slow = "import pytest, time\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range(9))\ndef test_it(n): time.sleep(0.02)\n"
+    slow = (
+        "import pytest, time\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range(9))\ndef"
+        " test_it(n): time.sleep(0.02)\n"
+    )
     pytester.makepyfile(test_a=slow, test_b="raise AssertionError('no draw imports this')")
     call = ["-p", "tests.draw", "-p", "no:randomly", "-m", "slow", "--slow-seconds"]
     done = pytester.runpytest_inprocess(*call, "90", "--slow-seed", "x", "--record-durations")

@@ -225,7 +225,9 @@ def own_exit_code(sources: Sources) -> list[str]:
 
 
 def own_list_of_secrets(sources: Sources) -> list[str]:
-    """Find strings that ``fem_common.secrets`` uses to recognise a secret: a second list of them."""
+    """Find strings that ``fem_common.secrets`` uses to recognise a secret: a second list of
+    them.
+    """
     words = {*secrets.SECRET_ENDINGS, *secrets.SECRET_PARTS} - {"KEY", "KEYS", "TOKEN", "TOKENS"}
     strings = [
         (name, node)
@@ -236,7 +238,9 @@ def own_list_of_secrets(sources: Sources) -> list[str]:
 
 
 def too_long(sources: Sources) -> list[str]:
-    """Modules and functions above their line limits whose docstring gives no reason ("Long, because ...")."""
+    """Modules and functions above their line limits whose docstring gives no reason ("Long, because
+    ...").
+    """
     faults = []
     for name, text in sources.items():
         tree = parsed(text)
@@ -500,12 +504,18 @@ INTERFACE = (
         (
             undocumented,
             "tools/a.py",
-            "'M.'\nclass C:\n    'C.'\n    def f(self): 'F.'\nclass D(C[int]):\n    'D.'\n    def f(self): 0",
+            (
+                "'M.'\nclass C:\n    'C.'\n    def f(self): 'F.'\nclass D(C[int]):\n    'D.'\n   "
+                " def f(self): 0"
+            ),
         ),
         (
             wide_prose,
             "a.md",
-            f"```sh\n{101 * 'x'}\n```\n| {101 * 'x'} |\n    {101 * 'x'}\n<!-- a:begin -->\n{101 * 'x'}\n<!-- a:end -->",
+            (
+                f"```sh\n{101 * 'x'}\n```\n| {101 * 'x'} |\n    {101 * 'x'}\n<!-- a:begin"
+                f" -->\n{101 * 'x'}\n<!-- a:end -->"
+            ),
         ),
         (
             names_a_machine,
@@ -574,9 +584,15 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> 
     """Importing torch's compiler takes three seconds for every rank, command and test process;
     wandb one second, TensorBoard half.
     """
-    code = "import sys, torch; from fem_megatron.megatron import platform; platform.import_megatron(); import pretrain.run; "
+    code = (
+        "import sys, torch; from fem_megatron.megatron import platform; platform.import_megatron();"
+        " import pretrain.run; "
+    )
     code += "platform.initialize_distributed(); "
-    code += "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb', 'tensorboard'} & {*sys.modules})"
+    code += (
+        "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb',"
+        " 'tensorboard'} & {*sys.modules})"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True

@@ -1,4 +1,6 @@
-"""Tests of the exit codes, equal in every command: a wrong path is 2, a failing file system is 1."""
+"""Tests of the exit codes, equal in every command: a wrong path is 2, a failing file system is
+1.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +180,9 @@ def test_the_table_of_the_page_has_every_code() -> None:
 def test_requests_that_a_stop_cuts_off_are_not_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """asyncio logs the traceback of a failed request without a receiver when the request is freed."""
+    """asyncio logs the traceback of a failed request without a receiver when the request is
+    freed.
+    """
     monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", False)
 
     async def request() -> None:

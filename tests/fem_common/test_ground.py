@@ -104,7 +104,10 @@ def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:
     """The lock is released when its holder ends in any way, even if its children live on; shared
     locks coexist.
     """
-    code = f"from pathlib import Path; from fem_common.files import locked\nwith locked(Path({str(tmp_path / 'lock')!r})): print('held')"
+    code = (
+        "from pathlib import Path; from fem_common.files import locked\nwith"
+        f" locked(Path({str(tmp_path / 'lock')!r})): print('held')"
+    )
 
     def another() -> str:
         done = subprocess.run(

@@ -27,7 +27,9 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Seed torch, so that random numbers without a generator do not depend on the order of tests."""
+    """Seed torch, so that random numbers without a generator do not depend on the order of
+    tests.
+    """
     torch.manual_seed(0)
 
 
@@ -40,7 +42,9 @@ def load_fixture(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def drawn(layer: Any, spread: float = 0.3) -> Any:
-    """Return the layer with random weights around their initial constants, so that none is trivial."""
+    """Return the layer with random weights around their initial constants, so that none is
+    trivial.
+    """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in layer.parameters():

@@ -17,7 +17,8 @@ from fem_megatron.state import Context
 
 LENGTH, BATCH = 6, 3
 VOCABULARIES = {"padded": (100, 128), "not padded": (128, 128), "a rank of padding": (60, 128)}
-"""Entries, and the multiple to which they are filled up; at two ranks the second holds rows 64 to 127."""
+"""Vocabulary sizes and the multiples to which they are padded; at two ranks the second has rows 64
+to 127."""
 
 
 def model_of(vocabulary: str, tied: bool) -> ModelConfig:

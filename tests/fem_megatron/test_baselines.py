@@ -151,9 +151,11 @@ def attention(layer: Any, h: Tensor) -> Tensor:
     shape, each = layer.shape, layer.shape.heads // layer.shape.groups
     outputs, bias = (
         [],
-        layer.in_proj.bias
-        if shape.bias
-        else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype),
+        (
+            layer.in_proj.bias
+            if shape.bias
+            else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
+        ),
     )
     turn = (
         turned
@@ -298,7 +300,9 @@ def test_equals_the_definition_with_all_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_padding_between_tokens_moves_no_matrix(name: str) -> None:
-    """The convolution at padding still reads the tokens before it, so keys and values are not zero."""
+    """The convolution at padding still reads the tokens before it, so keys and values are not
+    zero.
+    """
     layer, x = build(name), tokens(9)
     valid = torch.ones(2, 9, dtype=torch.bool)
     valid[:, 6:] = False

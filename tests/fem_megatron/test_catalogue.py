@@ -467,7 +467,10 @@ REFUSED: list[str] = yaml.safe_load(
 )
 
 
-SIZES = "hidden_size=16 num_layers=2 num_attention_heads=2 ffn_hidden_size=24 vocab_size=100 tie_embeddings=false"
+SIZES = (
+    "hidden_size=16 num_layers=2 num_attention_heads=2 ffn_hidden_size=24 vocab_size=100"
+    " tie_embeddings=false"
+)
 
 
 def test_what_does_not_fit_or_contradicts_itself_is_refused_by_name(wording: Wording) -> None:

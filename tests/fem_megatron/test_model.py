@@ -17,7 +17,8 @@ from fem_megatron.state import Context
 from tests.fem_megatron import padding
 
 FAMILIES = tuple(
-    "fem_softmax cem mha2nd1st hyperset transformer energy_linear fem_aft fem_mamba fem_gla deltanet mamba2 differential".split()
+    "fem_softmax cem mha2nd1st hyperset transformer energy_linear fem_aft fem_mamba fem_gla"
+    " deltanet mamba2 differential".split()
 )
 SMALL = ModelConfig(
     hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100

@@ -71,9 +71,9 @@ def test_fixture(kind: str) -> None:
 
     def packed(source: str) -> dict[str, Tensor]:
         return {
-            "in_proj.weight": torch.stack(
-                (stored[f"{source}/Wq"], stored[f"{source}/Wk"]), dim=1
-            ).flatten(0, 2),
+            "in_proj.weight": (
+                torch.stack((stored[f"{source}/Wq"], stored[f"{source}/Wk"]), dim=1).flatten(0, 2)
+            ),
             "out_proj.weight": stored[f"{source}/Wo"].permute(1, 0, 2).flatten(1),
             "temperature": stored[f"{source}/T"],
             "newton_temperature": stored[f"{source}/Tb"],
@@ -180,9 +180,7 @@ def test_mha2nd_refuses_long_sequences() -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def test_temperatures_start_at_the_head_s_width_and_a_raw_one_that_is_not_positive_is_not_hidden() -> (
-    None
-):
+def test_temperatures_start_at_the_head_s_width_and_a_raw_one_must_be_positive() -> None:
     raw, log = (
         SecondOrderAttention(shape("mha2nd1st", temperature=how), OneProcess()).temperatures()
         for how in ("raw", "log")

@@ -20,7 +20,10 @@ from launch.job.request import Request
 from launch.job.snapshot import ROOT
 from launch.verbs.submit import prepare
 
-RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31337"
+RESET = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by"
+    " peer [127.0.0.1]:31337"
+)
 
 
 def record(attempt: Path, rank: int, at: float, **values: Any) -> None:
@@ -121,7 +124,10 @@ def make_attempt(item: Path, number: int, started: float, **values: Any) -> Path
 
 DEMO = str(ROOT / "configs" / "run" / "demo.yaml")
 LOCAL = "scheduler: local\nnodes: {gpus: 0, cpus: 1, processes: 2}\nhealth: {check: false}\n"
-SLURM = "scheduler: slurm\nnodes: {gpus: 2, cpus: 2}\nslurm: {partition: main, time: 1-12:00:00, exclude: [n9]}\n"
+SLURM = (
+    "scheduler: slurm\nnodes: {gpus: 2, cpus: 2}\nslurm: {partition: main, time: 1-12:00:00,"
+    " exclude: [n9]}\n"
+)
 
 
 def run(*words: str, profile: str = "local.yaml", **options: Any) -> Request:

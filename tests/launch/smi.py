@@ -31,7 +31,7 @@ number=$(wc -l < "$query.asked")
 [ -e "$query.$number" ] || number=1
 cat "$query.$number"
 exit "$code"
-"""
+"""  # noqa: E501
 
 
 @dataclass
@@ -108,6 +108,7 @@ def install(
     if not (folder / "dmesg").exists():
         program(
             folder / "dmesg",
-            "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n",
+            "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2;"
+            " exit 1\n",
         )
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}

@@ -120,7 +120,9 @@ def wait_for(what: Callable[[], Any], seconds: float = 180.0) -> Any:
 def end(
     process: subprocess.Popen[str], number: int | None = None, seconds: float = 300.0
 ) -> tuple[int, str]:
-    """Send a signal to a process, if given, and wait for its end; return its exit code and output."""
+    """Send a signal to a process, if given, and wait for its end; return its exit code and
+    output.
+    """
     if number is not None:
         process.send_signal(number)
     try:

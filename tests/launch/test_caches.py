@@ -59,7 +59,10 @@ def test_compiled_kernels_are_kept_on_the_node(keep: Keep, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("_nothing_set")
 def test_without_a_temporary_folder_a_rank_runs_with_what_it_has(tmp_path: Path) -> None:
-    none = "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']; from launch.node.rank import main; sys.exit(main())"
+    none = (
+        "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']; from"
+        " launch.node.rank import main; sys.exit(main())"
+    )
     words = [sys.executable, "-c", none, str(tmp_path), "--", *SHOW]
     done = subprocess.run(
         words,

@@ -312,7 +312,10 @@ def test_slurms_own_writing_is_read() -> None:
         "2048K": 2,
     }
     assert {size: mebibytes(size) for size in sizes} == sizes
-    line = "NodeName=n1 CPUTot=96 Gres=gpu:h100:8(S:0-1),lustre:1 OS=Linux 5.15.0 #1 SMP RealMemory=2000000 Reason=bad fan [root@2024]"
+    line = (
+        "NodeName=n1 CPUTot=96 Gres=gpu:h100:8(S:0-1),lustre:1 OS=Linux 5.15.0 #1 SMP"
+        " RealMemory=2000000 Reason=bad fan [root@2024]"
+    )
     found = fields(line)
     assert (found["OS"], found["CPUTot"], found["Reason"]) == (
         "Linux 5.15.0 #1 SMP",

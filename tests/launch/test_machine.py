@@ -21,7 +21,9 @@ __all__ = ["folder"]  # re-exports the fixture
 
 @needs_deepspeed
 def test_a_machine_without_tools(folder: Path, tmp_path: Path) -> None:
-    """Run by the interpreter of a virtual environment without ninja, on a PATH without a compiler."""
+    """Run by the interpreter of a virtual environment without ninja, on a PATH without a
+    compiler.
+    """
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     python = venv / "bin/python"

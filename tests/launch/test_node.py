@@ -127,7 +127,10 @@ Make sure that the latest NVIDIA driver is installed and running.
 MISMATCH = (
     "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.90\n"
 )
-LOST = "Unable to determine the device handle for GPU0000:5D:00.0: GPU is lost.  Reboot the system to recover this GPU\n"
+LOST = (
+    "Unable to determine the device handle for GPU0000:5D:00.0: GPU is lost.  Reboot the system to"
+    " recover this GPU\n"
+)
 
 
 def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> None:
@@ -269,10 +272,22 @@ def test_the_product_is_right_on_a_sound_device_and_wrong_on_another() -> None:
 
 XIDS = [
     "[{at:.6f}] NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.",
-    "[{at:.6f}] [ T1946] NVRM: Xid (PCI:0000:2b:00): 31, pid=1942, name=python, channel 0x2, intr 00000000. MMU Fault: ENGINE GRAPHICS",
-    "[{at:.6f}] NVRM: Xid (PCI:0000:8a:00): 48, pid='<unknown>', name=<unknown>, An uncorrectable double bit error (DBE) has been detected",
-    "[{at:.6f}] NVRM: Xid (PCI:0004:01:00): 119, pid=430, name=nv_queue, Timeout waiting for RPC from GSP!",
-    "[{at:.6f}] NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, reset gpu to activate.",
+    (
+        "[{at:.6f}] [ T1946] NVRM: Xid (PCI:0000:2b:00): 31, pid=1942, name=python, channel 0x2,"
+        " intr 00000000. MMU Fault: ENGINE GRAPHICS"
+    ),
+    (
+        "[{at:.6f}] NVRM: Xid (PCI:0000:8a:00): 48, pid='<unknown>', name=<unknown>, An"
+        " uncorrectable double bit error (DBE) has been detected"
+    ),
+    (
+        "[{at:.6f}] NVRM: Xid (PCI:0004:01:00): 119, pid=430, name=nv_queue, Timeout waiting for"
+        " RPC from GSP!"
+    ),
+    (
+        "[{at:.6f}] NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for"
+        " remapping, reset gpu to activate."
+    ),
 ]
 
 
@@ -336,7 +351,8 @@ def test_a_node_without_a_whole_report_has_that_as_its_fault(tmp_path: Path) -> 
     for number, text in enumerate(texts):
         (folder / f"n{number}.json").write_text(text)
     (folder / "n0.log").write_text(
-        "slurmstepd: error: something\nbash: line 1: /venv/bin/python: No such file or directory\n\n"
+        "slurmstepd: error: something\nbash: line 1: /venv/bin/python: No such file or"
+        " directory\n\n"
     )
     names = [*(f"n{number}" for number in range(len(texts))), "silent"]
     reports = read_reports(folder, names)

@@ -110,7 +110,10 @@ def test_a_head_node_is_named_by_what_resolves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The names of a cluster need not be in a name service; Slurm knows addresses."""
-    known = '[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it NodeHostName=x"'
+    known = (
+        '[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it'
+        ' NodeHostName=x"'
+    )
     program(tmp_path / "scontrol", f"#!/bin/sh\n{known}\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert address("other.name.invalid") == "other.name.invalid"  # Slurm has no node of this name
@@ -293,9 +296,13 @@ def test_a_controller_that_is_away_is_waited_for(commands: Commands) -> None:
     assert not isinstance(refused.value, Unreachable)
 
 
-SHOWN = "JobId=7 JobState=PENDING Restarts=1 Partition=main Features=fast NumNodes=2-2 TresPerNode=gres:gpu:h100:8 ExcNodeList=(null)"
+SHOWN = (
+    "JobId=7 JobState=PENDING Restarts=1 Partition=main Features=fast NumNodes=2-2"
+    " TresPerNode=gres:gpu:h100:8 ExcNodeList=(null)"
+)
 NODES = "".join(
-    f"NodeName=n{number} CPUTot=8 RealMemory=16000 AvailableFeatures={feature} Gres=gpu:{kind}:8 Partitions=main\\n"
+    f"NodeName=n{number} CPUTot=8 RealMemory=16000 AvailableFeatures={feature} Gres=gpu:{kind}:8"
+    " Partitions=main\\n"
     for number, (feature, kind) in enumerate(
         (("fast", "h100"),) * 4 + (("slow", "h100"), ("fast", "a100"))
     )
@@ -400,7 +407,8 @@ def test_a_row_that_is_no_row_is_skipped(commands: Commands) -> None:
     assert slurm.queue(["7"]) == {"7": slurm.QueueState("CANCELLED", command="sbatch --wrap=a|b")}
     commands.put(
         "sacct",
-        "[[ $* != *SubmitLine* ]] || { echo 'sacct: error: Invalid field requested: \"SubmitLine\"' >&2; exit 1; }; echo '7|FAILED|n1'",
+        "[[ $* != *SubmitLine* ]] || { echo 'sacct: error: Invalid field requested: \"SubmitLine\"'"
+        " >&2; exit 1; }; echo '7|FAILED|n1'",
     )
     assert slurm.queue(["7"]) == {"7": slurm.QueueState("FAILED", nodes="n1")}  # Slurm before 21.08
 

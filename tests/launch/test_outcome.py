@@ -36,16 +36,23 @@ from launch.supervise.policy import blamed
 from launch.supervise.run_files import Sight, has_stepped, look
 from tests.launch.folders import RESET, record, trace
 
-WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600042 ms."
+WATCHDOG = (
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE,"
+    " Timeout(ms)=600000) ran for 600042 ms."
+)
 
 CHAIN = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
 NCCL = (
     trace(
-        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error"
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited"
+        " or there was a network error"
     )
     + "\nncclRemoteError: A call failed possibly due to a network error.\nLast error:\n"
 )
-ABORT = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3] {WATCHDOG}\nFatal Python error: Aborted\n"
+ABORT = (
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3]"
+    f" {WATCHDOG}\nFatal Python error: Aborted\n"
+)
 SEGV, XID = (
     "Fatal Python error: Segmentation fault",
     "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
@@ -171,7 +178,10 @@ def test_the_kind_of_a_failure() -> None:
         ("urllib.error.URLError: https://github.com/x: Connection timed out", 1, None, "exit"),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/a/b'", 1, None, "exit"),
         (
-            "RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3",
+            (
+                "RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+                " [127.0.0.1]:3"
+            ),
             1,
             None,
             "nccl",
@@ -380,9 +390,18 @@ def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_f
 KILLED, VANISHED = {"exit": 137, "signal": "SIGKILL"}, {"ended": None, "exit": None}
 WORKER = {"error": "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "}
 OOM_LINES = [
-    "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
-    "[2026-01-01T00:00:00.784] error: Detected 11 oom_kill events in StepId=12.0. Some of the step tasks have been OOM Killed.",
-    "slurmstepd-n1: error: Detected 1 oom-kill event(s) in step 12.0 cgroup. Some of your processes may have been killed by",
+    (
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have"
+        " been OOM Killed."
+    ),
+    (
+        "[2026-01-01T00:00:00.784] error: Detected 11 oom_kill events in StepId=12.0. Some of the"
+        " step tasks have been OOM Killed."
+    ),
+    (
+        "slurmstepd-n1: error: Detected 1 oom-kill event(s) in step 12.0 cgroup. Some of your"
+        " processes may have been killed by"
+    ),
     "srun: error: node1: task 0: Out Of Memory",
     "srun: error: node1: tasks 0-2,5: Out Of Memory",
     "slurmstepd: error: StepId=12.0 exceeded memory limit (12 > 10), being killed",
@@ -468,9 +487,13 @@ def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
     for what, values in ends.items():
         record(tmp_path / what, 0, 2000.0, **values)
     kinds = [memory_of(tmp_path / what, 137, oom_kill=True)[0] for what in (*ends, "none")]
-    assert kinds == ["signal", "memory", "exit", "exit", "memory"], (
-        "the supervisor's own count: only where no keeper is alive"
-    )
+    assert kinds == [
+        "signal",
+        "memory",
+        "exit",
+        "exit",
+        "memory",
+    ], "the supervisor's own count: only where no keeper is alive"
     assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == [
         "signal",
         "lost",
@@ -592,7 +615,10 @@ def test_the_cordon_file(tmp_path: Path) -> None:
     assert cordon(path, ["n2", "n3"], "again", "other", until=1.0) == ["n3"]
     assert cordoned(path, now=0.5) == {"n1": "ECC", "n2": "ECC", "n3": "again"} and list(
         cordoned(path)
-    ) == ["n1", "n2"]  # n3 is missing from the second list: its entry has expired
+    ) == [
+        "n1",
+        "n2",
+    ]  # n3 is missing from the second list: its entry has expired
     assert cordon(path, ["n3"], "third", "run") == ["n3"] and cordoned(path)["n3"] == "third"
     for slip in ("", "n1", "[]", "{}", '{"node": 3}', '{"node": ""}', '{"node": "n1"', "\x00"):
         path.write_text(f'{slip}\n{{"node": "n2", "until": "soon", "time": null}}\n{slip}\n')

@@ -25,7 +25,10 @@ from tests.launch.supervised import alive, state_of, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cr3t/value+of a key"
-HANDLES = "import faulthandler, signal, sys, time; faulthandler.register(signal.SIGUSR2, all_threads=True)\n"
+HANDLES = (
+    "import faulthandler, signal, sys, time; faulthandler.register(signal.SIGUSR2,"
+    " all_threads=True)\n"
+)
 
 
 class Kept:
@@ -167,7 +170,10 @@ def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_rec
     keep: Keep,
 ) -> None:
     running = keep("import time; print('up'); time.sleep(60)", SLURMD_NODENAME="node7")
-    code = 'def inner(): {}["step"]\ntry: inner()\nexcept KeyError as error: raise RuntimeError("no step\\nsecond line") from error\n'
+    code = (
+        'def inner(): {}["step"]\ntry: inner()\nexcept KeyError as error: raise RuntimeError("no'
+        ' step\\nsecond line") from error\n'
+    )
     kept = keep(code)
     assert kept.wait() == 1
     stale = keep("raise OSError(116, 'Stale file handle', '/a/b')")
@@ -310,7 +316,10 @@ def test_no_secret_passes_in_any_form_or_piece(tmp_path: Path, keep: Keep) -> No
         data = "".join(chance.choice([*forms, "plain ", "\n", "key="]) for _ in range(60)).encode()
         log = fed(data, chance, tmp_path, *secrets)
         assert "***" in log and not any(form in log for form in forms) and "and more" not in log
-    code = "import os, sys; print('key', os.environ['WANDB_API_KEY'] == sys.argv[1], sys.argv[1]); raise ValueError(sys.argv[1])"
+    code = (
+        "import os, sys; print('key', os.environ['WANDB_API_KEY'] == sys.argv[1], sys.argv[1]);"
+        " raise ValueError(sys.argv[1])"
+    )
     kept = keep(sys.executable, "-c", code, SECRET, WANDB_API_KEY=SECRET)
     assert kept.wait() == 1
     assert "key True ***" in kept.log and kept.record["error"] == "ValueError: ***"
@@ -324,7 +333,10 @@ def test_a_full_disk_does_not_stop_the_command_and_an_unfinished_line_is_seen(
     (tmp_path / "0001" / "logs").mkdir(parents=True)
     rank_log(tmp_path / "0001", 3).symlink_to("/dev/full")
     full = keep(f"for i in range(9000): print(i)\nopen({str(tmp_path / 'done')!r}, 'w')")
-    code = "import sys, time; sys.stdout.write('waiting for the others ...'); sys.stdout.flush(); time.sleep(60)"
+    code = (
+        "import sys, time; sys.stdout.write('waiting for the others ...'); sys.stdout.flush();"
+        " time.sleep(60)"
+    )
     unfinished = keep(code, begin="from launch.node import rank; rank.PATIENCE_SECONDS = 0.2")
     assert full.wait() == 0 and (tmp_path / "done").exists() and full.record["lines_lost"] == 9000
     unfinished.says("waiting for the others ...")
@@ -378,7 +390,8 @@ def test_when_the_parent_or_the_keeper_dies_nothing_lives_on(keep: Keep, tmp_pat
         parent.wait()
     wait_for(lambda: not alive(record["pid"]) and not alive(record["child"]))
     kept = keep(
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(300)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up');"
+        " time.sleep(300)"
     )
     kept.says("up")
     child = kept.record["child"]
@@ -390,11 +403,18 @@ def test_when_the_parent_or_the_keeper_dies_nothing_lives_on(keep: Keep, tmp_pat
 
 def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) -> None:
     pid = str(tmp_path / "pid")
-    inner = f"import os, time; print('left'); open({pid!r}, 'w').write(str(os.getpid())); time.sleep(300)"
-    between = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)"
+    inner = (
+        f"import os, time; print('left'); open({pid!r}, 'w').write(str(os.getpid()));"
+        " time.sleep(300)"
+    )
+    between = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}],"
+        " start_new_session=True)"
+    )
     wait = f"while not os.path.exists({pid!r}) or not open({pid!r}).read(): time.sleep(0.02)"
     kept = keep(
-        f"import os, subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {between!r}])\n{wait}"
+        "import os, subprocess, sys, time\nsubprocess.run([sys.executable, '-c',"
+        f" {between!r}])\n{wait}"
     )
     assert kept.wait() == 0 and not alive(int(Path(pid).read_text()))
     assert (
@@ -406,7 +426,10 @@ def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) ->
 def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Path) -> None:
     """For commands with a handler, without one, and stopped."""
     os.mkfifo(go := tmp_path / "go")
-    waits = f"{HANDLES}def waits_for_peers(secret):\n  print('up')\n  open({str(go)!r})\n  print('went on', secret)\n"
+    waits = (
+        f"{HANDLES}def waits_for_peers(secret):\n  print('up')\n  open({str(go)!r})\n  print('went"
+        " on', secret)\n"
+    )
     waits += f"waits_for_peers({SECRET!r})"
     kept = keep(waits, MY_TOKEN=SECRET)
     bare = keep(
@@ -452,7 +475,10 @@ open(prefix + os.environ["RANK"], "w").write("recorded")
     kept.process.send_signal(signal.SIGUSR2)
     assert kept.wait() == 0 and not path.exists()
     assert kept.file("flight/rank_3") == "recorded" and "flight recorder writes" in kept.dump
-    show = 'echo "$TORCH_FR_DUMP_TEMP_FILE $TORCH_FR_BUFFER_SIZE $TORCH_NCCL_TRACE_BUFFER_SIZE $TORCH_NCCL_DEBUG_INFO_TEMP_FILE"'
+    show = (
+        'echo "$TORCH_FR_DUMP_TEMP_FILE $TORCH_FR_BUFFER_SIZE $TORCH_NCCL_TRACE_BUFFER_SIZE'
+        ' $TORCH_NCCL_DEBUG_INFO_TEMP_FILE"'
+    )
     own = keep(
         "bash",
         "-c",

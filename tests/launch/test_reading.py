@@ -401,7 +401,10 @@ def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(
 ) -> None:
     append_json(launch_folder(crashed) / "submissions.jsonl", {"time": 0, "job_id": "12"})
     one, two = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + at)) for at in (2, 41))
-    text = f"module load says hello\n{one} launch: attempt 1: 2 ranks\nslurmstepd: oom\n{two} launch: attempt 2: 2 ranks\nrequeued\n"
+    text = (
+        f"module load says hello\n{one} launch: attempt 1: 2 ranks\nslurmstepd: oom\n{two} launch:"
+        " attempt 2: 2 ranks\nrequeued\n"
+    )
     (launch_folder(crashed) / "slurm-12.out").write_text(text)
     (launch_folder(crashed) / "slurm-13.out").write_text("another job's\n")
     every = said(capsys, "logs", crashed, "--attempt", "all")

@@ -133,7 +133,8 @@ def test_what_does_not_fit_is_refused_again_without_a_rehearsal(answers: Answers
 def test_what_cannot_be_rehearsed_is_compared_by_its_plan(answers: Answers) -> None:
     engine: dict[str, Any] = {"engine_offload_optimizer": True}
     assert rehearsed(config(**engine)) == [
-        "not rehearsed: engine.offload_optimizer = true cannot be rehearsed; by its plan r fits h100"
+        "not rehearsed: engine.offload_optimizer = true cannot be rehearsed; by its plan r fits"
+        " h100"
     ]
     assert answers.asked[1:] == [("--check", "--plan", 'log.device="h100"')]
     with pytest.raises(UserError, match=f"^r: {TOO_MUCH}; --no-rehearse"):

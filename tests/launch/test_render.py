@@ -146,11 +146,8 @@ def test_text_of_a_profile_arrives_unchanged_or_is_refused(root: Path) -> None:
             )
             assert environment.get("VALUE", text) == text
             assert key != "slurm.options" or text in read
-            assert (
-                key != "logs"
-                or f"--output={os.path.abspath(os.path.expanduser(text)).replace('%', '%%')}/slurm-%j.out"
-                in read
-            )
+            folder = os.path.abspath(os.path.expanduser(text)).replace("%", "%%")
+            assert key != "logs" or f"--output={folder}/slurm-%j.out" in read
     assert len(known) > 80
 
 
@@ -226,7 +223,7 @@ slurm: {partition: "a,b", account: me, qos: high, time: 1-12:00:00, constraint: 
 setup: {modules: [cuda/12.8, gcc], lines: ['echo "$GIVEN" > lines']}
 environment: {GIVEN: "it's $(a) value"}
 logs: ROOT/100% logs
-"""
+"""  # noqa: E501
 PROFILES = {
     "full": FULL,
     "nothing": "nodes: {exclusive: false}",
@@ -263,9 +260,11 @@ def test_the_golden_script_of_each_feature(root: Path, wording: Wording) -> None
                 )
             if kind == "run" or name == "full":
                 wording(
-                    script
-                    if name == "full"
-                    else "\n".join(directives(script) + script.splitlines()[-1:]),
+                    (
+                        script
+                        if name == "full"
+                        else "\n".join(directives(script) + script.splitlines()[-1:])
+                    ),
                     PYTHON=sys.executable,
                 )
     with pytest.raises(UserError, match=r"profile.yaml: scheduler = local: .* `launch local`"):
@@ -273,7 +272,10 @@ def test_the_golden_script_of_each_feature(root: Path, wording: Wording) -> None
 
 
 def test_what_a_script_does(root: Path) -> None:
-    setup = "setup: {modules: [cuda/12.8, gcc], lines: ['echo \"$GIVEN\" > lines', 'export MORE=\"$GIVEN too\"', cd /, kill -USR1 $$]}"
+    setup = (
+        "setup: {modules: [cuda/12.8, gcc], lines: ['echo \"$GIVEN\" > lines', 'export"
+        ' MORE="$GIVEN too"\', cd /, kill -USR1 $$]}'
+    )
     profile = given(root, f"{setup}\nenvironment: {{GIVEN: a value, PYTHONUNBUFFERED: 1}}\n")
     script = render(hostile.job(root, profile), profile)
     # A signal to save that arrives before the supervisor starts does not end the script.
@@ -300,7 +302,10 @@ def scontrol(root: Path, comment: str = "(null)", words: str = "Access denied") 
     The job has a ``comment`` and excludes node3. ``words``: sbatch's message if node1 is excluded
     too; by default, that access is denied.
     """
-    asked = '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
+    asked = (
+        '#!/bin/bash\nprintf "%s|" "$@" >> "$CALLS"; echo >> "$CALLS"\n[ "$1" = requeue ] && kill'
+        ' "$PPID"\n[[ $* != *"$REFUSED"* ]]\n'
+    )
     program(root / "bin" / "scontrol", asked)
     program(
         root / "bin" / "squeue", f"#!/bin/bash\n[[ $* == *%k ]] && echo '{comment}' || echo node3\n"
@@ -384,7 +389,8 @@ def test_only_starts_that_failed_in_a_row_are_counted(
     strict = "setup: {lines: [set -euo pipefail]}"
     profile = given(
         root,
-        f"host_python: /gone/python\nnotify: {{command: \"cat > '{root}/notice'; exit 1\"}}\n{strict}\n",
+        f"host_python: /gone/python\nnotify: {{command: \"cat > '{root}/notice'; exit"
+        f' 1"}}\n{strict}\n',
     )
     job = hostile.job(root, profile, name="50% 'a\\b")
     slurm = scontrol(root, comment, NEVER[restarts % 2]) | {

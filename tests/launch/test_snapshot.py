@@ -37,7 +37,10 @@ NEW = {
     "kernels/huge.json": " " * (LARGEST + 1),
     "kernels/weights.bin": "\0",
 }
-OURS = "configs/cluster/mine.yaml configs/run/demo.yaml kernels/table.json pretrain/__init__.py pretrain/added.py pretrain/näme.py".split()
+OURS = (
+    "configs/cluster/mine.yaml configs/run/demo.yaml kernels/table.json pretrain/__init__.py"
+    " pretrain/added.py pretrain/näme.py".split()
+)
 
 
 def git(root: Path, *words: str) -> str:
@@ -190,7 +193,10 @@ def test_the_rooms_run_from_their_snapshot(job: Path) -> None:
         "PYTHONSAFEPATH": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    probe = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
+    probe = (
+        "import importlib, sys; [print(importlib.import_module(name).__file__) for name in"
+        " sys.argv[1:]]"
+    )
     modules = (
         "launch.supervise.__main__",
         "launch.node.rank",

@@ -1,4 +1,6 @@
-"""Tests of command lines and existing directories. pretrain resolves the runs; no job is submitted."""
+"""Tests of command lines and existing directories. pretrain resolves the runs; no job is
+submitted.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,10 @@ def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(
     ):
         with pytest.raises(
             UserError,
-            match=r"^a word of the command is the value of \$HF_TOKEN, and would be written to files; jobs",
+            match=(
+                r"^a word of the command is the value of \$HF_TOKEN, and would be written to files;"
+                r" jobs"
+            ),
         ):
             wanted(request)
     program(tmp_path / "sbatch", "#!/bin/sh\necho 12\n")
@@ -340,7 +345,8 @@ def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: P
 def test_lists_and_grids(tmp_path: Path, wording: Wording) -> None:
     path = Path("runs.txt")
     path.write_text(
-        "# runs\n\ntrain.seed=1 optimizer.lr=1e-4  # low\ndata.tokenizer='a b'\nsmall-w64: model.hidden_size=64\nplain:\n"
+        "# runs\n\ntrain.seed=1 optimizer.lr=1e-4  # low\ndata.tokenizer='a b'\nsmall-w64:"
+        " model.hidden_size=64\nplain:\n"
     )
     runs = read_list(path)
     assert list(runs.values()) == [
@@ -583,7 +589,10 @@ def test_a_run_that_saves_in_order_to_end_goes_on_when_it_is_requeued(tmp_path: 
     assert (case.state["state"], len(case.attempts)) == ("finished", 2)
 
 
-WAITING = "local --cluster local.yaml --name t --directory d --tasks 3 --at-once 2 -- pretrain config.yaml --plan"
+WAITING = (
+    "local --cluster local.yaml --name t --directory d --tasks 3 --at-once 2 -- pretrain"
+    " config.yaml --plan"
+)
 
 
 def tasks(**options: object) -> subprocess.Popen[str]:

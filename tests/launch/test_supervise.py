@@ -332,7 +332,10 @@ def test_a_killed_supervisor_takes_torchrun_along(tmp_path: Path) -> None:
 
 
 def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:
-    show = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if 'ARRAY' in k or k == 'TUNED'}))"
+    show = (
+        "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if 'ARRAY' in k or"
+        " k == 'TUNED'}))"
+    )
     for name, array in (("plain", {}), ("task", {"SLURM_ARRAY_TASK_ID": "3"})):
         case = Case(
             tmp_path / name,
@@ -351,11 +354,16 @@ def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:
 # Variables that Open MPI 4 and 5, Hydra, MVAPICH, PALS and PMIx set for rank 3 of a job; then
 # settings that do not describe a rank.
 RANK_OF_MPI = (
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_UNIVERSE_SIZE OMPI_APP_CTX_NUM_PROCS OMPI_MCA_ess OMPI_MCA_ess_base_vpid"
-    " OMPI_MCA_orte_hnp_uri OMPI_MCA_orte_ess_num_procs OMPI_MCA_orte_app_num PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI41 PMI_RANK PMI_FD"
-    " HYDI_CONTROL_FD MPI_LOCALRANKID MPI_LOCALNRANKS MV2_COMM_WORLD_RANK MPISPAWN_ID PALS_RANKID PALS_LOCAL_RANKID RANK LOCAL_RANK"
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_UNIVERSE_SIZE OMPI_APP_CTX_NUM_PROCS"
+    " OMPI_MCA_ess OMPI_MCA_ess_base_vpid OMPI_MCA_orte_hnp_uri OMPI_MCA_orte_ess_num_procs"
+    " OMPI_MCA_orte_app_num PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI41 PMI_RANK PMI_FD"
+    " HYDI_CONTROL_FD MPI_LOCALRANKID MPI_LOCALNRANKS MV2_COMM_WORLD_RANK MPISPAWN_ID PALS_RANKID"
+    " PALS_LOCAL_RANKID RANK LOCAL_RANK"
 ).split()
-SETTINGS = "OMPI_MCA_btl OMPI_MCA_orte_tmpdir_base OMPI_CC PMIX_MCA_gds PMIX_INSTALL_PREFIX I_MPI_FABRICS HYDRA_FULL_ERROR".split()
+SETTINGS = (
+    "OMPI_MCA_btl OMPI_MCA_orte_tmpdir_base OMPI_CC PMIX_MCA_gds PMIX_INSTALL_PREFIX I_MPI_FABRICS"
+    " HYDRA_FULL_ERROR".split()
+)
 
 
 def test_ranks_do_not_take_themselves_for_a_rank_of_the_shell_that_submitted(
@@ -403,7 +411,10 @@ def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path
     (tmp_path / "launch" / "job.json").unlink()
     assert case.run() == (
         2,
-        f"launch: error: {tmp_path}: no job with an item 0; create it with: python -m launch submit\n",
+        (
+            f"launch: error: {tmp_path}: no job with an item 0; create it with: python -m launch"
+            " submit\n"
+        ),
     )
 
 
@@ -485,7 +496,8 @@ def test_only_closed_attempts_own_files_are_removed(
     monkeypatch.setattr(os, "unlink", refuse)
     found = run_files.prune(run_files.records(item), said.append)
     assert said == [
-        f"the files of attempt 10 cannot be removed: {folders[10]}/ranks.json: Read-only file system"
+        f"the files of attempt 10 cannot be removed: {folders[10]}/ranks.json: Read-only file"
+        " system"
     ]
     emptied = {
         number
@@ -522,7 +534,9 @@ FIELDS: dict[str, Any] = {
 
 
 def test_the_watchdog() -> None:
-    """With a simulated clock: seconds, moving counters, whether a step was completed; the verdict."""
+    """With a simulated clock: seconds, moving counters, whether a step was completed; the
+    verdict.
+    """
     rows: list[tuple[tuple[int, int, int], list[tuple[float, int, bool]], str | None]] = [
         # A check counts 30 s at most, so a machine that was suspended is not reported as a hang.
         ((100, 10, 20), [(95, 0, False), (125, 0, False), (155, 0, False)], None),

@@ -88,7 +88,8 @@ def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
         began, clock = time.process_time(), time.monotonic()
         answers[job.name] = _run(job, Path(cache))
         print(
-            f"{job.name}: {time.monotonic() - clock:.2f} s, {time.process_time() - began:.2f} of the CPU",
+            f"{job.name}: {time.monotonic() - clock:.2f} s, {time.process_time() - began:.2f} of"
+            " the CPU",
             flush=True,
         )
     torch.distributed.destroy_process_group()
@@ -183,7 +184,9 @@ def engine_of(overrides: list[str]) -> Iterator[Any]:
 
 
 def micro_batches(length: int, weight: float = 1.0) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the same two random sequences of the small tokenizer repeatedly, with one loss weight."""
+    """Yield the same two random sequences of the small tokenizer repeatedly, with one loss
+    weight.
+    """
     generator = torch.Generator().manual_seed(0)
     while True:
         tokens = torch.randint(0, 512, (2, length + 1), generator=generator)

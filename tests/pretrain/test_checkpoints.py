@@ -184,7 +184,9 @@ def test_signal_saves_and_the_same_command_continues(
     number: signal.Signals,
     times: int,
 ) -> None:
-    """Schedulers send a signal twice; the run ends cleanly with one checkpoint and loses no step."""
+    """Schedulers send a signal twice; the run ends cleanly with one checkpoint and loses no
+    step.
+    """
     assert pretrain(f"run_dir={tmp_path / 'whole'}", "checkpoint.interval=0") == 0
     with signalled(monkeypatch, 3, *[number] * times):
         assert pretrain("checkpoint.interval=0") == 0
@@ -202,7 +204,9 @@ def test_signal_saves_and_the_same_command_continues(
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Path) -> None:
-    """The run ends without a traceback and without the checkpoint that the first Ctrl-C requests."""
+    """The run ends without a traceback and without the checkpoint that the first Ctrl-C
+    requests.
+    """
     with started(1, [DEMO, *settings], tmp_path / "out", held=(1, tmp_path / "never")) as (rank,):
         wait_until(lambda: bool(records(tmp_path / "run")), [rank])
         before = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
@@ -348,15 +352,15 @@ def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(
     ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")
     assert pretrain(*ruined, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_without") == 3
     assert (
-        "no checkpoint is from before them: start again, with a lower optimizer.lr, or inspect the data from step 2 on: "
-        in pretrain.err
+        "no checkpoint is from before them: start again, with a lower optimizer.lr, or inspect the"
+        " data from step 2 on: " in pretrain.err
     )
     for _ in range(2):
         assert pretrain(*ruined, "checkpoint.interval=1") == 3
         good, last = (pretrain.checkpoints / f"step_0000000{step}" for step in (1, 3))
         assert (
-            f"go back to checkpoint {good}, the newest from before them (remove the later ones, up to {last}), "
-            in pretrain.err
+            f"go back to checkpoint {good}, the newest from before them (remove the later ones, up"
+            f" to {last}), " in pretrain.err
         )
         assert pretrain.err.count("\n") == 1 and bad_steps(pretrain.checkpoints) == {1: 0, 3: 2}
     assert [line["skipped"] for line in records(pretrain.run_dir) if "loss" in line] == [
@@ -435,7 +439,9 @@ def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_under_torchrun_saves(settings: list[str], tmp_path: Path) -> None:
-    """torchrun forwards Ctrl-C to its ranks and waits for them; its own traceback comes from torch."""
+    """torchrun forwards Ctrl-C to its ranks and waits for them; its own traceback comes from
+    torch.
+    """
     process = torchrun(2, [*settings, "train.steps=2000", "checkpoint.interval=0"])
     while not (tmp_path / "run" / "metrics.jsonl").exists() or not _steps(tmp_path / "run"):
         assert process.poll() is None

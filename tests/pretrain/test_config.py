@@ -78,7 +78,10 @@ def test_parts_bases_and_overrides_go_over_each_other_in_order(tmp_path: Path) -
     files = {
         "model/wide.yaml": "base: plain\nhidden_size: 512\nfem: {gate: false}\n",
         "model/plain.yaml": "hidden_size: 64\nnum_layers: 3\nfem: {conditioner: false}\n",
-        "run/mine.yaml": "model: {base: wide, num_layers: 5}\ntrain: {steps: 7}\ndata: {train: [{prefix: a}, {prefix: b, weight: 3}]}\n",
+        "run/mine.yaml": (
+            "model: {base: wide, num_layers: 5}\ntrain: {steps: 7}\ndata: {train: [{prefix: a},"
+            " {prefix: b, weight: 3}]}\n"
+        ),
     }
     path = write_tree(tmp_path, files)
     model = load_run(path, ["model.fem.budget=ii"]).model
@@ -116,7 +119,9 @@ def test_a_section_may_be_a_file_named_by_its_path(
         "blends/deep/short.yaml": "base: ../two.yaml\nseq_length: 32\n",
         "blends/wide.yaml": "hidden_size: 512\n",
         "data/one.yaml": "base: ../blends/two.yaml\n",
-        "run/mine.yaml": "data: ../blends/deep/short.yaml\nmodel: {hidden_size: 64, num_layers: 3}\n",
+        "run/mine.yaml": (
+            "data: ../blends/deep/short.yaml\nmodel: {hidden_size: 64, num_layers: 3}\n"
+        ),
     }
     path, blend = write_tree(tmp_path, files), (Source("a", 3.0), Source("b"))
     assert (load_run(path).data.train, load_run(path).data.seq_length) == (blend, 32)
@@ -138,8 +143,10 @@ def test_a_section_may_be_a_file_named_by_its_path(
 
 
 PATHS = {
-    "run_dir", "data.train.N.prefix", "data.valid.N.prefix", "data.test.N.prefix", "data.tokenizer", "data.index_cache", "data.store_cache",
-    "engine.deepspeed.file", "checkpoint.mirror", "checkpoint.load", "checkpoint.fork", "stages.N.data.N.prefix", "evaluate.suite",
+    "run_dir", "data.train.N.prefix", "data.valid.N.prefix", "data.test.N.prefix", "data.tokenizer",
+    "data.index_cache", "data.store_cache",
+    "engine.deepspeed.file", "checkpoint.mirror", "checkpoint.load", "checkpoint.fork",
+    "stages.N.data.N.prefix", "evaluate.suite",
 }  # fmt: skip
 
 
@@ -249,7 +256,10 @@ def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
     """Unknown keys, types, parts, contradictions, paths: one line each, and every check of a valid
     section runs.
     """
-    text = "model: {hidden_sise: 64, num_layers: 0}\ndata: {train: [{prefix: nowhere}]}\nevaluate: {interval: 3}\n"
+    text = (
+        "model: {hidden_sise: 64, num_layers: 0}\ndata: {train: [{prefix: nowhere}]}\nevaluate:"
+        " {interval: 3}\n"
+    )
     path = write_tree(tmp_path, {"run/mine.yaml": text, "a_file": ""})
     overrides = [
         "train.steps=six",
@@ -357,10 +367,13 @@ def test_an_unwritable_run_directory_is_told_without_torch(
     """
     folder = tmp_path / "there"
     folder.mkdir() if "folder" in place else folder.touch()
-    deny = f"import os, sys; os.access = lambda path, mode: str(path) != {str(folder)!r}; from pretrain.__main__ import main; "
+    deny = (
+        f"import os, sys; os.access = lambda path, mode: str(path) != {str(folder)!r}; from"
+        " pretrain.__main__ import main; "
+    )
     code = (
-        deny
-        + "code = main(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
+        deny + "code = main(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules);"
+        " sys.exit(code)"
     )
     words = [DEMO, f"run_dir={folder / 'deeper' / 'run'}", *stop]
     done = subprocess.run(
@@ -499,7 +512,8 @@ def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
     """
     path = tmp_path / "run.yaml"
     path.write_text(
-        "model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim: 8}}\n"
+        "model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim:"
+        " 8}}\n"
     )
     model = load_run(path, ["model.attention.rope_original_length=99"]).model
     assert (model.rope_scaling, model.attention.head_dim) == (RopeScaling("llama3", 4.0, 99), 8)

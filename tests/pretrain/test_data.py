@@ -51,7 +51,10 @@ def build(settings: list[str], cache: Path, samples: int, vocab_size: int = 512)
 def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(
     settings: list[str], tiny_data: Path, tmp_path: Path
 ) -> None:
-    blend = f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}, weight: 1}}]"
+    blend = (
+        f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix:"
+        f" {tiny_data / 'valid'}, weight: 1}}]"
+    )
     train = build([*settings, blend], tmp_path, 400)
     taken = Counter(int(train.dataset_index[i]) for i in range(400))
     # Megatron fills the largest deficit first, so shares are exact to one sample.
@@ -247,6 +250,6 @@ def test_an_id_outside_the_vocabulary_is_one_line_that_names_its_source(
         for _ in range(8):
             next(stream)
     assert (
-        f"{tmp_path / 'bad'} contains token id {wrong}, but model.vocab_size = 500 has ids 0 to 499; "
-        in str(caught.value)
+        f"{tmp_path / 'bad'} contains token id {wrong}, but model.vocab_size = 500 has ids 0 to"
+        " 499; " in str(caught.value)
     )

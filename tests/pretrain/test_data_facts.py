@@ -276,8 +276,8 @@ def test_a_source_is_in_a_blend_once_by_whatever_path(folder: Path, way: str, st
     with pytest.raises(ConfigError) as caught:
         prepare(run_on(folder, *settings), None, plan_only=True)
     assert (
-        f" = {other / 'train'} contains the same tokens as data.train.0.prefix = {folder / 'train'}, which"
-        in str(caught.value)
+        f" = {other / 'train'} contains the same tokens as data.train.0.prefix ="
+        f" {folder / 'train'}, which" in str(caught.value)
     )
     assert str(caught.value).startswith("stages.0 (s0): ") is (staged == "one stage")
 

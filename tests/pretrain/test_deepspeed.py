@@ -446,7 +446,9 @@ def half_empty(settings: list[str]) -> list[tuple[float, float]]:
 def test_a_rank_without_a_token_that_counts_leaves_the_mean_to_the_others(
     engine: list[str], tiny_data: Path, tmp_path: Path
 ) -> None:
-    """Both ranks read the same samples, so the mean over the tokens of one equals that over both."""
+    """Both ranks read the same samples, so the mean over the tokens of one equals that over
+    both.
+    """
     whole, half = answer(2, half_empty, [*settings_of(tiny_data), *engine], output=tmp_path / "out")
     # fp32 sums of half as many terms.
     assert half == pytest.approx(whole, rel=1e-6) and whole[1] > 0.1

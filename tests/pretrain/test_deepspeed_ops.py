@@ -67,7 +67,8 @@ def test_cpu_identity(tmp_path: Path) -> None:
         return ops.cpu_identity(tmp_path / "cpuinfo")
 
     here = of(
-        "processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+        "processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t:"
+        " 1\nflags\t\t: fpu\n"
     )
     # The identity ignores the clock, the order of the flags and the number of cores.
     assert here == of("processor\t: 0\ncpu MHz\t: 3100.7\nflags\t\t: avx512f fpu avx2\n")
@@ -103,7 +104,10 @@ def test_the_environment_is_prepared_where_it_is_not_set(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operation's file needs no torch, because `launch doctor` imports it."""
-    code = f"import runpy, sys; runpy.run_path({ops.__file__!r}); sys.exit(bool({{'torch', 'deepspeed'}} & set(sys.modules)))"
+    code = (
+        f"import runpy, sys; runpy.run_path({ops.__file__!r}); sys.exit(bool({{'torch',"
+        " 'deepspeed'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
     ops.prepare_environment()
     assert (os.environ["DS_ACCELERATOR"], os.environ["TORCH_EXTENSIONS_DIR"]) == (

@@ -121,8 +121,8 @@ def test_a_file_adds_keys_and_the_run_wins_by_name(tmp_path: Path) -> None:
         "zero_optimization.stage",
     ]
     assert (
-        "engine.deepspeed.file: gradient_clipping = 7.0 is overridden by 1.0 from optimizer.clip_grad"
-        in clashes
+        "engine.deepspeed.file: gradient_clipping = 7.0 is overridden by 1.0 from"
+        " optimizer.clip_grad" in clashes
     )
 
 

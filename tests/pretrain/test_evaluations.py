@@ -30,7 +30,7 @@ from tests.ranks import PATIENCE, records
 HELD_OUT = """
 tasks:
 - {task: held, label: valid @32, kind: heldout, metric: nats_per_token, higher_is_better: false, context_lengths: [32], max_tokens: 3000}
-"""
+"""  # noqa: E501
 
 
 class NotNiced(subprocess.Popen[Any]):
@@ -169,7 +169,10 @@ class Run:
         return [
             "sh",
             "-c",
-            f"OUT={ours._out(checkpoint)}; STEP={checkpoint.name}; mkdir -p $OUT/model; {self.line}",
+            (
+                f"OUT={ours._out(checkpoint)}; STEP={checkpoint.name}; mkdir -p $OUT/model;"
+                f" {self.line}"
+            ),
         ]
 
     def start(self, step: int = 0) -> Evaluations:
@@ -215,7 +218,10 @@ def gate(tmp_path: Path) -> Iterator[Path]:
 
 
 WAIT = "while [ ! -e {gate} ]; do sleep 0.02; done; "
-WRITE = f"echo '{SCORE}' > $OUT/model/held.json; echo '{SCORE}' | sed s/held/half/ > $OUT/model/.held.partial.json"
+WRITE = (
+    f"echo '{SCORE}' > $OUT/model/held.json; echo '{SCORE}' | sed s/held/half/ >"
+    " $OUT/model/.held.partial.json"
+)
 
 
 def test_one_runs_one_waits_the_newest(
@@ -389,10 +395,9 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(
 def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> None:
     """A killed rank performs no cleanup."""
     code = (
-        "import subprocess, sys, os, time\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'pretrain.report.evaluation_process', str(os.getpid()), 'sleep', '600'],"
-        " start_new_session=True)\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)\n"
+        "import subprocess, sys, os, time\nchild = subprocess.Popen([sys.executable, '-m',"
+        " 'pretrain.report.evaluation_process', str(os.getpid()), 'sleep', '600'],"
+        " start_new_session=True)\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
     )
     root = Path(evaluations.__file__).resolve().parents[1]
     parent = subprocess.Popen(

@@ -73,7 +73,8 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
     record = json.loads((decay / FORK).read_text())
     parent = step_of(trunk, 4)
     assert record == {
-        "parent": str(trunk), "checkpoint": str(parent), "step": 4, "order_begin": 0, "manifest_sha256": sha256(parent / MANIFEST)
+        "parent": str(trunk), "checkpoint": str(parent), "step": 4, "order_begin": 0,
+        "manifest_sha256": sha256(parent / MANIFEST)
     }  # fmt: skip
 
 

@@ -188,7 +188,10 @@ def test_a_machine_without_a_gpu_is_told() -> None:
     config = config_of(1, [ON])
     with pytest.raises(
         ConfigError,
-        match="train.cuda_graphs = true needs a GPU, and this machine has none; set train.cuda_graphs=false",
+        match=(
+            "train.cuda_graphs = true needs a GPU, and this machine has none; set"
+            " train.cuda_graphs=false"
+        ),
     ):
         make_engine(config, Schedule.of(config))
 

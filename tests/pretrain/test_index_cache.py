@@ -76,20 +76,20 @@ def test_a_cache_says_what_it_was_made_from_and_what_it_holds(tmp_path: Path) ->
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "two.npy has 69999 bytes instead of 70000": lambda folder: (folder / "two.npy").write_bytes(
-        b"2" * 69_999
+    "two.npy has 69999 bytes instead of 70000": (
+        lambda folder: (folder / "two.npy").write_bytes(b"2" * 69_999)
     ),
     "one.npy is missing": lambda folder: (folder / "one.npy").unlink(),
     "complete.json is missing": lambda folder: (folder / COMPLETE).unlink(),
-    "complete.json cannot be read (JSONDecodeError)": lambda folder: (folder / COMPLETE).write_text(
-        "{"
+    "complete.json cannot be read (JSONDecodeError)": (
+        lambda folder: (folder / COMPLETE).write_text("{")
     ),
     "complete.json cannot be read (TypeError)": lambda folder: (folder / COMPLETE).write_text("[]"),
-    "complete.json cannot be read (KeyError)": lambda folder: (folder / COMPLETE).write_text(
-        '{"format": 1}'
+    "complete.json cannot be read (KeyError)": (
+        lambda folder: (folder / COMPLETE).write_text('{"format": 1}')
     ),
-    "complete.json has format 9": lambda folder: (folder / COMPLETE).write_text(
-        '{"format": 9, "files": {}}'
+    "complete.json has format 9": (
+        lambda folder: (folder / COMPLETE).write_text('{"format": 9, "files": {}}')
     ),
     "complete.json cannot be read (NotADirectoryError)": lambda folder: (
         folder.rename(folder.with_name("x")) and folder.write_text("")
@@ -323,8 +323,8 @@ def test_a_damaged_cache_is_built_again_with_a_line_and_ranks_share_it(run: Run)
     index.write_bytes(whole[:100])
     assert run("--index") == 0
     assert (
-        f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(whole)}; building it again"
-        in run.out
+        f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(whole)};"
+        " building it again" in run.out
     )
     assert index.read_bytes() == whole
     before = run.built()

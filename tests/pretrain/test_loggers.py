@@ -21,7 +21,9 @@ from tests.ranks import PATIENCE
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """Return the records of an offline run's file: LevelDB's log format after a header of 7 bytes."""
+    """Return the records of an offline run's file: LevelDB's log format after a header of 7
+    bytes.
+    """
     # Importing it takes a second, because it creates its classes at import.
     messages: Any = import_module("wandb.proto.wandb_internal_pb2")
     data, at, whole, found = file.read_bytes(), 7, b"", []
@@ -120,9 +122,10 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
 
     files = sorted(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
     logged = [history(file, "loss") for file in files]
-    assert [[row[1:] for row in rows] for rows in logged] == [told[:11], told[11:]], (
-        "nothing is dropped"
-    )
+    assert [[row[1:] for row in rows] for rows in logged] == [
+        told[:11],
+        told[11:],
+    ], "nothing is dropped"
     assert all(rows == sorted(rows) for rows in logged), "wandb's own step only grows"
     first, second = (
         next(record.run for record in wandb_records(file) if record.HasField("run"))
@@ -165,8 +168,10 @@ def test_credentials_of_a_server_of_ones_own_are_found(
         ("localhost:8080", "offline"),
     ):
         monkeypatch.setenv("WANDB_BASE_URL", f"http://{server}")
-        monkeypatch.setenv("WANDB_MODE", mode) if mode else monkeypatch.delenv(
-            "WANDB_MODE", raising=False
+        (
+            monkeypatch.setenv("WANDB_MODE", mode)
+            if mode
+            else monkeypatch.delenv("WANDB_MODE", raising=False)
         )
         wandb.teardown()
         found[server, mode] = _wandb_mode()

@@ -334,7 +334,10 @@ def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(
         assert abs(estimate / found[name][0] - 1) < 0.25, name  # the estimate of the plan
 
 
-FAMILIES = "model.pattern=[fem_softmax, cem, mha2nd1st, hyperset, differential, mamba2, fem_mamba, gated_deltanet]"
+FAMILIES = (
+    "model.pattern=[fem_softmax, cem, mha2nd1st, hyperset, differential, mamba2, fem_mamba,"
+    " gated_deltanet]"
+)
 
 
 SPLIT = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]

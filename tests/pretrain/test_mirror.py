@@ -202,7 +202,8 @@ def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, st
                     not data.startswith(b"HEAD")
                 )
                 client.sendall(
-                    f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+                    f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\nConnection:"
+                    f" close\r\n\r\n{body}".encode()
                 )
                 return None
         return data
@@ -301,7 +302,8 @@ def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: 
     code, said = store.run("mirror", tmp_path, store.url)
     assert (
         code == 1
-        and f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not sent"
+        and f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not"
+        " sent"
         in said
     )
     assert said.splitlines()[-1].endswith(

@@ -90,7 +90,9 @@ def test_each_map_of_each_head_by_itself(settings: list[str], mixer: str) -> Non
 
 
 def maps_of(name: str, model: ModelConfig, shape: torch.Size) -> list[slice]:
-    """Return the maps of a weight: each slice of each head; gate and up; other weights are one map."""
+    """Return the maps of a weight: each slice of each head; gate and up; other weights are one
+    map.
+    """
     heads, rows = model.num_attention_heads, shape.numel() // shape[-1]
     if name.endswith("gate_up"):
         return [slice(0, rows // 2), slice(rows // 2, rows)]

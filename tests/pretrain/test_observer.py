@@ -24,7 +24,10 @@ from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import finished, losses, records
 
 # Every family of mixers in one model; its pipeline stages contain different families.
-MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, differential"
+MIXERS = (
+    "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba,"
+    " fem_gla, differential"
+)
 HYBRID = [
     f"model.pattern=[{MIXERS}]",
     "model.num_layers=10",

@@ -31,7 +31,9 @@ def groups() -> Iterator[None]:
 
 
 class Blend:
-    """Sources with given numbers of tokens, each with separate ids that increase by one per token."""
+    """Sources with given numbers of tokens, each with separate ids that increase by one per
+    token.
+    """
 
     def __init__(
         self,
@@ -79,7 +81,8 @@ class Blend:
             "say": lambda _: None,
         }
         made = build_datasets(
-            config, vocab_size=IDS, eod_id=0, contents=check_contents(facts), reader=StoreReader(config), **given
+            config, vocab_size=IDS, eod_id=0, contents=check_contents(facts),
+            reader=StoreReader(config), **given
         )  # fmt: skip
         return [int(made.train[number]["tokens"][0]) for number in range(samples)]
 

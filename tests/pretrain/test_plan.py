@@ -69,9 +69,7 @@ def total(model: ModelConfig) -> int:
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def test_a_transformer_has_the_parameters_of_the_textbook_and_a_fem_its_conditioners_equations() -> (
-    None
-):
+def test_parameters_of_a_transformer_and_of_a_fem_follow_the_equations() -> None:
     width, inner, rows, layers = 2048, 5632, 32000, 24
     # q, k, v, o; gate, up, down; two norms.
     layer = 4 * width * width + 3 * width * inner + 2 * width
@@ -84,7 +82,10 @@ def test_a_transformer_has_the_parameters_of_the_textbook_and_a_fem_its_conditio
     assert count_by_component(run(LARGE).model)["conditioner"] == layers * conditioner
     assert parameter_shapes(ModelConfig(vocab_size=1001, num_layers=1))[
         "embedding.word_embeddings.weight"
-    ] == (1024, 768)  # padded
+    ] == (
+        1024,
+        768,
+    )  # padded
 
 
 @pytest.mark.parametrize("name", ["fem_sm_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml"])
@@ -422,8 +423,8 @@ def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
     host = make_plan(run(LARGE), 8, cuda=False).save_memory
     assert host == 14 * timed.total_parameters // 8 and timed.save_memory == host + host // 32
     assert (
-        f"  written in {seconds} s at 5 GB/s while training waits, from up to {timed.save_memory / 2**30:.2f} GiB of"
-        in render(timed)
+        f"  written in {seconds} s at 5 GB/s while training waits, from up to"
+        f" {timed.save_memory / 2**30:.2f} GiB of" in render(timed)
     )
 
 

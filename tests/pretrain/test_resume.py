@@ -163,7 +163,9 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
 
 
 def test_changes_are_told_and_recorded(pretrain: Command) -> None:
-    """Changes without effect on training are only recorded; without changes no message is printed."""
+    """Changes without effect on training are only recorded; without changes no message is
+    printed.
+    """
     assert pretrain("train.steps=4") == 0
     assert pretrain("train.steps=4") == 0 and "changed since" not in pretrain.out
     assert pretrain("train.steps=6", "optimizer.lr=1e-3", "log.interval=3") == 0
@@ -186,7 +188,9 @@ REFUSED = {
     "train.seed=7": "checkpoint.load=",
     "train.precision=bf16": "checkpoint.load=",
     "data.train.0.weight=2": "checkpoint.load=",
-    "parallel.use_distributed_optimizer=false": "tools.checkpoint convert {checkpoint} --engine megatron --plain-optimizer --out",
+    "parallel.use_distributed_optimizer=false": (
+        "tools.checkpoint convert {checkpoint} --engine megatron --plain-optimizer --out"
+    ),
     "optimizer.name=muon": "checkpoint.load=",
     "model.hidden_size=48": "choose another run_dir",
     "model.rope_scaling.kind=linear": "continue in another folder with --fork",
@@ -194,7 +198,9 @@ REFUSED = {
 
 
 def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
-    """Each key separately and all together; a refused attempt changes no file of the run directory."""
+    """Each key separately and all together; a refused attempt changes no file of the run
+    directory.
+    """
     assert {key.split("=")[0].replace(".0.", ".").removesuffix(".kind") for key in REFUSED} == {
         key if RULES[key] != RULES["model"] else "model.hidden_size"
         for key in RULES
@@ -380,5 +386,8 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
         if kind == written:
             assert (drawn, said, restored) == (whole[2:], [], kind == "cuda")
         else:
-            line = f"random states are seeded from train.seed: {middle} was written on {written}, this run is on {kind}"
+            line = (
+                f"random states are seeded from train.seed: {middle} was written on {written}, this"
+                f" run is on {kind}"
+            )
             assert (drawn, said, restored) == (whole[:2], [line], False)

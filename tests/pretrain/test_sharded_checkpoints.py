@@ -152,7 +152,9 @@ def _peak_beside(work: Callable[[], object]) -> int:
 
 
 def _bytes_moved(way: str) -> int:
-    """Return the bytes that this process and its ended children read ("rchar") or wrote ("wchar")."""
+    """Return the bytes that this process and its ended children read ("rchar") or wrote
+    ("wchar").
+    """
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters[way])
 

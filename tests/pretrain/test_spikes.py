@@ -179,11 +179,16 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     bad.add(before[7][0])
     assert pretrain(*rewind) == 0, pretrain.err
     wanted, run = losses(pretrain.run_dir), pretrain.run_dir
-    assert begun == [0, 0, 28], (
-        "after the seventh step the order goes on at its eighth's first sample"
-    )
+    assert begun == [
+        0,
+        0,
+        28,
+    ], "after the seventh step the order goes on at its eighth's first sample"
     assert all((wanted[step] == before[step]) == (step < 5) for step in before)
-    back = f"a spike: loss; its samples are 24 to 27, its documents: python -m tools.tokens {run} --sample 27; back at {run}/"
+    back = (
+        f"a spike: loss; its samples are 24 to 27, its documents: python -m tools.tokens {run}"
+        f" --sample 27; back at {run}/"
+    )
     assert f"step 7, {back}checkpoints/step_00000004, 12 samples passed over so far" in pretrain.out
     steps = read_run(run)[0].steps
     assert [steps.samples(step).start for step in (1, 4, 5, 12)] == [0, 12, 28, 56]
@@ -240,7 +245,8 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     ]
     if blended:
         base.append(
-            f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]"
+            f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix:"
+            f" {tiny_data / 'valid'}}}]"
         )
     else:
         # 48 samples and a last label: the data that twelve steps read.
@@ -252,7 +258,10 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     assert len(set(read)) == (60 if blended else 48), (
         "of twelve steps, and three that were gone back from"
     )
-    again = "the data order ends 12 samples before the end of the run: the last steps will read its first samples again"
+    again = (
+        "the data order ends 12 samples before the end of the run: the last steps will read its"
+        " first samples again"
+    )
     assert (again in pretrain.out) is not blended
     wanted = losses(pretrain.run_dir)
     shutil.rmtree(pretrain.checkpoints / "step_00000012")
@@ -285,7 +294,9 @@ STATE = (100.0, 3.0, 0.1, 0.5, 0.2)
 
 @pytest.fixture
 def ids(tmp_path: Path) -> dict[str, str]:
-    """Return name -> a training blend: of ids 0 to 7, of ids 0 to 399, of documents with one token."""
+    """Return name -> a training blend: of ids 0 to 7, of ids 0 to 399, of documents with one
+    token.
+    """
     dice, found = random.Random(0), {}
     for name, most in (("low", 8), ("high", 400), ("ends", 0)):
         documents = [
@@ -488,7 +499,10 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
             config=str(pretrain.run_dir),
         )
     else:
-        stages = f"stages=[{{name: low, steps: 2, seq_length: 8}}, {{name: my data, steps: 8, data: {ids['high']}}}]"
+        stages = (
+            "stages=[{name: low, steps: 2, seq_length: 8}, {name: my data, steps: 8, data:"
+            f" {ids['high']}}}]"
+        )
         more = (
             ["train.on_spike=rewind", "train.spike_rewind=1", "train.max_bad_steps=1"]
             if "rewound" in how
@@ -496,7 +510,10 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
         )
         code = pretrain(*base, "train.steps=null", stages, f"run_dir={run}", *more)
     assert code == 3
-    hint = r"(?:its samples are (\d+) to (\d+), its documents: |from step (\d+) on: )python -m tools.tokens ([^;\n]+)"
+    hint = (
+        r"(?:its samples are (\d+) to (\d+), its documents: |from step (\d+) on: )python -m"
+        r" tools.tokens ([^;\n]+)"
+    )
     told = re.findall(hint, pretrain.out + pretrain.err)
     if "rewound" in how:
         assert [samples[:2] for samples in told] == [("4", "5"), ("6", "7")]

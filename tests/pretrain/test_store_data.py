@@ -447,7 +447,8 @@ def test_a_wrong_place_is_one_line(
     )
     here.client.put_object(Bucket=here.name, Key="data/train.bin", Body=b"short")
     assert re.search(
-        rf"data.train.0.prefix = {url}/train: .*/train.bin has 5 bytes, but .*/manifest.json records",
+        rf"data.train.0.prefix = {url}/train: .*/train.bin has 5 bytes, but .*/manifest.json"
+        r" records",
         refused_with(2),
     )
     here.upload(tiny_data)

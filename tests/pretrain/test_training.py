@@ -414,8 +414,8 @@ def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None
     assert pretrain.err.count("\n") == 1
     assert "not finite for 3 steps in a row (up to step 4)" in pretrain.err
     assert (
-        "no checkpoint is from before them: start again, with a lower optimizer.lr, or inspect the data from step 2 on: "
-        in pretrain.err
+        "no checkpoint is from before them: start again, with a lower optimizer.lr, or inspect the"
+        " data from step 2 on: " in pretrain.err
     )
     assert [record["skipped"] for record in records(pretrain.run_dir) if "loss" in record] == [
         False,

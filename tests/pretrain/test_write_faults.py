@@ -43,7 +43,9 @@ ORDER = [
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder in memory if possible: a save calls fsync eleven times, which takes 50 ms on a disk."""
+    """A folder in memory if possible: a save calls fsync eleven times, which takes 50 ms on a
+    disk.
+    """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as name:
         yield Path(name)

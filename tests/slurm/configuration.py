@@ -52,7 +52,7 @@ GresTypes=gpu
 {nodes}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=10 DefMemPerCPU=100 GraceTime={shape.grace_seconds}
 PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF DefMemPerCPU=100
-"""
+"""  # noqa: E501
 # The nodes, and srun on the nodes, listen only on the loopback address. srun on other hosts uses
 # slurm.conf and is called back on any address.
 SLURMD = """\
@@ -77,7 +77,8 @@ def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) ->
     """Write all files; ``ports``: slurmctld's, then one for each node."""
     types = shape.gpu_types or ("",) * len(nodes)
     lines = [
-        f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus} RealMemory={shape.memory_mb}"
+        f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus}"
+        f" RealMemory={shape.memory_mb}"
         + (f" Gres=gpu:{f'{kind}:' if kind else ''}{shape.gpus}" if shape.gpus else "")
         for name, port, kind in zip(nodes, ports[1:], types, strict=True)
     ]
@@ -97,7 +98,8 @@ def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) ->
     for number in range(shape.gpus):
         os.mknod(root / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     devices = [
-        f"NodeName={name} Name=gpu{f' Type={kind}' if kind else ''} File={root}/dev/nvidia[0-{shape.gpus - 1}]"
+        f"NodeName={name} Name=gpu{f' Type={kind}' if kind else ''}"
+        f" File={root}/dev/nvidia[0-{shape.gpus - 1}]"
         for name, kind in zip(nodes, types, strict=True)
         if shape.gpus
     ]

@@ -59,7 +59,10 @@ OVER = (
 )
 # Gives a node its own host name, tables and the mount point that identifies its processes (see
 # processes.py).
-NODE = 'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --bind "$0/nodes/$1" "$0/nodes/$1"; shift; exec "$@"'
+NODE = (
+    'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --bind "$0/nodes/$1"'
+    ' "$0/nodes/$1"; shift; exec "$@"'
+)
 
 
 class MiniSlurm:
@@ -110,7 +113,10 @@ class MiniSlurm:
             return "Slurm runs on Linux"
         missing = [name for name in NEEDED if _program(name) is None]
         if missing:
-            return f"not installed: {', '.join(missing)} (tests/slurm/install.sh, as root, on Debian or Ubuntu)"
+            return (
+                f"not installed: {', '.join(missing)} (tests/slurm/install.sh, as root, on Debian"
+                " or Ubuntu)"
+            )
         if os.geteuid() != 0:
             return "a private Slurm needs root"
         with tempfile.TemporaryDirectory() as folder:
@@ -318,7 +324,8 @@ class MiniSlurm:
                 shown = " ".join(f"{name}={value}" for name, value in self.job(job_id).items())
                 wanted = " or ".join(states or OVER)
                 raise TimeoutError(
-                    f"job {job_id} is {state}, not {wanted}, after {timeout} s\n{shown}\n{self.logs()}"
+                    f"job {job_id} is {state}, not {wanted}, after {timeout}"
+                    f" s\n{shown}\n{self.logs()}"
                 )
             time.sleep(0.1)
         return state

@@ -17,7 +17,10 @@ from tests.launch.test_doctor import Said, examined
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm
 
-PROFILE = "scheduler: slurm\nnodes: {gpus: 0, cpus: 2}\nslurm: {partition: main}\nenvironment: {GLOO_SOCKET_IFNAME: lo}\n"
+PROFILE = (
+    "scheduler: slurm\nnodes: {gpus: 0, cpus: 2}\nslurm: {partition: main}\nenvironment:"
+    " {GLOO_SOCKET_IFNAME: lo}\n"
+)
 Examine = Callable[..., tuple[int, Said]]
 
 
@@ -46,7 +49,9 @@ def hidden(cluster: MiniSlurm, folder: Path) -> Iterator[None]:
 
 
 def queued(cluster: MiniSlurm) -> list[str]:
-    """Return the names of pending and running jobs, without jobs whose nodes are being cleaned up."""
+    """Return the names of pending and running jobs, without jobs whose nodes are being cleaned
+    up.
+    """
     return cluster.run(
         "squeue", "--noheader", "--states=pending,running", "--format=%j"
     ).stdout.split()

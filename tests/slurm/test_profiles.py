@@ -69,7 +69,10 @@ def test_every_option_reaches_slurm(h100s: MiniSlurm, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(script)
     job = h100s.job(h100s.sbatch(tmp_path / "job.sh"))
     h100s.run("scancel", job["JobId"], str(first))
-    shown = "JobName NumNodes CPUs/Task MinMemoryNode TresPerNode Partition TimeLimit ExcNodeList Requeue OverSubscribe Nice".split()
+    shown = (
+        "JobName NumNodes CPUs/Task MinMemoryNode TresPerNode Partition TimeLimit ExcNodeList"
+        " Requeue OverSubscribe Nice".split()
+    )
     values = "job 1-1 12 3G gres:gpu:4 urgent,main 1-02:03:00 node1 1 NO 5".split()
     assert [job.get(name) for name in shown] == values and (
         job["Comment"],

@@ -110,7 +110,9 @@ class Login:
         return ("--", "pretrain", "config.yaml", "--plan")
 
     def job_that_is_over(self) -> str:
-        """Return a finished job as a dependency, so that a run is not refused for its missing data."""
+        """Return a finished job as a dependency, so that a run is not refused for its missing
+        data.
+        """
         job = self.cluster.sbatch("--mem=10", "--output=/dev/null", "--wrap=true")
         self.cluster.wait(job, "COMPLETED")
         return str(job)
@@ -162,7 +164,9 @@ def test_submit_finish_and_not_again(login: Login) -> None:
 
 
 def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
-    """The checkout is broken between submission and start; a resubmission runs the first snapshot."""
+    """The checkout is broken between submission and start; a resubmission runs the first
+    snapshot.
+    """
     checkout = login.folder / "checkout"
     for room in ("fem_common", "launch", "data_prep"):
         shutil.copytree(ROOT / room, checkout / room)
@@ -446,13 +450,19 @@ def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) 
     assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [
         ["node2"]
     ]
-    told = "[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"
+    told = (
+        "[slurm] launch: the supervisor did not start on node1: back to the queue, without that"
+        " node"
+    )
     assert told in login.launch("logs", "job")
 
 
 # Run in a mount namespace in which munge's socket is at the place where a client without slurm.conf
 # expects it.
-CONFIGLESS = 'mount -t tmpfs none /run && mkdir /run/munge && ln -s "$0" /run/munge/munge.socket.2 && exec "$@"'
+CONFIGLESS = (
+    'mount -t tmpfs none /run && mkdir /run/munge && ln -s "$0" /run/munge/munge.socket.2 && exec'
+    ' "$@"'
+)
 
 
 def test_a_site_without_configuration_files_is_reached(login: Login) -> None:
@@ -492,7 +502,8 @@ def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SQUEUE_STATES", "CD")
     script = login.folder / "a script.sh"
     script.write_text(
-        "#!/bin/bash\n#SBATCH --array=0-2%1 --mem=10M\n[ $SLURM_ARRAY_TASK_ID = 0 ] && exit 3\nsleep 100\n"
+        "#!/bin/bash\n#SBATCH --array=0-2%1 --mem=10M\n[ $SLURM_ARRAY_TASK_ID = 0 ] && exit"
+        " 3\nsleep 100\n"
     )
     script.chmod(0o755)
     array = slurm.submit(script, "--output=/dev/null")

@@ -1,4 +1,6 @@
-"""Tests of the benchmarks' computations, and that every workload runs. Durations are not checked."""
+"""Tests of the benchmarks' computations, and that every workload runs. Durations are not
+checked.
+"""
 
 from __future__ import annotations
 

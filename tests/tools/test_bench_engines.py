@@ -164,7 +164,8 @@ def test_a_model_without_a_run_or_a_vocabulary(tmp_path: Path) -> None:
     # By default the vocabulary of its data.
     assert configuration(replace(JOB, model="fem_sm_demo")).model.vocab_size == 32000
     (tmp_path / "own.yaml").write_text(
-        "{mixer: transformer, hidden_size: 32, num_layers: 1, num_attention_heads: 2, vocab_size: 128}"
+        "{mixer: transformer, hidden_size: 32, num_layers: 1, num_attention_heads: 2, vocab_size:"
+        " 128}"
     )
     own = configuration(replace(JOB, model=str(tmp_path / "own.yaml")))
     assert (own.model.hidden_size, own.model.vocab_size, own.data.seq_length) == (32, 128, 64)

@@ -273,7 +273,10 @@ def test_processes_answer_and_outlive_a_mistake_a_hang_and_a_lost_gpu(tmp_path: 
         assert own.ask(task("roofs", matmul=4096, copy=16), 0.05) == {"gap": "no answer within 0 s"}
         assert "result" in own.ask(small, PATIENCE) and own.process is not first
         own.close()
-        program = "import sys, json; sys.stdin.readline(); print(json.dumps({'gap': 'illegal address', 'lost': True}), flush=True)"
+        program = (
+            "import sys, json; sys.stdin.readline(); print(json.dumps({'gap': 'illegal address',"
+            " 'lost': True}), flush=True)"
+        )
         pipe = subprocess.PIPE
         own.process = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -366,9 +369,10 @@ def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(
     """
     program = tmp_path / "compute-sanitizer"
     program.write_text(
-        "#!/bin/sh\nwhile [ $# -gt 0 ]; do [ $1 = --log-file ] && log=$2; shift; done; n=0\n"
-        "while read line; do n=$((n + 1)); [ $((n % 2)) = 0 ] && echo '========= Invalid __global__ read of size 4' >> $log\n"
-        'echo \'{"result": [{"case": "c", "result": "d q", "error": 0.0, "bound": 1.0, "good": true}]}\'; done\n'
+        "#!/bin/sh\nwhile [ $# -gt 0 ]; do [ $1 = --log-file ] && log=$2; shift; done; n=0\nwhile"
+        " read line; do n=$((n + 1)); [ $((n % 2)) = 0 ] && echo '========= Invalid __global__"
+        ' read of size 4\' >> $log\necho \'{"result": [{"case": "c", "result": "d q", "error": 0.0,'
+        ' "bound": 1.0, "good": true}]}\'; done\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -390,12 +394,15 @@ def test_each_tool_of_the_sanitizer_has_a_worker_whose_reports_count(
 @pytest.mark.slow
 def test_the_checks_need_torch_alone(tmp_path: Path) -> None:
     """Run in a process in which all requirements except torch and numpy cannot be imported."""
-    absent = "megatron yaml transformers matplotlib pyarrow tensorboard wandb psutil tokenizers huggingface_hub".split()
+    absent = (
+        "megatron yaml transformers matplotlib pyarrow tensorboard wandb psutil tokenizers"
+        " huggingface_hub".split()
+    )
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
-        "from tools.bench.gpu_suite.__main__ import main\n"
-        "import tools.bench.gpu_suite.worker\n"
-        f"sys.exit(main(['--dry', '--only', 'ops,models,trainer', '--minutes', '0.001', '--out', {str(tmp_path)!r}]))"
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\nfrom"
+        " tools.bench.gpu_suite.__main__ import main\nimport"
+        " tools.bench.gpu_suite.worker\nsys.exit(main(['--dry', '--only', 'ops,models,trainer',"
+        f" '--minutes', '0.001', '--out', {str(tmp_path)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

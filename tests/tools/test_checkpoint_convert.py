@@ -290,7 +290,7 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
 
 
 @fp32_alone
-def test_what_the_other_engine_does_not_do_is_told_and_files_are_copied_where_links_are_not_possible(
+def test_unsupported_settings_are_reported_and_files_are_copied_if_links_fail(
     plain: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -332,8 +332,13 @@ def test_show(
         "engine": "megatron with its plain optimizer",
         "layout": "1 process = TP 1 x PP 1 x DP 1",
         "precision": "fp32",
-        "weights": f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32",
-        "optimizer": f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers, float32",
+        "weights": (
+            f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32"
+        ),
+        "optimizer": (
+            f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers,"
+            " float32"
+        ),
         "contents": "a run's state: it resumes",
         "files": lines["files"],
         "undamaged": "yes: every size is as it was written, every pickle's hash too",

@@ -67,9 +67,11 @@ def mean(shares: list[float], folders: list[Path]) -> dict[str, torch.Tensor]:
     """
     states = [weights(folder) for folder in folders]
     sums = {
-        name: torch.stack(
-            [share * state[name].double() for share, state in zip(shares, states, strict=True)]
-        ).sum(0)
+        name: (
+            torch.stack(
+                [share * state[name].double() for share, state in zip(shares, states, strict=True)]
+            ).sum(0)
+        )
         for name in states[0]
     }
     return {name: (total / sum(shares)).to(states[0][name].dtype) for name, total in sums.items()}
@@ -112,7 +114,9 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
 
 @pytest.mark.slow
 def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
-    """Run a separate process, in which Megatron-core would warn about packages that are not needed."""
+    """Run a separate process, in which Megatron-core would warn about packages that are not
+    needed.
+    """
     command = [
         sys.executable,
         "-m",

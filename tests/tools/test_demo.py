@@ -290,7 +290,10 @@ def test_a_failed_command_is_one_line_that_names_it(
 
 
 def test_sigterm_reaches_a_commands_children_and_not_itself(shell: Shell) -> None:
-    script = "import subprocess, sys; sys.exit(0 if subprocess.Popen(['sleep', '1000']).wait() == -15 else 1)"
+    script = (
+        "import subprocess, sys; sys.exit(0 if subprocess.Popen(['sleep', '1000']).wait() == -15"
+        " else 1)"
+    )
     signalled: list[int] = []
 
     def watch(pid: int) -> None:
@@ -339,7 +342,9 @@ def test_the_data_step_makes_checks_and_counts_what_the_runs_read(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_whole_demo_twice_into_one_folder(tmp_path: Path) -> None:
-    """The second, shorter demo starts from the beginning, and reports that it learned too little."""
+    """The second, shorter demo starts from the beginning, and reports that it learned too
+    little.
+    """
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "tools.demo", "--out", str(out)]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -30,10 +30,13 @@ SPLIT = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=tr
 # torchtitan's GPU was limited to 500 W.
 PUBLISHED = {
     "OLMo-core 1B": (8, {"size": (2048, 16, 16, 8192, 100352), "micro": 4, "batch": 512}, 55_000),
-    "OLMo-core 7B": (64, {"size": (4096, 32, 32, 11008, 100352), "micro": 1, "batch": 1024}, 10_000),
-    "torchtitan 8B": (8, {"size": (4096, 32, 32, 14336, 128256), "micro": 1, "batch": 8, "more": LLAMA3}, 6_667),
+    "OLMo-core 7B": (64, {"size": (4096, 32, 32, 11008, 100352), "micro": 1, "batch": 1024},
+        10_000),
+    "torchtitan 8B": (8, {"size": (4096, 32, 32, 14336, 128256), "micro": 1, "batch": 8,
+        "more": LLAMA3}, 6_667),
     "Megatron 1.7B": (48, {"size": (2304, 24, 24, 9216, 50304), "micro": 4, "batch": 192}, 0.41),
-    "Megatron 7.1B": (96, {"size": (4096, 32, 32, 16384, 50304), "micro": 2, "batch": 192, "more": SPLIT}, 0.47),
+    "Megatron 7.1B": (96, {"size": (4096, 32, 32, 16384, 50304), "micro": 2, "batch": 192,
+        "more": SPLIT}, 0.47),
 }  # fmt: skip
 
 

@@ -75,7 +75,9 @@ def write_data(folder: Path, name: str, seed: int) -> Path:
 
 
 def begin(run_dir: Path, prefixes: list[Path], packing: str = "stream") -> Any:
-    """Return a run directory before its first step, with its index cache, and the training dataset."""
+    """Return a run directory before its first step, with its index cache, and the training
+    dataset.
+    """
     blend = ", ".join(
         f"{{prefix: {prefix}, weight: {weight}}}"
         for prefix, weight in zip(prefixes, (3, 1), strict=False)

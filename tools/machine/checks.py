@@ -1,4 +1,5 @@
-"""Checks of this machine for training: Python, torch, Megatron-core, GPUs, Triton, DeepSpeed, compilers.
+"""Checks of this machine for training: Python, torch, Megatron-core, GPUs, Triton, DeepSpeed,
+compilers.
 
 Only the checks of DeepSpeed's operations change files, and only with ``build`` or ``fix``.
 """
@@ -289,10 +290,8 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
             "warning",
             "extensions",
             text,
-            (
-                "unset TORCH_EXTENSIONS_DIR, and each kind of machine gets its own folder below "
-                "~/.cache"
-            ),
+            "unset TORCH_EXTENSIONS_DIR, and each kind of machine gets its own folder below "
+            "~/.cache",
         )
     else:
         yield Check(
@@ -325,10 +324,8 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
             yield Check(
                 "ok",
                 name,
-                (
-                    f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} "
-                    f"in {seconds:.0f} s"
-                ),
+                f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} "
+                f"in {seconds:.0f} s",
             )
     elif state == "built":
         yield Check("ok", name, "compiled")

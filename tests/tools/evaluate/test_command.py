@@ -184,8 +184,8 @@ def test_a_task_that_fails_is_named_and_the_others_go_on(run: Run) -> None:
     code, out, err = run()
     assert code == 1 and result("tiny_words")["n"] == 3 and "tiny_broken" in out
     assert (
-        "failed: llama tiny_broken: RuntimeError: this task's code is broken (out/llama/.tiny_broken.failed.txt)"
-        in err
+        "failed: llama tiny_broken: RuntimeError: this task's code is broken"
+        " (out/llama/.tiny_broken.failed.txt)" in err
     )
     assert "this task's code is broken" in Path("out/llama/.tiny_broken.failed.txt").read_text()
     data = Path("tasks/data.py")

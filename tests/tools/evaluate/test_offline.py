@@ -56,7 +56,9 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill(folder: Path, config: str) -> Path:
-    """Write a data set as the library stores a downloaded and prepared one; return its description."""
+    """Write a data set as the library stores a downloaded and prepared one; return its
+    description.
+    """
     place = folder / "datasets/someone___tiny_set" / config / "0.0.0/0123456789abcdef"
     place.mkdir(parents=True)
     features = datasets.Dataset.from_list(CHOICES).features

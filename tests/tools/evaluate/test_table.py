@@ -246,7 +246,9 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
 
 
 def test_a_terminal_is_never_too_narrow(tmp_path: Path) -> None:
-    """Nine models with long names and twenty tasks in 120 columns: all numbers are shown in full."""
+    """Nine models with long names and twenty tasks in 120 columns: all numbers are shown in
+    full.
+    """
     for place in range(9):
         for task in range(20):
             write(

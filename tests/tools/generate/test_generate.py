@@ -111,7 +111,10 @@ def test_what_is_streamed_is_the_text(
         > 0
     )
     assert without["costs"]["cache_bytes"] is None
-    said = r"prefill: 6 tokens, [\d,.]+ tokens/s\ndecode: 11 tokens, [\d,.]+ tokens/s\ncache: [\d,]+ bytes, 17 tokens of 1 seq"
+    said = (
+        r"prefill: 6 tokens, [\d,.]+ tokens/s\ndecode: 11 tokens, [\d,.]+ tokens/s\ncache: [\d,]+"
+        r" bytes, 17 tokens of 1 seq"
+    )
     assert re.search(said, told)
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
     assert generate(mixer, "-", "--greedy", new=12)[0] == streamed
@@ -175,7 +178,10 @@ def test_a_folders_own_penalties_count_for_nothing(
     settings.write_text(
         json.dumps(
             json.loads(settings.read_text())
-            | {"repetition_penalty": 1.9, "no_repeat_ngram_size": 1}
+            | {
+                "repetition_penalty": 1.9,
+                "no_repeat_ngram_size": 1,
+            }
         )
     )
     assert generate(folder, "w1 w2", "--greedy")[0] == wanted

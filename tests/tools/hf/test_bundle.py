@@ -108,7 +108,10 @@ def test_a_model_takes_what_it_needs() -> None:
         ),
         (
             "from fem_megatron import catalogue as c",
-            "from .fem_megatron_catalogue import __name__ as _\nfrom . import fem_megatron_catalogue as c",
+            (
+                "from .fem_megatron_catalogue import __name__ as _\nfrom . import"
+                " fem_megatron_catalogue as c"
+            ),
         ),
         ("import torch, math\nfrom torch import nn", "import torch, math\nfrom torch import nn"),
         ("import triton", "try:\n    import triton\nfinally:\n    pass"),
@@ -127,7 +130,10 @@ def test_imports_become_flat(text: str, flat: str) -> None:
 
 
 def test_wanted_modules() -> None:
-    text = "from fem_megatron import catalogue\nfrom kernels.fem_attention import fem_attention\nimport torch"
+    text = (
+        "from fem_megatron import catalogue\nfrom kernels.fem_attention import"
+        " fem_attention\nimport torch"
+    )
     assert set(flatten(MODULE, text)[1]) == {"fem_megatron.catalogue", "kernels.fem_attention"}
     inside = flatten("kernels.fem_attention", "from .reference import reference_attention")
     assert inside == (
@@ -147,7 +153,8 @@ def test_an_outside_package_is_no_requirement(tmp_path: Path) -> None:
     """The import still fails at the same place."""
     flat, _ = flatten(
         MODULE,
-        "import math\ndef f():\n    if math.pi:\n        from no_such.layers import a, b as c\n    return a",
+        "import math\ndef f():\n    if math.pi:\n        from no_such.layers import a, b as c\n   "
+        " return a",
     )
     (tmp_path / "a.py").write_text(flat)
     assert get_imports(tmp_path / "a.py") == ["math"]

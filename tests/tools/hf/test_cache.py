@@ -76,7 +76,9 @@ def test_a_cache_holds_what_the_formula_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fem_softmax", "cem", "mha2nd1st", "gated_deltanet", "switched"])
 def test_every_cache_gives_the_parallel_logits(name: str) -> None:
-    """float64, a prompt in chunks with padding: positions, distances and mask agree for all caches."""
+    """float64, a prompt in chunks with padding: positions, distances and mask agree for all
+    caches.
+    """
     model, ids = here(name, torch.float64), tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, slice(2) if model.model.counts_padding else 5] = 0

@@ -133,7 +133,10 @@ SLOW |= {(CONTROL, check) for check in CHECKS if check.startswith("eager_matches
 pytestmark = [
     pytest.mark.skipif(
         not CHECKS,
-        reason=f"no {SOURCES}: `make setup`, or unpack tests of transformers' source distribution below {FOLDER}",
+        reason=(
+            f"no {SOURCES}: `make setup`, or unpack tests of transformers' source distribution"
+            f" below {FOLDER}"
+        ),
     ),
     pytest.mark.filterwarnings("ignore"),  # the checks also use deprecated features of transformers
 ]

@@ -60,7 +60,10 @@ def test_the_same_bytes_every_time(
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    code = "import sys; from tools.hf.__main__ import _parser as p, main; p().parse_args(sys.argv[1:4]); early = 'torch' in sys.modules; "
+    code = (
+        "import sys; from tools.hf.__main__ import _parser as p, main;"
+        " p().parse_args(sys.argv[1:4]); early = 'torch' in sys.modules; "
+    )
     # Wrong arguments are reported before torch is imported.
     code += "sys.exit(early or main(sys.argv[1:4]) or main(sys.argv[4:]))"
     again = [
@@ -133,8 +136,8 @@ def test_what_is_told_of_the_training(
         per_token * tokens, rel=1e-3
     )
     assert (
-        f" of {sum(tensor.numel() for tensor in tensors(exports['fem_softmax']).values()):,} parameters "
-        in card
+        f" of {sum(tensor.numel() for tensor in tensors(exports['fem_softmax']).values()):,}"
+        " parameters " in card
     )
     generation = json.loads((exports["fem_softmax"] / "generation_config.json").read_text())
     assert generation.pop("transformers_version") and generation == {
@@ -198,7 +201,10 @@ def test_of_a_tokenizers_folder_its_files_alone_go_along(
         Path(shutil.copytree(runs["data"] / "tokenizer", tmp_path / "model")),
         tmp_path / "out",
     )
-    others = "config.json model-00001-of-00002.safetensors model.safetensors.index.json modeling_x.py README.md training.json".split()
+    others = (
+        "config.json model-00001-of-00002.safetensors model.safetensors.index.json modeling_x.py"
+        " README.md training.json".split()
+    )
     for name in others:
         (folder / name).write_text('{"theirs": 1}')
     (folder / "merges.txt").write_text("a b\n")

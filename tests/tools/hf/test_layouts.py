@@ -28,7 +28,10 @@ LENGTH, CONTEXT = 16, 64
 MODELS = ("every mixer", "fem", "qwen2")
 TEXT = [(7 * n * n + 3 * n) % (VOCAB - 1) for n in range(LENGTH)]
 # Keys of config.json that training does not change.
-OF_THE_MODEL = "max_position_embeddings bos_token_id eos_token_id pad_token_id rope_parameters sliding_window architecture".split()
+OF_THE_MODEL = (
+    "max_position_embeddings bos_token_id eos_token_id pad_token_id rope_parameters sliding_window"
+    " architecture".split()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +131,9 @@ STILL = ("train.steps=1", "optimizer.lr=1e-30", "optimizer.min_lr=0", "optimizer
 LAYOUTS = {
     "DP2": "",
     "TP2": "parallel.tensor_model_parallel_size=2",
-    "TP2+SP": "parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true train.precision=bf16",
+    "TP2+SP": (
+        "parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true train.precision=bf16"
+    ),
     "PP2": "parallel.pipeline_model_parallel_size=2",
 }
 

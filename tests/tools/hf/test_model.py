@@ -349,7 +349,9 @@ def test_velocities_have_an_embedding_that_transformers_does_not_know() -> None:
         model(inputs_embeds=embeds)
     with pytest.raises(
         ValueError,
-        match="velocities have an embedding of their own, which is not resized: train with all tokens",
+        match=(
+            "velocities have an embedding of their own, which is not resized: train with all tokens"
+        ),
     ):
         model.resize_token_embeddings(VOCAB + 6)
 
@@ -400,7 +402,11 @@ def test_fresh_model_starts_as_trained_ones_do(plain: Any) -> None:
 
 def test_a_missing_weight_starts_anew(tmp_path: Path) -> None:
     out = export(small(), tmp_path / "model")
-    missing = "model.layers.0.mixer.beta model.layers.1.mixer.tdc.out_proj.weight model.norm.weight".split()
+    missing = [
+        "model.layers.0.mixer.beta",
+        "model.layers.1.mixer.tdc.out_proj.weight",
+        "model.norm.weight",
+    ]
     rewrite(out, lambda held: [held.pop(name) for name in missing])
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert (

@@ -135,7 +135,8 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
         )
         assert (
             not has_code
-            or f"under {project['license']} ([LICENSE](LICENSE)). No license of the weights is stated."
+            or f"under {project['license']} ([LICENSE](LICENSE)). No license of the weights is"
+            " stated."
             in text
         )
     assert hf("export", runs["transformer"], tmp_path / "stock", "--license", "cc-by-4.0") == 0
@@ -174,6 +175,9 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
 def test_no_license(text: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^--license .*: write an id of the Hub's, as apache-2.0, or NAME=LINK for another license",
+        match=(
+            r"^--license .*: write an id of the Hub's, as apache-2.0, or NAME=LINK for another"
+            r" license"
+        ),
     ):
         License.read(text)

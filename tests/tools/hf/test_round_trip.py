@@ -156,7 +156,9 @@ def test_a_stock_folder(name: str, tmp_path: Path) -> None:
 def test_the_configuration_that_transformers_reads_wins(
     exports: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    """An edited config.json: another norm, more iterations; a folder of an older version: defaults."""
+    """An edited config.json: another norm, more iterations; a folder of an older version:
+    defaults.
+    """
     folder = tmp_path / "hf"
     folder.mkdir()
     for file in exports["fem_softmax"].iterdir():

@@ -18,8 +18,9 @@ from tools.hf.tokenizer import auto_tokenizer, load_tokenizer
 
 # transformers 5 rebuilds the tokenizers of all these classes except for the last two.
 CLASSES = (
-    "GPT2Tokenizer Qwen2Tokenizer GPTNeoXTokenizerFast LlamaTokenizer CohereTokenizerFast CodeLlamaTokenizer GemmaTokenizer BertTokenizer "
-    "T5TokenizerFast RobertaTokenizer OpenAIGPTTokenizer Qwen3_5Tokenizer PreTrainedTokenizerFast NoSuchTokenizer"
+    "GPT2Tokenizer Qwen2Tokenizer GPTNeoXTokenizerFast LlamaTokenizer CohereTokenizerFast"
+    " CodeLlamaTokenizer GemmaTokenizer BertTokenizer T5TokenizerFast RobertaTokenizer"
+    " OpenAIGPTTokenizer Qwen3_5Tokenizer PreTrainedTokenizerFast NoSuchTokenizer"
 ).split()
 
 
@@ -83,7 +84,7 @@ def test_verify_compares_ids_also_as_transformers_reads_them(
     last = capsys.readouterr().out.splitlines()[-1]
     assert "the tokenizers differ: the same entries, but other ids for \"It's 7 o'clock" in last
     assert (
-        f"; transformers opens {other / 'tokenizer.json'} as Qwen2Tokenizer: the same entries, but other ids for"
-        in last
+        f"; transformers opens {other / 'tokenizer.json'} as Qwen2Tokenizer: the same entries, but"
+        " other ids for" in last
     )
     assert str(folder) not in last

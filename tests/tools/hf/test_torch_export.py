@@ -36,9 +36,11 @@ def some(quick: tuple[str, ...], *modes: Any) -> list[Any]:
     """
     pairs = [(name, mode) for name in NAMES for mode in modes]
     return [
-        pair
-        if pair[0] in quick and pair[1] == modes[0]
-        else pytest.param(*pair, marks=pytest.mark.slow)
+        (
+            pair
+            if pair[0] in quick and pair[1] == modes[0]
+            else pytest.param(*pair, marks=pytest.mark.slow)
+        )
         for pair in pairs
     ]
 
@@ -115,7 +117,10 @@ def test_a_static_cache_is_no_constant_of_a_program() -> None:
     ids = tokens(2, 1)
     with pytest.raises(
         ValueError,
-        match=r"^torch.export\(strict=False\) would store this cache as a constant: use strict=True, or assign",
+        match=(
+            r"^torch.export\(strict=False\) would store this cache as a constant: use strict=True,"
+            r" or assign"
+        ),
     ):
         export(Step(here("fem_softmax"), 2, STEPS, assigned=False), (ids,), strict=False)
 

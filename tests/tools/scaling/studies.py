@@ -151,7 +151,9 @@ def loss(n: Array, d: Array) -> Array:
 
 
 def best_n(flops: float) -> float:
-    """Return N of the lowest loss at ``6 N D`` FLOPs: the zero of the derivative along the budget."""
+    """Return N of the lowest loss at ``6 N D`` FLOPs: the zero of the derivative along the
+    budget.
+    """
     return float(
         (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA)) * (flops / 6) ** (BETA / (ALPHA + BETA))
     )

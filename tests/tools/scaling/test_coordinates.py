@@ -279,8 +279,10 @@ def test_a_studys_variants_and_widths_by_its_own_rule(
 ) -> None:
     study = tmp_path / "study.yaml"
     study.write_text(
-        "base: run.yaml\nvariants: {narrow: [model.mixer=transformer], tied: [model.mixer=transformer, model.tie_embeddings=true]}\n"
-        "shape: {head_size: 16, ffn_multiple: 16}\nsizes: [{width: 32, layers: 1}, {width: 48, layers: 1}]\ntokens: [1.0e5]\n"
+        "base: run.yaml\nvariants: {narrow: [model.mixer=transformer], tied:"
+        " [model.mixer=transformer, model.tie_embeddings=true]}\nshape: {head_size: 16,"
+        " ffn_multiple: 16}\nsizes: [{width: 32, layers: 1}, {width: 48, layers: 1}]\ntokens:"
+        " [1.0e5]\n"
     )
     check(study, tmp_path / "out")
     assert "narrow, standard: 1 layers" in capsys.readouterr().out

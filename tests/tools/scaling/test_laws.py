@@ -88,7 +88,10 @@ def test_what_makes_no_frontier_is_said() -> None:
     few = some.take(np.flatnonzero((some.budget != 1e18) | (some.n < 0.6e8)))
     with pytest.raises(
         ConfigError,
-        match=r"1e\+18 FLOPs has 2 sizes \(2.5e\+07 and 5e\+07 parameters\).*approaches: \[parametric\]",
+        match=(
+            r"1e\+18 FLOPs has 2 sizes \(2.5e\+07 and 5e\+07 parameters\).*approaches:"
+            r" \[parametric\]"
+        ),
     ):
         fit_isoflop(few, QUICK, np.random.default_rng(0))
 
@@ -127,7 +130,8 @@ def test_a_variant_that_needs_four_fifths_is_found_to() -> None:
             np.exp(np.mean([np.log(multiplier.ratio.value) for multiplier in one.multipliers]))
         )
         assert one.words.startswith(
-            f"fem reaches transformer's loss with {found.value:.2f} ({found.low:.2f}–{found.high:.2f})"
+            f"fem reaches transformer's loss with {found.value:.2f}"
+            f" ({found.low:.2f}–{found.high:.2f})"
         )
         assert "neither" not in one.words
     worse = dataclasses.replace(runs(0.001, 2), loss=runs(0.001, 2).loss + 3)

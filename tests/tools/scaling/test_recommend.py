@@ -126,8 +126,8 @@ def test_the_run_is_the_optimum_and_pretrain_takes_it(
     )
     text = Path("out.yaml").read_text()
     assert (
-        f"Predicted held-out loss: {float(law(40.0).loss(plan.total_parameters, plan.tokens)):.4f} ("
-        in text
+        "Predicted held-out loss:"
+        f" {float(law(40.0).loss(plan.total_parameters, plan.tokens)):.4f} (" in text
     )
     assert f"this is {flops / LARGEST:.3g} times as much" in text
     assert (optimizer.lr, optimizer.min_lr, optimizer.warmup_steps) == (

@@ -211,7 +211,10 @@ def trained(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line]
 
 
-QUIET = "train.eval_batches=8 checkpoint.interval=1000 log.diagnostics_interval=0 log.straggler_interval=0 log.interval=1000".split()
+QUIET = (
+    "train.eval_batches=8 checkpoint.interval=1000 log.diagnostics_interval=0"
+    " log.straggler_interval=0 log.interval=1000".split()
+)
 
 
 @pytest.mark.slow

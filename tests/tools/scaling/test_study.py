@@ -271,8 +271,9 @@ def test_a_plan_needs_no_torch_and_little_time() -> None:
     another order of magnitude.
     """
     code = (
-        "from tools.scaling.__main__ import main; import sys, time; main(['plan', sys.argv[1]]); heavy = {'torch', 'matplotlib', 'scipy'}"
-        "; assert not heavy & set(sys.modules); assert time.process_time() < 12, time.process_time()"
+        "from tools.scaling.__main__ import main; import sys, time; main(['plan', sys.argv[1]]);"
+        " heavy = {'torch', 'matplotlib', 'scipy'}; assert not heavy & set(sys.modules); assert"
+        " time.process_time() < 12, time.process_time()"
     )
     study = ROOT / "configs/studies/fem_vs_transformer_h100.yaml"
     done = subprocess.run(
