@@ -16,7 +16,7 @@ from importlib import import_module
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -309,17 +309,17 @@ class Shape(ABC):
         """
         return {}
 
-    def cut_widths(self) -> CutWidths:
+    def cut_widths(self) -> SplitWidths:
         """Return the widths that tensor- times context-parallel ranks must divide.
 
-        This applies if the reads of a split sequence exchange heads (`cut`).
+        This applies if the reads of a split sequence exchange heads (`context_parallel.split`).
         """
-        return CutWidths(always=self.split_widths())
+        return SplitWidths(always=self.split_widths())
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence exchange, on one tensor-parallel rank.
 
-        kinds: the result of `cut_kinds`. This default is an estimate: q, k, v and the output,
+        kinds: the result of `split_kinds`. This default is an estimate: q, k, v and the output,
             each as wide as the stream.
         """
         return Crossing(4 * training.element * self.hidden / training.tensor_parallel)

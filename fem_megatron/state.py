@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fem_megatron.cut import Cut, Dims
+from fem_megatron.context_parallel.split import Dims, SequenceSplit
 from fem_megatron.documents import Documents
 from kernels.machine import without_cudnn_attention
 
@@ -110,7 +110,7 @@ class Context:
     touching: the keys of a room are read without a gap before the new ones.
     documents: documents of the sequence, read independently (training); None: a sequence is
         one document.
-    cut: the layer's tokens are this rank's part of the sequence (training); None: the full
+    split: the layer's tokens are this rank's part of the sequence (training); None: the full
         sequence.
     recompute: reads of other tokens and MLPs keep only their inputs; the backward pass
         recomputes them.
@@ -129,7 +129,7 @@ class Context:
     touching: bool = False
     documents: Documents | None = None
     recompute: bool = False
-    cut: Cut | None = None
+    split: SequenceSplit | None = None
 
     def again(self, part: Callable[..., Tensor], *given: Any) -> Tensor:
         """Return ``part(*given)``.
@@ -166,19 +166,19 @@ class Context:
         padding or a state.
         """
         documents = self.documents
-        if (documents or self.cut) and (self.state is not None or self.valid is not None):
+        if (documents or self.split) and (self.state is not None or self.valid is not None):
             what = "documents are read separately" if documents else "a sequence is split"
             raise ValueError(
                 f"{what} only in training, without a decoding state and without padding"
             )
-        if passes and (cut := self.passing) is not None:
+        if passes and (split := self.passing) is not None:
             return self.again(
-                lambda *given: cut.side_by_side(read, given, each, Dims(batch, time, heads)),
+                lambda *given: split.side_by_side(read, given, each, Dims(batch, time, heads)),
                 *tensors,
             )
-        if self.cut is not None:
-            return self.cut.apart(
-                read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None)
+        if self.split is not None:
+            return self.split.apart(
+                read, tensors, each, keys, Dims(batch, time, heads), replace(self, split=None)
             )
 
         # lengths change from call to call
@@ -201,11 +201,11 @@ class Context:
         )
 
     @property
-    def passing(self) -> Cut | None:
-        """The cut if scans pass states from chunk to chunk, else None."""
+    def passing(self) -> SequenceSplit | None:
+        """The split if scans pass states from chunk to chunk, else None."""
         return (
-            self.cut
-            if self.cut is not None and self.cut.states and self.documents is None
+            self.split
+            if self.split is not None and self.split.states and self.documents is None
             else None
         )
 

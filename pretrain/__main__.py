@@ -28,7 +28,7 @@ from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render
 from pretrain.reference_page import section_text
 from pretrain.run_directory import load_given, newest_run, read_fork, resolved, run_directory
-from pretrain.stages import Part, facts_of, parts_of, render_stages
+from pretrain.training_stages import Part, facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
 USAGE = """pretrain CONFIG.yaml|RUN_DIR [section.key=value ...] [--fork NEW_RUN]

@@ -15,7 +15,7 @@ from typing import Any
 from fem_common.config import ConfigErrors, build, load
 from fem_common.settings import setting
 from fem_megatron.config import ModelConfig
-from fem_megatron.cut_shape import CUT_KINDS
+from fem_megatron.context_parallel.shape import SPLIT_KINDS
 
 ABSENT = {
     r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": (
@@ -128,7 +128,7 @@ class ParallelConfig:
         "all_gather: attention gathers keys and values; ring: softmax attention passes them "
         "around. null: attention uses all_to_all if it has enough heads. Scans pass states unless "
         "all_to_all is set.",
-        CUT_KINDS,
+        SPLIT_KINDS,
     )
     sequence_parallel: bool = setting(
         False, "SP: norms and residuals are split along the sequence over the TP ranks."

@@ -18,10 +18,11 @@ from fem_common.text import si
 from fem_megatron import catalogue
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import MANIFEST, Progress, newest_good
+from pretrain.checkpoint.manager import Checkpoints
 from pretrain.checkpoint.reader import DamagedCheckpoint
 from pretrain.checkpoint.resume import FREE, TOLD
 from pretrain.checkpoint.starting import Start, contents_of, find_start, fork_start
-from pretrain.checkpoint.store import Checkpoints
+from pretrain.collectives import from_rank_0
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, build_datasets
 from pretrain.data.facts import Contents, check_contents, index_bytes
@@ -33,7 +34,6 @@ from pretrain.engines.building import initialize_distributed, initialize_model_p
 from pretrain.engines.deepspeed_ops import check_ops
 from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import make_plan
-from pretrain.ranks import from_rank_0
 from pretrain.report.evaluations import Evaluations, check_suite
 from pretrain.report.loggers import (
     Callback,
@@ -53,8 +53,8 @@ from pretrain.report.tensor_norms import TensorNorms
 from pretrain.run_directory import claimed, describe, identify, record_fork, run_directory
 from pretrain.schedule import Schedule
 from pretrain.signals import Received
-from pretrain.stages import Part, facts_of, parts_of
 from pretrain.trainer import Outcome, Trainer
+from pretrain.training_stages import Part, facts_of, parts_of
 from pretrain.validate import Prepared
 
 # Bytes; reading takes tenths of a second from a local disk, many seconds from a busy network disk.
@@ -383,7 +383,7 @@ class Run:
             f"{layout.tensor_model_parallel_size}, PP {layout.pipeline_model_parallel_size}, "
             f"{cut}DP {plan.data_parallel}, {config.train.precision})"
         )
-        if plan.pieces is not None:
+        if plan.part_lengths is not None:
             self.say(
                 f"training FLOPs per token: {si(plan.train_flops)}FLOP by the documents' lengths, "
                 f"used for TFLOP/s and MFU; dense, over full sequences: {si(plan.dense_flops)}FLOP"
@@ -391,7 +391,7 @@ class Run:
         meter = Meter(
             step_tokens=self.schedule.step_tokens,
             flops_per_token=plan.train_flops,
-            dense_flops=None if plan.pieces is None else plan.dense_flops,
+            dense_flops=None if plan.part_lengths is None else plan.dense_flops,
             world_size=self.world_size,
             peak_tflops=peak_tflops(config.log.device or platform.device_name()),
         )

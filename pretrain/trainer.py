@@ -18,12 +18,12 @@ from fem_common.errors import CommandError
 from fem_common.exits import Exit
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import Progress
-from pretrain.checkpoint.store import Checkpoints
+from pretrain.checkpoint.manager import Checkpoints
+from pretrain.collectives import sum_over_ranks
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, batches
 from pretrain.data.staging import Staged
 from pretrain.engines import Engine, StepTimes
-from pretrain.ranks import sum_over_ranks
 from pretrain.report.loggers import Callback, Watch, alert
 from pretrain.report.metrics import Meter, StepRecord
 from pretrain.report.profile import Profiler

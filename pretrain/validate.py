@@ -23,14 +23,14 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
-from pretrain.plan.cut import check_cut
+from pretrain.plan.context_parallel import check_split
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.plan.fp8 import check_fp8
 from pretrain.plan.graphs import check_graphs
 from pretrain.run_directory import check_writable, mirror_of, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
-from pretrain.stages import check_stages, check_stages_data, parts_of
+from pretrain.training_stages import check_stages, check_stages_data, parts_of
 
 # Used for a stage without its own schedule; the schedule of the run is checked once for all stages.
 _CONSTANT = OptimizerConfig(schedule="constant")
@@ -569,7 +569,7 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),
-    (check_cut, "parallel model data"),
+    (check_split, "parallel model data"),
     (check_fp8, "train parallel model data"),
     (check_graphs, "train engine parallel model data"),
     (_check_pipeline, "parallel model"),

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 from data_prep.encode.encoders import MAX_DOCUMENT_BYTES
 from data_prep.encode.mask import load_mask
 from data_prep.encode.splits import Split, hash_ids
+from data_prep.prepared import records
 from data_prep.sources import Columns, Rows
 from data_prep.sources.rows import BadRow, Drop, is_text
-from data_prep.store import records
 from fem_common.errors import UserError
 
 BAD_ROWS_LISTED = 100

@@ -12,8 +12,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Tokenizer
 
+from data_prep.prepared.staging import existing_folder
 from data_prep.sources.hub_client import SHORT_WAITS, Repository, patiently
-from data_prep.store.staging import existing_folder
 from fem_common.errors import UserError
 from fem_common.files import expand_home, sha256
 from fem_common.text import nearest, one_line

@@ -22,12 +22,12 @@ import pyarrow.compute as pc
 from data_prep.encode.documents import Documents, Selection
 from data_prep.encode.encoders import Encoded, Encoder
 from data_prep.encode.splits import SPLITS
+from data_prep.prepared.document_ids import IdsWriter
+from data_prep.prepared.indexed import IndexedWriter, dtype_name
+from data_prep.prepared.layout import SHARDS, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.prepared.manifest import PLACES_KEPT, SplitEntry, UnitEntry
 from data_prep.sources import Rows, Span, read_span
 from data_prep.sources.rows import BadRow, Drop, Tally
-from data_prep.store.document_ids import IdsWriter
-from data_prep.store.indexed import IndexedWriter, dtype_name
-from data_prep.store.layout import SHARDS, Plan, Unit, entry_path, read_plan, shard_prefix
-from data_prep.store.manifest import PLACES_KEPT, SplitEntry, UnitEntry
 from fem_common.errors import UserError
 from fem_common.files import json_bytes, sync_folder, temporary, write_whole
 

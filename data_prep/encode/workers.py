@@ -23,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from data_prep.prepared.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
+from data_prep.prepared.manifest import UnitEntry
 from data_prep.sources import locate
 from data_prep.sources.rows import Tally
-from data_prep.store.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
-from data_prep.store.manifest import UnitEntry
 from fem_common.cli import is_want_of_memory
 from fem_common.errors import FULL, CommandError, Fault, UserError, told
 from fem_common.files import remove_leftovers

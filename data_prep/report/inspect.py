@@ -28,11 +28,11 @@ import pyarrow.parquet as pq
 from data_prep.encode.documents import Documents, Selection, add_column_arguments, settings_of
 from data_prep.encode.encoders import choose, make
 from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_folder
+from data_prep.prepared.indexed import dtype_name
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, Span, jsonl, open_files, read_span, spans
 from data_prep.sources.rows import Drop
 from data_prep.sources.streams import open_input
-from data_prep.store.indexed import dtype_name
 from fem_common.errors import UserError
 from fem_common.text import count, counted, duration, size
 

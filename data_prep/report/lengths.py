@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.store.indexed import DOCUMENTS_AT_ONCE
+from data_prep.prepared.indexed import DOCUMENTS_AT_ONCE
 from fem_common.plot import COLOURS, INK, new_figure, plain_axes, png
 from fem_common.text import count
 

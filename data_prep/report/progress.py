@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from data_prep.prepared.layout import Unit
+from data_prep.prepared.manifest import UnitEntry
 from data_prep.sources.rows import Drop, Tally
-from data_prep.store.layout import Unit
-from data_prep.store.manifest import UnitEntry
 from fem_common.progress import Progress
 from fem_common.text import count, counted, duration, size
 

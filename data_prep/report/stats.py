@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep.prepared.indexed import FormatError, read_index
+from data_prep.prepared.manifest import Manifest, read_manifest
+from data_prep.prepared.staging import existing_folder
 from data_prep.report.lengths import Lengths, count_lengths, draw_lengths, joined
 from data_prep.report.progress import Reading
-from data_prep.store.indexed import FormatError, read_index
-from data_prep.store.manifest import Manifest, read_manifest
-from data_prep.store.staging import existing_folder
 from fem_common.errors import UserError
 from fem_common.files import make_folder, write_whole
 from fem_common.text import size

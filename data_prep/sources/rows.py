@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.store.records import read
+from data_prep.prepared.records import read
 from fem_common.cli import is_want_of_memory
 from fem_common.errors import UserError
 from fem_common.text import nearest, one_line

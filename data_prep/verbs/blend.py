@@ -20,9 +20,9 @@ from typing import Any
 import yaml
 
 from data_prep.encode.splits import SPLITS
-from data_prep.store.layout import MANIFEST
-from data_prep.store.manifest import Manifest, read_manifest, size_fault
-from data_prep.store.staging import existing_folder
+from data_prep.prepared.layout import MANIFEST
+from data_prep.prepared.manifest import Manifest, read_manifest, size_fault
+from data_prep.prepared.staging import existing_folder
 from fem_common.errors import UserError
 from fem_common.files import make_folder, write_whole
 from fem_common.text import count

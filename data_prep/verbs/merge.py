@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.encode.splits import SPLITS
-from data_prep.report.progress import Reading
-from data_prep.store.document_ids import IdsEntry, IdsWriter
-from data_prep.store.entries import (
+from data_prep.prepared.document_ids import IdsEntry, IdsWriter
+from data_prep.prepared.entries import (
     accept_bad_rows,
     add_max_bad_argument,
     manifest_of,
@@ -32,7 +31,7 @@ from data_prep.store.entries import (
     shortened,
     units_bytes,
 )
-from data_prep.store.indexed import (
+from data_prep.prepared.indexed import (
     FormatError,
     dtype_name,
     index_bytes_of,
@@ -41,7 +40,7 @@ from data_prep.store.indexed import (
     with_ending,
     write_index,
 )
-from data_prep.store.layout import (
+from data_prep.prepared.layout import (
     KINDS,
     MANIFEST,
     SHARDS,
@@ -52,7 +51,7 @@ from data_prep.store.layout import (
     read_plan,
     shard_prefix,
 )
-from data_prep.store.manifest import (
+from data_prep.prepared.manifest import (
     Manifest,
     MergedEntry,
     SplitEntry,
@@ -60,7 +59,8 @@ from data_prep.store.manifest import (
     read_manifest,
     size_fault,
 )
-from data_prep.store.staging import Staging, existing_folder
+from data_prep.prepared.staging import Staging, existing_folder
+from data_prep.report.progress import Reading
 from fem_common.errors import StorageError, UserError
 from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, size

@@ -24,12 +24,8 @@ import numpy.typing as npt
 from data_prep.encode.documents import Documents, Selection, add_settings_arguments, settings_of
 from data_prep.encode.splits import SPLITS, Split, fitting, hash_ids
 from data_prep.encode.tokenizer import TOKENIZER_FILES, TokenizerFolder, find_tokenizer, load_folder
-from data_prep.sources import Rows, Span, open_found, read_span, spans
-from data_prep.sources.finding import Found, find_files
-from data_prep.sources.hub import is_hub
-from data_prep.sources.rows import ID
-from data_prep.store.indexed import dtype_name
-from data_prep.store.layout import (
+from data_prep.prepared.indexed import dtype_name
+from data_prep.prepared.layout import (
     BAD_ROWS,
     KINDS,
     MANIFEST,
@@ -44,7 +40,11 @@ from data_prep.store.layout import (
     read_plan,
     write_plan,
 )
-from data_prep.store.staging import UNFINISHED, lock
+from data_prep.prepared.staging import UNFINISHED, lock
+from data_prep.sources import Rows, Span, open_found, read_span, spans
+from data_prep.sources.finding import Found, find_files
+from data_prep.sources.hub import is_hub
+from data_prep.sources.rows import ID
 from data_prep.verbs.merge import remove_shards
 from fem_common.errors import UserError
 from fem_common.files import write_whole

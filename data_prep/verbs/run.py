@@ -28,10 +28,8 @@ from data_prep.encode.documents import Settings, settings_of
 from data_prep.encode.encoders import choose
 from data_prep.encode.tokenizer import find_tokenizer, load_folder
 from data_prep.encode.workers import run_units
-from data_prep.report.progress import Board
-from data_prep.sources import unchanged
-from data_prep.store.entries import add_max_bad_argument, parse_max_bad, sound_entry
-from data_prep.store.layout import (
+from data_prep.prepared.entries import add_max_bad_argument, parse_max_bad, sound_entry
+from data_prep.prepared.layout import (
     SHARDS,
     TOKENIZER,
     Plan,
@@ -40,8 +38,10 @@ from data_prep.store.layout import (
     read_plan,
     shard_prefix,
 )
-from data_prep.store.manifest import UnitEntry
-from data_prep.store.staging import UNFINISHED, lock
+from data_prep.prepared.manifest import UnitEntry
+from data_prep.prepared.staging import UNFINISHED, lock
+from data_prep.report.progress import Board
+from data_prep.sources import unchanged
 from data_prep.verbs.merge import is_merged, merge_folder
 from data_prep.verbs.plan import (
     OPTIONS,

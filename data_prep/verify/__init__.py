@@ -18,9 +18,8 @@ from typing import Any
 
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
-from data_prep.report.progress import Reading
-from data_prep.store.document_ids import IdsEntry
-from data_prep.store.entries import (
+from data_prep.prepared.document_ids import IdsEntry
+from data_prep.prepared.entries import (
     manifest_of,
     missing_units,
     ranges,
@@ -28,8 +27,8 @@ from data_prep.store.entries import (
     shortened,
     units_done,
 )
-from data_prep.store.indexed import dtype_name, index_bytes_of
-from data_prep.store.layout import (
+from data_prep.prepared.indexed import dtype_name, index_bytes_of
+from data_prep.prepared.layout import (
     KINDS,
     MANIFEST,
     PLAN,
@@ -41,8 +40,15 @@ from data_prep.store.layout import (
     read_plan,
     shard_prefix,
 )
-from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_manifest
-from data_prep.store.staging import existing_folder
+from data_prep.prepared.manifest import (
+    Manifest,
+    MergedEntry,
+    TokenizerEntry,
+    UnitEntry,
+    read_manifest,
+)
+from data_prep.prepared.staging import existing_folder
+from data_prep.report.progress import Reading
 from data_prep.verify.cache import cache_bytes, check_caches
 from data_prep.verify.pairs import Ids, pair_faults
 from data_prep.verify.sample import check_sample

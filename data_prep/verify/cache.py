@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.store.manifest import Manifest
-from data_prep.store.staging import existing_folder
+from data_prep.prepared.manifest import Manifest
+from data_prep.prepared.staging import existing_folder
 from fem_common.files import sha256
 
 COMPLETE = "complete.json"

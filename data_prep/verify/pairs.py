@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.store.document_ids import IdsEntry, count_lines
-from data_prep.store.indexed import (
+from data_prep.prepared.document_ids import IdsEntry, count_lines
+from data_prep.prepared.indexed import (
     DOCUMENTS_AT_ONCE,
     HEADER,
     FormatError,
@@ -26,7 +26,7 @@ from data_prep.store.indexed import (
     sample_digest,
     with_ending,
 )
-from data_prep.store.manifest import MergedEntry, SplitEntry
+from data_prep.prepared.manifest import MergedEntry, SplitEntry
 
 BLOCK_BYTES = 1 << 25
 

@@ -23,12 +23,12 @@ from data_prep.encode.documents import Selection, Settings
 from data_prep.encode.encoders import Encoder, make
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
+from data_prep.prepared.indexed import Index, read_index, with_ending
+from data_prep.prepared.layout import TOKENIZER, Plan, Unit, shard_prefix
+from data_prep.prepared.manifest import UnitEntry
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, Span, read_span, unchanged
 from data_prep.sources.rows import Drop
-from data_prep.store.indexed import Index, read_index, with_ending
-from data_prep.store.layout import TOKENIZER, Plan, Unit, shard_prefix
-from data_prep.store.manifest import UnitEntry
 from fem_common.errors import CommandError, UserError
 from fem_common.errors import reason as reason_of
 

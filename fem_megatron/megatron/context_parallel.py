@@ -1,6 +1,6 @@
 """Communication for split sequences between the ranks of a Megatron process group.
 
-It implements `fem_megatron.cut.Ranks`.
+It implements `fem_megatron.context_parallel.split.Ranks`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fem_megatron.cut import Ranks
+from fem_megatron.context_parallel.split import Ranks
 
 
 class _Exchange(torch.autograd.Function):
@@ -52,7 +52,7 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 class ContextParallel(Ranks):
-    """``fem_megatron.cut.Ranks`` over a Megatron process group."""
+    """``fem_megatron.context_parallel.split.Ranks`` over a Megatron process group."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()

@@ -24,8 +24,8 @@ from megatron.core.utils import (
 from fem_megatron import catalogue
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
-from fem_megatron.cut import Cut
-from fem_megatron.cut_shape import cut_kinds
+from fem_megatron.context_parallel.shape import split_kinds
+from fem_megatron.context_parallel.split import SequenceSplit
 from fem_megatron.megatron.context_parallel import ContextParallel
 from fem_megatron.megatron.tensor_parallel import TensorParallel
 from fem_megatron.shape import BlockShape
@@ -41,7 +41,7 @@ class MegatronBlock(Block):
         *,
         shape: BlockShape,
         causal: bool,
-        cut: str | None = None,
+        split: str | None = None,
         fp8: bool = False,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
@@ -57,13 +57,13 @@ class MegatronBlock(Block):
             ),
         )
         self.config, self.causal = config, causal
-        self.cut = None
+        self.split = None
         if pg_collection.cp.size() > 1:
             context, tensor = pg_collection.cp, pg_collection.tp.size()
-            kinds = cut_kinds(
-                shape.mixer, tensor=tensor, context=context.size(), asked=cut, causal=causal
+            kinds = split_kinds(
+                shape.mixer, tensor=tensor, context=context.size(), asked=split, causal=causal
             )
-            self.cut = Cut(ContextParallel(context), *kinds)
+            self.split = SequenceSplit(ContextParallel(context), *kinds)
         self.layer_number = layer_number + get_transformer_layer_offset(
             config, vp_stage, pg_collection.pp.rank()
         )
@@ -96,13 +96,13 @@ class MegatronBlock(Block):
                 raise NotImplementedError(f"this layer does not support the argument {name}")
         again = self.config.recompute_granularity == "selective" and self.training
         context = replace(
-            packed_seq_params or Context(), causal=self.causal, recompute=again, cut=self.cut
+            packed_seq_params or Context(), causal=self.causal, recompute=again, split=self.split
         )
-        if self.cut is not None and context.positions is None:
+        if self.split is not None and context.positions is None:
             length = hidden_states.shape[0] * (
                 self.pg_collection.tp.size() if self.config.sequence_parallel else 1
             )
-            context = replace(context, positions=self.cut.positions(length, hidden_states.device))
+            context = replace(context, positions=self.split.positions(length, hidden_states.device))
         return super().forward(hidden_states, context), None
 
     def sharded_state_dict(
@@ -141,27 +141,29 @@ def block_spec(
     model: ModelConfig,
     config: TransformerConfig,
     vp_stage: int | None,
-    cut: str | None = None,
+    split: str | None = None,
     *,
     fp8: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's model chunk, and the final norm.
 
-    cut: requested method of `cut_kinds` for split sequences. fp8: linear maps multiply 8-bit
+    split: requested method of `split_kinds` for split sequences. fp8: linear maps multiply 8-bit
     floats.
     """
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_spec(shape, model, cut, fp8=fp8) for shape in model.blocks()[first : first + count]]
+    layers = [
+        _spec(shape, model, split, fp8=fp8) for shape in model.blocks()[first : first + count]
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _spec(
-    shape: BlockShape, model: ModelConfig, cut: str | None = None, *, fp8: bool = False
+    shape: BlockShape, model: ModelConfig, split: str | None = None, *, fp8: bool = False
 ) -> ModuleSpec:
     return ModuleSpec(
         module=MegatronBlock,
-        params={"shape": shape, "causal": model.causal, "cut": cut, "fp8": fp8},
+        params={"shape": shape, "causal": model.causal, "split": split, "fp8": fp8},
     )
 
 

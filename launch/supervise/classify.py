@@ -19,7 +19,7 @@ from launch.job import TAIL_BYTES, last_lines
 from launch.node.failures import OUT_OF_MEMORY, all_told, first_failure, killed_for_memory, wrong_on
 from launch.node.failures import Failure as RankFailure
 from launch.supervise.policy import Failure
-from launch.supervise.run_files import Sight, has_stepped
+from launch.supervise.run_files import RunState, has_stepped
 
 _SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
@@ -44,8 +44,8 @@ class Observed:
     """Observations of the supervisor about an attempt that has ended."""
 
     code: int | None  # of the launcher; None: it could not be started
-    before: Sight  # the run's files when it started
-    after: Sight
+    before: RunState  # the run's files when it started
+    after: RunState
     told: bool = False  # a signal requested to save and end
     hang: str | None = None  # the watchdog's reason for killing it
     refused: str | None = None  # the reason if it could not be started

@@ -28,7 +28,7 @@ from launch.supervise.policy import (
     decide,
     describe,
 )
-from launch.supervise.run_files import Record, Sight, has_stepped, look, read
+from launch.supervise.run_files import Record, RunState, has_stepped, read, read_state
 from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
 REQUEUE_TRIES = 30
@@ -107,7 +107,7 @@ class Supervisor:
         ``records``.
         """
         number, folder = run_files.new_folder(self.directory)
-        before = look(self.directory)
+        before = read_state(self.directory)
         record = Record(
             attempt=number,
             started=time.time(),
@@ -150,7 +150,7 @@ class Supervisor:
             return self._not_begun(record, before, refused=str(error), queue=self.place.can_requeue)
         return self._close(record, seen)
 
-    def _not_begun(self, record: Record, before: Sight, **seen: Any) -> Observed:
+    def _not_begun(self, record: Record, before: RunState, **seen: Any) -> Observed:
         """Close an attempt whose ranks were not started."""
         cancelled = self._stop_wish() is not None
         taken = not cancelled and taken_away(self.place, self.signals)
@@ -182,7 +182,7 @@ class Supervisor:
             self.journal.say(f"{node} fails its check: {'; '.join(found)}")
         return faults
 
-    def _tell_start(self, attempt: Attempt, before: Sight) -> None:
+    def _tell_start(self, attempt: Attempt, before: RunState) -> None:
         """Report the start of an attempt."""
         ranks = f"{self.job.world_size} {'rank' if self.job.world_size == 1 else 'ranks'}"
         where = f"on {', '.join(attempt.nodes)}" + (
@@ -207,7 +207,7 @@ class Supervisor:
             outcome=kind,
             failure=failure,
             step_end=last_step(seen) if run else None,
-            checkpoint_end=look(self.directory).checkpoint if run else None,
+            checkpoint_end=read_state(self.directory).checkpoint if run else None,
         )
         record.save()
         self.records.append(record)

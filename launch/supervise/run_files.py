@@ -25,7 +25,7 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})$")
 
 
 @dataclass(frozen=True)
-class Sight:
+class RunState:
     """State of a run's files at one moment."""
 
     # starting | running | complete | stopped | failed; None if unknown
@@ -39,7 +39,7 @@ class Sight:
     said: int | None = None  # the step in progress.json
 
 
-def look(directory: Path) -> Sight:
+def read_state(directory: Path) -> RunState:
     """Read the state of the run in a directory from its own files."""
     progress = read(directory / "progress.json") or {}
     metrics, size = directory / "metrics.jsonl", 0
@@ -50,7 +50,7 @@ def look(directory: Path) -> Sight:
         (line["step"] for line in last_json_lines(metrics) if isinstance(line.get("step"), int)),
         None,
     )
-    return Sight(
+    return RunState(
         state=progress.get("state"),
         step=max((step for step in (said, last) if step is not None), default=None),
         checkpoint=newest_checkpoint(directory),
@@ -61,7 +61,7 @@ def look(directory: Path) -> Sight:
     )
 
 
-def has_stepped(before: Sight, now: Sight) -> bool:
+def has_stepped(before: RunState, now: RunState) -> bool:
     """Return True if a step was done between two reads. Lines of steps that an earlier attempt left
     do not count.
     """

@@ -23,7 +23,7 @@ from launch.node.stacks import stopped_ranks
 from launch.supervise.classify import Observed, memory_limit
 from launch.supervise.journal import Journal
 from launch.supervise.place import Attempt, Place, Running
-from launch.supervise.run_files import Sight, has_stepped, look
+from launch.supervise.run_files import RunState, has_stepped, read_state
 
 SAVE = signal.SIGUSR1  # the time limit is near, a preemption, or a user's request
 END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -147,7 +147,7 @@ class Watch:
         self._told_at: float | None = None
         self._ended_at: float | None = None
 
-    def run(self, before: Sight, *, show: bool) -> Observed:
+    def run(self, before: RunState, *, show: bool) -> Observed:
         """Start the ranks and wait until they have ended. With ``show``, print rank 0's output.
 
         Raises:
@@ -165,7 +165,7 @@ class Watch:
         except BaseException:
             running.kill()
             raise
-        after = look(self._directory)
+        after = read_state(self._directory)
         cancelled = (cut and not self.place.can_requeue) or self._stop() is not None
         well = code == 0 or (
             after.writer != before.writer and after.state in ("complete", "stopped")
@@ -202,7 +202,7 @@ class Watch:
         )
 
     def _stay(
-        self, running: Running, before: Sight, tail: Tail | None
+        self, running: Running, before: RunState, tail: Tail | None
     ) -> tuple[int | None, str | None, bool]:
         """Wait until the ranks have ended.
 
@@ -261,13 +261,13 @@ class Watch:
             return True
         return False
 
-    def _look(self, watchdog: Watchdog, before: Sight, now: float) -> str | None:
+    def _look(self, watchdog: Watchdog, before: RunState, now: float) -> str | None:
         """Read the run's files and return the watchdog's result."""
         if not self._is_run:
             return watchdog.look(now, None, stepped=False, step=None)
-        sight = look(self._directory)
+        state = read_state(self._directory)
         return watchdog.look(
-            now, (sight.step, sight.metrics), stepped=has_stepped(before, sight), step=sight.step
+            now, (state.step, state.metrics), stepped=has_stepped(before, state), step=state.step
         )
 
     def _end_hang(self, running: Running, why: str) -> str | None:

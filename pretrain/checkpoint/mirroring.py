@@ -19,7 +19,7 @@ from typing import Any
 from fem_common.errors import ConfigError, StorageError
 from fem_common.exits import Exit
 from fem_common.files import sync_folder, write_whole
-from pretrain import beside
+from pretrain import subprocesses
 from pretrain.checkpoint.folder import MIRROR_STATE, Say, newest_first, set_aside
 from pretrain.config import CheckpointConfig
 from pretrain.run_directory import RUN_ID
@@ -59,11 +59,15 @@ class Mirroring:
         named = [word for name in damaged for word in ("--damaged", name)]
         command = self._command("fetch", "--aside", "--patience", str(_FETCH_PATIENCE), *named)
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=beside.environ()
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=subprocesses.environ(),
         )
         for line in done.stdout.splitlines():
             self.say(line)
-        beside.check(done, "tools.checkpoint", "checkpoint.mirror: ")
+        subprocesses.check(done, "tools.checkpoint", "checkpoint.mirror: ")
 
     def start(self, step: int) -> None:
         """Start the process that sends new checkpoints to the mirror.
@@ -82,7 +86,7 @@ class Mirroring:
         self.process = subprocess.Popen(
             self._command("mirror", *options),
             stdin=subprocess.PIPE,
-            env=beside.environ(),
+            env=subprocesses.environ(),
             start_new_session=True,
         )
 
@@ -138,7 +142,7 @@ class Mirroring:
             )
 
     def _command(self, verb: str, *options: str) -> list[str]:
-        return beside.command("tools.checkpoint", verb, self.run_dir, self.url, *options)
+        return subprocesses.command("tools.checkpoint", verb, self.run_dir, self.url, *options)
 
     def _state(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):

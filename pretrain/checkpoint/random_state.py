@@ -17,8 +17,8 @@ from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import Found, Say
 from pretrain.checkpoint.manifest import RNG_DEVICE
 from pretrain.checkpoint.reader import read_metadata
+from pretrain.collectives import from_rank_0
 from pretrain.config import ParallelConfig, RunConfig
-from pretrain.ranks import from_rank_0
 
 Read = Callable[[dict[str, Any]], dict[str, Any]]
 _PREFIX, _TRACKER = "rng.", "tracker."

@@ -16,17 +16,17 @@ from pathlib import Path
 from fem_common.errors import ConfigError
 from fem_common.files import sha256
 from pretrain.checkpoint.folder import MANIFEST, Found, Progress, find
+from pretrain.checkpoint.manager import WEIGHTS_ALONE, Checkpoints
 from pretrain.checkpoint.resume import FREE, Change, changes, check, check_model
-from pretrain.checkpoint.store import WEIGHTS_ALONE, Checkpoints
+from pretrain.collectives import from_rank_0
 from pretrain.config import RunConfig
 from pretrain.data.facts import Contents, DataFacts
 from pretrain.data.order import longest_order, passes_drawn
 from pretrain.data.store_cache import identity
-from pretrain.ranks import from_rank_0
 from pretrain.run_directory import FORK, RUN_ID, mirror_of, read_fork
 from pretrain.schedule import Schedule
 from pretrain.spikes import carried_over
-from pretrain.stages import Part, drawn_by, facts_of
+from pretrain.training_stages import Part, drawn_by, facts_of
 
 # Settings that a fork may change although a resume may not.
 _FORKS_OWN = re.compile(r"data\.|train\.seed$|model\.rope_scaling\.")

@@ -34,7 +34,7 @@ from pretrain.checkpoint.folder import (
     Progress,
     publish_step,
 )
-from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_common
+from pretrain.checkpoint.manager import WEIGHTS_ALONE, manifest_of, write_common
 from pretrain.config import RunConfig
 
 _FILE = f"__0_0{TENSORS}"  # name of rank 0's first file

@@ -29,9 +29,10 @@ from megatron.core.datasets.utils import Split, compile_helpers
 
 from fem_common.errors import ConfigError
 from fem_common.stores import is_url
-from fem_megatron.cut import own_tokens
+from fem_megatron.context_parallel.split import own_tokens
 from fem_megatron.documents import Documents
 from fem_megatron.state import Context
+from pretrain.collectives import from_rank_0
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import Contents
 from pretrain.data.index_cache import NOT_THERE, IndexCache, index_cache, samples_of_splits
@@ -39,7 +40,6 @@ from pretrain.data.packing import pack, passes
 from pretrain.data.stage_documents import stage_documents
 from pretrain.data.store_cache import identity
 from pretrain.data.store_reader import StoredFile, StoreReader
-from pretrain.ranks import from_rank_0
 
 Batch = dict[str, Any]
 # Fields of a sample; the samples of a blend also name their source.

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from fem_common.stores import is_url
-from pretrain import beside
+from pretrain import subprocesses
 from pretrain.config import RunConfig
 from pretrain.run_directory import run_directory
 
@@ -60,13 +60,13 @@ def bring(config: RunConfig) -> None:
         if is_url(source.prefix)
     ]
     if named:
-        command = beside.command(CLIENT, "bring", store_cache(config), _PATIENCE, *named)
+        command = subprocesses.command(CLIENT, "bring", store_cache(config), _PATIENCE, *named)
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=sys.__stderr__,
             stderr=subprocess.PIPE,
             text=True,
-            env=beside.environ(),
+            env=subprocesses.environ(),
         )
-        beside.check(done, CLIENT)
+        subprocesses.check(done, CLIENT)

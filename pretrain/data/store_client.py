@@ -58,7 +58,7 @@ _IGNORED = (
 Answer = TypeVar("Answer")
 
 
-class Store:
+class ObjectStore:
     """The folder of a source in a store.
 
     A failing request is retried for ``patience`` seconds. The first failure and the recovery are
@@ -120,7 +120,7 @@ class Store:
 class Blocks:
     """A .bin in a store, of which about ``allowed`` blocks may be cached locally."""
 
-    def __init__(self, store: Store, local: str, allowed: int) -> None:
+    def __init__(self, store: ObjectStore, local: str, allowed: int) -> None:
         self.store, self.name = store, f"{Path(local).name}.bin"
         self.held = os.open(f"{local}.bin", os.O_RDWR)
         self.table = os.open(f"{local}.bin.blocks", os.O_RDWR | os.O_CREAT, 0o666)
@@ -208,7 +208,7 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
     local = [local_prefix(url, cache) for url in urls]
     kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], room)
     files = [
-        Blocks(Store(url, patience), prefix, allowed)
+        Blocks(ObjectStore(url, patience), prefix, allowed)
         for url, prefix, allowed in zip(urls, local, kept, strict=True)
     ]
     while request := sys.stdin.buffer.read(REQUEST.size):
@@ -249,7 +249,7 @@ class Source:
     def __init__(self, key: str, url: str, cache: Path, patience: float) -> None:
         self.title, self.store, self.name = (
             f"{key} = {url}",
-            Store(url, patience),
+            ObjectStore(url, patience),
             url.rpartition("/")[2],
         )
         self.folder = Path(local_prefix(url, cache)).parent

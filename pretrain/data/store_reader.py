@@ -15,7 +15,7 @@ import numpy as np
 
 from fem_common.errors import StorageError
 from fem_common.stores import is_url
-from pretrain import beside
+from pretrain import subprocesses
 from pretrain.config import RunConfig
 from pretrain.data.store_cache import CLIENT, local_prefix, store_cache
 from pretrain.data.store_client import ANSWER, REQUEST
@@ -87,13 +87,15 @@ class StoreReader:
         if not new:
             return
         if self.process is None:
-            command = beside.command(CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls)
+            command = subprocesses.command(
+                CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls
+            )
             # A separate process session: Ctrl-C at the training's terminal does not reach it.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=beside.environ(),
+                env=subprocesses.environ(),
                 start_new_session=True,
             )
         self.asked.update(dict.fromkeys(new))

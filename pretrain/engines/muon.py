@@ -111,7 +111,7 @@ def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
 
 
 @dataclass(frozen=True)
-class Place:
+class LocalStretch:
     """Location of a stretch on this rank, and the scale of its update.
 
     It consists of the elements [low, high) of the optimizer's tensor ``flat``.
@@ -149,7 +149,7 @@ class Muon(torch.optim.AdamW):
             {**self.defaults, "muon": False, **group, "fused": True} for group in groups
         ]
         self.momentum, self.dtype = config.momentum, dtype
-        self.mine: dict[Stretch, Place] = {}
+        self.mine: dict[Stretch, LocalStretch] = {}
         self.exchange = _Exchange([[]], 0, None)
 
     def moments(self, tensor: Tensor) -> tuple[str, ...]:
@@ -195,7 +195,7 @@ class Muon(torch.optim.AdamW):
             spec: Weight = part.parameter.spec  # type: ignore[attr-defined]
             for stretch, begin in stretches(part, rank):
                 low, scale = part.offset + begin, update_scale(model, spec, stretch.shape[0])
-                self.mine[stretch] = Place(part.flat, low, low + stretch.numel, scale)
+                self.mine[stretch] = LocalStretch(part.flat, low, low + stretch.numel, scale)
         table: list[Any] = [None] * group.size()
         if all_parts is None:
             torch.distributed.all_gather_object(table, list(self.mine), group=group)
@@ -238,7 +238,7 @@ class Muon(torch.optim.AdamW):
                 place = self.mine[one]
                 place.of(place.flat.detach()).add_(updates[one], alpha=-group["lr"] * place.scale)
 
-    def _direction(self, place: Place) -> Tensor:
+    def _direction(self, place: LocalStretch) -> Tensor:
         assert place.flat.grad is not None
         momentum = self.state[place.flat]["exp_avg"]  # loading a checkpoint may replace it
         return place.of(place.flat.grad).lerp(place.of(momentum), self.momentum).to(self.dtype)

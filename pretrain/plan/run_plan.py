@@ -20,7 +20,7 @@ from fem_megatron.mup import outer_weights, width_ratio
 from fem_megatron.rope import RopeScaling
 from fem_megatron.shape import BlockShape, Weight, Weights
 from pretrain.config import RunConfig
-from pretrain.plan import cut, fp8, muon
+from pretrain.plan import context_parallel, fp8, muon
 from pretrain.plan.devices import memory_gib
 from pretrain.plan.memory import StageMemory, beside_told, is_estimated, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
@@ -28,7 +28,7 @@ from pretrain.schedule import Schedule
 
 if TYPE_CHECKING:
     from pretrain.data.facts import DataFacts
-    from pretrain.data.pieces import Pieces
+    from pretrain.data.part_lengths import PartLengths
 
 COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
 
@@ -111,27 +111,29 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
 
 
 def forward_flops(
-    model: ModelConfig, seq_length: int, pieces: Pieces | None = None
+    model: ModelConfig, seq_length: int, part_lengths: PartLengths | None = None
 ) -> dict[str, float]:
     """Return component -> FLOPs of one token's forward pass.
 
     Only matrix products are counted; a multiply-add counts as two. Attention is counted over the
     causal half: a token reads (seq_length + 1) / 2 keys on average. Each mixer's own products are
-    in its ``Shape.flops``. pieces: documents that are read separately, each counted by its own
+    in its ``Shape.flops``. part_lengths: documents that are read separately, each counted by its own
     length; padding tokens are not counted.
     """
     flops: dict[str, float] = {}
     for block, count in model.kinds:
-        for name, value in _block_flops(block, seq_length, pieces).items():
+        for name, value in _block_flops(block, seq_length, part_lengths).items():
             flops[name] = flops.get(name, 0.0) + count * value
     flops["output layer"] = 2.0 * model.padded_vocab_size() * model.hidden_size
     return {name: value for name, value in flops.items() if value}
 
 
-def _block_flops(block: BlockShape, seq_length: int, pieces: Pieces | None) -> dict[str, float]:
-    if pieces is None:
+def _block_flops(
+    block: BlockShape, seq_length: int, part_lengths: PartLengths | None
+) -> dict[str, float]:
+    if part_lengths is None:
         return block.flops(seq_length)
-    return pieces.mean_over(lambda document: block.flops(seq_length, document=document))
+    return part_lengths.mean_over(lambda document: block.flops(seq_length, document=document))
 
 
 def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
@@ -171,7 +173,7 @@ class Plan:
     """Requirements of a run. Sizes are in bytes, FLOPs per token.
 
     train_flops is the numerator of the MFU; hardware_flops also counts recompute. Both use
-    ``pieces``, the lengths of the documents, if documents are read separately and the data is
+    ``part_lengths``, the lengths of the documents, if documents are read separately and the data is
     available.
     """
 
@@ -183,7 +185,7 @@ class Plan:
     forward_flops: dict[str, float]
     train_flops: float
     hardware_flops: float
-    pieces: Pieces | None
+    part_lengths: PartLengths | None
     memory: tuple[StageMemory, ...]
     cuda: bool
     train_data_tokens: int | None
@@ -279,13 +281,13 @@ def make_plan(
     data_parallel = world_size // layout.model_parallel
     schedule = Schedule.of(config)
     counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
-    pieces = None
+    part_lengths = None
     if facts is not None and config.data.documents == "separate":
         # Imported late, because it imports numpy, which a plan of full sequences does not need.
-        from pretrain.data.pieces import pieces_of
+        from pretrain.data.part_lengths import part_lengths_of
 
-        pieces = pieces_of(config, facts)
-    forward = forward_flops(config.model, config.data.seq_length, pieces)
+        part_lengths = part_lengths_of(config, facts)
+    forward = forward_flops(config.model, config.data.seq_length, part_lengths)
     train = 3.0 * sum(forward.values())
     return Plan(
         config=config,
@@ -297,7 +299,7 @@ def make_plan(
         forward_flops=forward,
         train_flops=train,
         hardware_flops=train + sum(computed_again(config, forward).values()),
-        pieces=pieces,
+        part_lengths=part_lengths,
         memory=tuple(
             stage_memory(config, stage, n, data_parallel, cuda=cuda, muons=muons)
             for stage, (n, muons) in enumerate(counts)
@@ -350,7 +352,7 @@ def memory_excess(plan: Plan) -> str | None:
         return None
     cuts = (
         made
-        for made in cut.finer_cuts(plan.config, plan.world_size)
+        for made in context_parallel.finer_splits(plan.config, plan.world_size)
         if make_plan(*made, cuda=plan.cuda).peak_memory <= room * 2**30
     )
     enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
@@ -403,7 +405,7 @@ def _model_lines(plan: Plan) -> Iterator[str]:
 
 def _cost_lines(plan: Plan) -> Iterator[str]:
     config, forward = plan.config, sum(plan.forward_flops.values())
-    half = "causal half" if plan.pieces is None else "causal half of each document's part"
+    half = "causal half" if plan.part_lengths is None else "causal half of each document's part"
     yield (
         f"FLOPs per token (matrix products; attention over the {half} of {config.data.seq_length})"
     )
@@ -443,19 +445,19 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
 
 
 def _documents_told(plan: Plan) -> str:
-    pieces = plan.pieces
-    if pieces is None:
+    part_lengths = plan.part_lengths
+    if part_lengths is None:
         return (
             "counted over full sequences: documents are separate, but their lengths are unknown "
             "without the data"
         )
     read = (
         ""
-        if pieces.read == pieces.documents
-        else f" ({pieces.read:,} of {pieces.documents:,} were read)"
+        if part_lengths.read == part_lengths.documents
+        else f" ({part_lengths.read:,} of {part_lengths.documents:,} were read)"
     )
     return (
-        f"by documents of {pieces.mean:,.0f} tokens on average{read}; over full sequences "
+        f"by documents of {part_lengths.mean:,.0f} tokens on average{read}; over full sequences "
         f"training {si(plan.dense_flops)}FLOP"
     )
 
@@ -478,7 +480,7 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
         f"{train.micro_batch_size} x {plan.config.data.seq_length} tokens on each data-parallel "
         f"rank, {train.precision}, recompute {train.recompute}"
     )
-    yield from cut.told(plan.config, plan.data_parallel, cuda=plan.cuda)
+    yield from context_parallel.told(plan.config, plan.data_parallel, cuda=plan.cuda)
 
 
 def _split_words(config: RunConfig) -> str:

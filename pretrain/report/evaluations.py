@@ -50,8 +50,8 @@ _WORD_SECONDS = 300.0
 _END_SECONDS = 10.0  # between SIGTERM and SIGKILL
 
 
-class Store(Protocol):
-    """Part of ``pretrain.checkpoint.store.Checkpoints`` that evaluations use."""
+class CheckpointView(Protocol):
+    """Part of ``pretrain.checkpoint.manager.Checkpoints`` that evaluations use."""
 
     folder: Path
     last: Path | None
@@ -79,7 +79,7 @@ class Evaluations(Callback):
         settings: EvaluateConfig,
         folder: Path,
         steps: int,
-        checkpoints: Store,
+        checkpoints: CheckpointView,
         loggers: Sequence[Callback],
         received: list[int],
         step: int = 0,
@@ -385,7 +385,7 @@ def _ended(file: Path) -> set[int]:
     return found
 
 
-def _newest(checkpoints: Store) -> int:
+def _newest(checkpoints: CheckpointView) -> int:
     """Return the step of the newest checkpoint known to be good, or 0."""
     return 0 if checkpoints.last is None else _step(checkpoints.last)
 

@@ -33,7 +33,7 @@ _PRODUCTS = 5  # the fastest one counts
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """Position of a rank: host name, data-parallel replica and pipeline stage."""
 
     host: str
@@ -77,7 +77,7 @@ class Slowest:
 
 
 def find_slowest(
-    places: list[Place], busy: list[float], matmul: list[float], limit: float
+    places: list[RankPosition], busy: list[float], matmul: list[float], limit: float
 ) -> Slowest:
     """Return the slowest rank by the ``busy`` seconds of its step.
 
@@ -132,12 +132,12 @@ class Stragglers:
     def __init__(self, interval: int, limit: float, folder: Path | None) -> None:
         """``folder``: the run directory; None on ranks that do not write."""
         self.interval, self.limit, self.folder = interval, limit, folder
-        here = Place(
+        here = RankPosition(
             host.node(),
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
         )
-        self.places: list[Place] = [here] * torch.distributed.get_world_size()
+        self.places: list[RankPosition] = [here] * torch.distributed.get_world_size()
         if interval and len(self.places) > 1:
             torch.distributed.all_gather_object(self.places, here)
         self.hosts_told = False

@@ -28,9 +28,9 @@ from data_prep.__main__ import main
 from data_prep.encode.encoders import make
 from data_prep.encode.tokenizer import load_folder
 from data_prep.encode.unit import Engine
-from data_prep.store.indexed import index_bytes, read_index, sample_digest
-from data_prep.store.layout import read_plan
-from data_prep.store.staging import LOCK
+from data_prep.prepared.indexed import index_bytes, read_index, sample_digest
+from data_prep.prepared.layout import read_plan
+from data_prep.prepared.staging import LOCK
 from tests.data_prep.forked import forked_workers as forked_workers
 from tests.launch.supervised import alive
 

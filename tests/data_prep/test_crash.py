@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.store.layout import SHARDS, read_plan
-from data_prep.store.staging import LOCK, Staging, lock
+from data_prep.prepared.layout import SHARDS, read_plan
+from data_prep.prepared.staging import LOCK, Staging, lock
 from data_prep.verbs.run import finished
 from fem_common.errors import UserError
 from fem_common.exits import Exit

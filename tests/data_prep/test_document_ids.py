@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.store.document_ids import IdsWriter, line_of, lines_at, numbers_of
+from data_prep.prepared.document_ids import IdsWriter, line_of, lines_at, numbers_of
 from tests.data_prep import conftest as room
 
 IDS = [
@@ -29,7 +29,7 @@ IDS = [
 def test_a_document_is_found_by_number_and_by_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("data_prep.store.document_ids.BLOCK_BYTES", block)
+    monkeypatch.setattr("data_prep.prepared.document_ids.BLOCK_BYTES", block)
     path = tmp_path / "train.ids"
     writer = IdsWriter(path)
     writer.add(IDS[:3])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
-from data_prep.store.indexed import index_bytes
+from data_prep.prepared.indexed import index_bytes
 from pretrain.__main__ import main as pretrain
 from tests.data_prep import conftest as room
 from tests.pretrain.conftest import DEMO, SMALL

@@ -13,7 +13,7 @@ import torch
 from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from data_prep.store.indexed import (
+from data_prep.prepared.indexed import (
     FormatError,
     IndexedWriter,
     dtype_name,
@@ -129,7 +129,7 @@ def test_an_index_written_in_parts_is_the_index(
 ) -> None:
     lengths = np.arange(1, 11, dtype=np.int32)
     whole = index_bytes(lengths, "int32")
-    monkeypatch.setattr("data_prep.store.indexed.DOCUMENTS_AT_ONCE", 4)
+    monkeypatch.setattr("data_prep.prepared.indexed.DOCUMENTS_AT_ONCE", 4)
     assert write_index(tmp_path / "a.idx", 10, "int32", lambda: np.split(lengths, cuts)) == (
         len(whole),
         sha256(whole).hexdigest(),
@@ -161,7 +161,7 @@ def test_memory_does_not_grow_with_the_index(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 import numpy as np
-from data_prep.store.indexed import read_index, write_index
+from data_prep.prepared.indexed import read_index, write_index
 part = np.full(1_000_000, 700, np.int32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 size, _ = write_index(Path(sys.argv[1]), 20_000_000, "uint16", lambda: (part for _ in range(20)))

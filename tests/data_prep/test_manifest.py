@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 
+from data_prep.prepared.entries import ranges, shortened, units_bytes
+from data_prep.prepared.indexed import sample_digest
+from data_prep.prepared.layout import read_plan
+from data_prep.prepared.manifest import (
+    PLACES_KEPT,
+    SplitEntry,
+    UnitEntry,
+    read_entry,
+    read_manifest,
+)
 from data_prep.sources.rows import BadRow, Drop
-from data_prep.store.entries import ranges, shortened, units_bytes
-from data_prep.store.indexed import sample_digest
-from data_prep.store.layout import read_plan
-from data_prep.store.manifest import PLACES_KEPT, SplitEntry, UnitEntry, read_entry, read_manifest
 from fem_common.errors import UserError
 from tests.data_prep import conftest as room
 from tests.wording import Wording

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.store.indexed import IndexedWriter
-from data_prep.store.layout import read_plan
-from data_prep.store.manifest import read_entry, read_manifest
+from data_prep.prepared.indexed import IndexedWriter
+from data_prep.prepared.layout import read_plan
+from data_prep.prepared.manifest import read_entry, read_manifest
 from tests.data_prep import conftest as room
 from tests.wording import Wording
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.store.layout import read_plan
+from data_prep.prepared.layout import read_plan
 from tests.data_prep import conftest as room
 
 

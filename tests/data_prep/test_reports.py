@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib import image
 
+from data_prep.prepared.indexed import read_index
+from data_prep.prepared.layout import read_plan
 from data_prep.report.lengths import Lengths, count_lengths, draw_lengths, joined
 from data_prep.report.status import status_of
-from data_prep.store.indexed import read_index
-from data_prep.store.layout import read_plan
 from data_prep.verbs.stdlib import SCHEMA, collect, source_files
 from tests.data_prep import conftest as room
 

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.encode.documents import Settings
+from data_prep.prepared.layout import Identity, Plan, Unit, fingerprint_of, read_plan, write_plan
 from data_prep.sources import Columns, SourceFile, Span, open_files, read_span, spans, streams
 from data_prep.sources.finding import find_files
-from data_prep.store.layout import Identity, Plan, Unit, fingerprint_of, read_plan, write_plan
 from fem_common.errors import UserError
 from tests.data_prep.sources_made import COLUMNS, WHOLE, opened, packed, read_all, row, written
 

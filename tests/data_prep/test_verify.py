@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from data_prep.store.indexed import read_index
+from data_prep.prepared.indexed import read_index
 from tests.data_prep import conftest as room
 from tests.wording import Wording
 

@@ -311,7 +311,7 @@ def put_in_the_released_epsilons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fem_projection, "outer_gate", gate)
     monkeypatch.setattr(AftPrior, "_positive", query)
     monkeypatch.setattr("fem_megatron.mixers.fem.priors.aft_read", read)
-    monkeypatch.setattr("fem_megatron.scans.time_decay_scan", scan)
+    monkeypatch.setattr("fem_megatron.context_parallel.scans.time_decay_scan", scan)
     monkeypatch.setattr("fem_megatron.mixers.fem.layer.conditioner_features", shortcut)
 
 

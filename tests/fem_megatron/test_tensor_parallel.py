@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fem_megatron.block import Block
-from fem_megatron.cut import Cut
-from fem_megatron.cut_shape import CutKinds, cut_kinds
+from fem_megatron.context_parallel.shape import SplitKinds, split_kinds
+from fem_megatron.context_parallel.split import SequenceSplit
 from fem_megatron.megatron import platform
 from fem_megatron.shape import BlockShape, Shape, Training
 from fem_megatron.state import Context
@@ -131,9 +131,11 @@ def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None
     """
     for name in NAMES:
         mixer = model_of(name, attention_backend="fused").blocks()[0].mixer
-        kinds, widths = partial(cut_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
+        kinds, widths = partial(split_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
         if not widths.always:
-            assert kinds() == kinds(asked="all_gather") == CutKinds(bool(widths.keyed), states=True)
+            assert (
+                kinds() == kinds(asked="all_gather") == SplitKinds(bool(widths.keyed), states=True)
+            )
         asked: list[dict[str, Any]] = [{"asked": "all_to_all"}, {"separate": True}]
         for refused in [*([{}] if widths.always else []), *asked]:
             with pytest.raises(
@@ -305,11 +307,11 @@ def compare_cut(
     with sent_by_this_rank() as sent:
         mine, y, x_grad = run_cut(split, cut, x, weight, is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
-    if beta is None and type(shape.mixer).cut_bytes is not Shape.cut_bytes:
+    if beta is None and type(shape.mixer).split_bytes is not Shape.split_bytes:
         training = Training(8, 1, 1, x.shape[1], length, cuda=False, ranks=cut.ranks.size)
-        told = shape.mixer.cut_bytes(training, CutKinds(cut.gathers, cut.states, cut.ring)).sent(
-            training
-        )
+        told = shape.mixer.split_bytes(
+            training, SplitKinds(cut.gathers, cut.states, cut.ring)
+        ).sent(training)
         errors["bytes"] = abs(told * shape.recurrence / sum(sent) - 1)
     for (key, ours), (_, theirs) in zip(
         split.named_parameters(), whole.named_parameters(), strict=True
@@ -404,7 +406,7 @@ def count_sent(name: str, kind: str, length: int) -> float:
     return sum(sent)
 
 
-def cut_of(name: str, kind: str, **changes: Any) -> tuple[Cut, BlockShape]:
+def cut_of(name: str, kind: str, **changes: Any) -> tuple[SequenceSplit, BlockShape]:
     """Return the split over all ranks, and the block's shape."""
     from megatron.core import parallel_state
 
@@ -413,18 +415,20 @@ def cut_of(name: str, kind: str, **changes: Any) -> tuple[Cut, BlockShape]:
     ranks = ContextParallel(parallel_state.get_tensor_model_parallel_group())
     shape = fused(name, **changes) if kind in ("states", "ring") else shape_of(name)
     asked = None if kind == "states" else kind
-    return Cut(
+    return SequenceSplit(
         ranks,
-        *cut_kinds(shape.mixer, tensor=1, context=ranks.size, asked=asked, causal=is_causal(name)),
+        *split_kinds(
+            shape.mixer, tensor=1, context=ranks.size, asked=asked, causal=is_causal(name)
+        ),
     ), shape
 
 
 def run_cut(
-    block: Block, cut: Cut, x: Tensor, weight: Tensor, causal: bool
+    block: Block, cut: SequenceSplit, x: Tensor, weight: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the token indices of x on this rank, their outputs, and their gradient."""
     mine = cut.positions(len(x) // cut.ranks.size, x.device)
-    return mine, *run(block, x[mine], weight[mine], causal, Context(mine, causal=causal, cut=cut))
+    return mine, *run(block, x[mine], weight[mine], causal, Context(mine, causal=causal, split=cut))
 
 
 def largest(errors: dict[str, float]) -> dict[str, float]:

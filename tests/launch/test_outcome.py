@@ -33,7 +33,7 @@ from launch.supervise.classify import (
 )
 from launch.supervise.journal import cordon, cordoned
 from launch.supervise.policy import blamed
-from launch.supervise.run_files import Sight, has_stepped, look
+from launch.supervise.run_files import RunState, has_stepped, read_state
 from tests.launch.folders import RESET, record, trace
 
 WATCHDOG = (
@@ -297,7 +297,7 @@ def test_the_input_is_wrong_on_hosts_where_ranks_said_so_if_others_did_not(tmp_p
         assert wrong_on(tmp_path) == hosts
 
 
-BEFORE = Sight("failed", 45, 40, None, ("n1", 1, 1.0), 900, 45)
+BEFORE = RunState("failed", 45, 40, None, ("n1", 1, 1.0), 900, 45)
 NOW = replace(BEFORE, state="running", writer=("n1", 2, 2.0))
 TERM = {"told": {"SIGTERM": 1900.0}, "exit": 143, "signal": "SIGTERM"}
 SILENT = "not saved and ended before the job's end"
@@ -511,13 +511,13 @@ def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: P
     (tmp_path / "checkpoints" / "step_00000040").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 45}\n')
     write_json(tmp_path / "progress.json", {"state": "failed", "step": 45, "pid": 1})
-    before = look(tmp_path)
+    before = read_state(tmp_path)
     write_json(tmp_path / "progress.json", {"state": "starting", "step": 40, "pid": 2})
-    now = look(tmp_path)
+    now = read_state(tmp_path)
     assert not has_stepped(before, now) and last_step(Observed(1, before, now)) == 40
     (tmp_path / "metrics.jsonl").write_text('{"step": 45}\n{"step": 41}\n')
     write_json(tmp_path / "progress.json", {"state": "running", "step": 41, "pid": 2})
-    assert has_stepped(before, look(tmp_path))
+    assert has_stepped(before, read_state(tmp_path))
 
 
 RUNNING = {

@@ -98,7 +98,7 @@ def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
 
 def _run(job: Job, cache: Path) -> Done:
     from pretrain.checkpoint.folder import Progress, find
-    from pretrain.checkpoint.store import Checkpoints
+    from pretrain.checkpoint.manager import Checkpoints
     from pretrain.data.datasets import batches, build_datasets
     from pretrain.data.facts import check_contents
     from pretrain.data.store_reader import StoreReader

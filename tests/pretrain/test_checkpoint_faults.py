@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fem_megatron.megatron import platform
 from pretrain.__main__ import main
 from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, damage, newest_good, parts_of
+from pretrain.checkpoint.manager import Checkpoints
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
-from pretrain.checkpoint.store import Checkpoints
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from pretrain.report.loggers import Console

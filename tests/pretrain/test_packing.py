@@ -20,7 +20,7 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig
 from pretrain.data.datasets import Ends, batches
 from pretrain.data.packing import Share, best_fit, pack, passes, share
-from pretrain.data.pieces import packed_shares
+from pretrain.data.part_lengths import packed_shares
 from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import SMALL, Command
 from tests.pretrain.data_folder import write_folder
@@ -169,7 +169,7 @@ def test_what_fits_is_whole_and_every_token_is_there_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_padding_is_within_the_known_bound(seed: int) -> None:
-    """Pieces of full sequences: the optimal packing is known, and best-fit-decreasing needs at most
+    """Parts of full sequences: the optimal packing is known, and best-fit-decreasing needs at most
     11/9 of it plus 6/9 (Johnson).
 
     With document lengths of the web, where one document in twenty is longer than a sequence: below

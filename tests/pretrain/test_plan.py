@@ -19,8 +19,8 @@ from fem_megatron.mixers.fem.prior_shapes import SoftmaxShape
 from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts, SourceFacts
-from pretrain.data.pieces import Pieces, shares_of
-from pretrain.plan.cut import kinds_of_cut
+from pretrain.data.part_lengths import PartLengths, shares_of
+from pretrain.plan.context_parallel import split_kinds_of
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, memory_gib, peak_tflops
 from pretrain.plan.memory import chunks_in_flight, layer_activations, training_of
 from pretrain.plan.run_plan import (
@@ -212,13 +212,17 @@ def test_many_lengths_cost_what_a_few_of_them_tell() -> None:
     per document, to a millionth.
     """
     shares = shares_of(np.random.default_rng(1).geometric(1 / 9000, 500).astype(np.int32), 32768)
-    pieces, asked, length = Pieces(shares, 9000.0, 500, 500), list[int](), np.arange(1, 32769)
+    part_lengths, asked, length = (
+        PartLengths(shares, 9000.0, 500, 500),
+        list[int](),
+        np.arange(1, 32769),
+    )
 
     def cost(document: int) -> dict[str, float]:
         asked.append(document)
         return {"linear": 3.0 * document + 5, "once": 1 / document, "constant": 7.0}
 
-    found = pieces.mean_over(cost)
+    found = part_lengths.mean_over(cost)
     assert len(asked) < 8192 and found["linear"] == pytest.approx(
         shares[1:] @ (3.0 * length + 5), rel=1e-12
     )
@@ -249,7 +253,7 @@ def test_a_plan_counts_documents_by_their_lengths_and_says_both(
     tmp_path: Path, wording: Wording
 ) -> None:
     dense = make_plan(run("demo.yaml", "model.vocab_size=500", "data.seq_length=16"), 1)
-    assert dense.pieces is None and dense.train_flops == dense.dense_flops
+    assert dense.part_lengths is None and dense.train_flops == dense.dense_flops
     whole = by_documents(tmp_path / "whole", [[7] * 16] * 40)
     assert (
         whole.forward_flops == dense.forward_flops
@@ -287,22 +291,25 @@ def test_of_very_many_documents_a_part_is_read(
     """If documents exceed the limit, samples from all of the file represent them, and the plan
     reports it.
     """
-    monkeypatch.setattr("pretrain.data.pieces._DOCUMENTS", 1 << 9)
-    monkeypatch.setattr("pretrain.data.pieces._RUN", 1 << 3)
+    monkeypatch.setattr("pretrain.data.part_lengths._DOCUMENTS", 1 << 9)
+    monkeypatch.setattr("pretrain.data.part_lengths._RUN", 1 << 3)
     lengths = np.random.default_rng(1).geometric(1 / 20, 2000)
     every = [[7] * int(length) for length in lengths]
     some = by_documents(tmp_path, every)
-    assert some.pieces is not None and (some.pieces.read, some.pieces.documents) == (512, 2000)
+    assert some.part_lengths is not None and (
+        some.part_lengths.read,
+        some.part_lengths.documents,
+    ) == (512, 2000)
     assert "(512 of 2,000 were read)" in render(some)
     monkeypatch.undo()
     whole = by_documents(tmp_path, every)
     assert (
-        whole.pieces is not None
-        and whole.pieces.read == 2000
-        and whole.pieces.mean == pytest.approx(lengths.mean(), rel=1e-12)
+        whole.part_lengths is not None
+        and whole.part_lengths.read == 2000
+        and whole.part_lengths.mean == pytest.approx(lengths.mean(), rel=1e-12)
     )
     # Three standard errors of the mean of 512 lengths, whose standard deviation equals their mean.
-    assert some.pieces.mean == pytest.approx(whole.pieces.mean, rel=3 / 512**0.5)
+    assert some.part_lengths.mean == pytest.approx(whole.part_lengths.mean, rel=3 / 512**0.5)
 
 
 DEVICES: dict[str, tuple[float | None, int | None]] = {
@@ -549,7 +556,7 @@ def test_the_page_tells_what_ranks_send() -> None:
                 training = training_of(config, cuda=True)
                 sent = (
                     config.model.blocks()[0]
-                    .mixer.cut_bytes(training, kinds_of_cut(config)[name])
+                    .mixer.split_bytes(training, split_kinds_of(config)[name])
                     .sent(training)
                     / 8192
                     / 1024

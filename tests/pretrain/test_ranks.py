@@ -21,11 +21,11 @@ import torch
 from fem_common.errors import ConfigError, StorageError
 from fem_common.exits import Exit
 from fem_megatron.megatron import platform
+from pretrain.collectives import from_rank_0
 from pretrain.config import load_run
 from pretrain.engines.building import initialize_distributed
-from pretrain.ranks import from_rank_0
 from pretrain.report.progress_file import read_progress
-from pretrain.report.stragglers import Place, find_slowest, matmul_seconds
+from pretrain.report.stragglers import RankPosition, find_slowest, matmul_seconds
 from tests.pretrain.conftest import DEMO, ROOT
 from tests.ranks import PATIENCE, answer, losses, records, send, started, wait_until
 from tests.wording import Wording
@@ -165,12 +165,12 @@ def job(
     slow: int,
     busy_factor: float,
     matmul_factor: float,
-) -> tuple[list[Place], ...]:
+) -> tuple[list[RankPosition], ...]:
     """Simulate Megatron's order of ranks (TP fastest, PP slowest) with two ranks per node, stages
     of different times, and 2 % noise.
     """
     places = [
-        Place(f"node{(s * dp + r) * tp // 2}", r, s)
+        RankPosition(f"node{(s * dp + r) * tp // 2}", r, s)
         for s in range(pp)
         for r in range(dp)
         for _ in range(tp)
@@ -213,9 +213,9 @@ def test_the_slowest_is_named_at_every_layout(dp: int, tp: int, pp: int) -> None
 
 
 def test_what_people_read(wording: Wording) -> None:
-    places = [Place("h100-07" if rank == 13 else "h100-01", rank, 0) for rank in range(64)]
-    pairs = [Place(f"n{rank // 4}", rank // 2 % 2, rank // 4) for rank in range(8)]
-    alone = [Place("a", 0, 0), Place("b", 0, 0)]
+    places = [RankPosition("h100-07" if rank == 13 else "h100-01", rank, 0) for rank in range(64)]
+    pairs = [RankPosition(f"n{rank // 4}", rank // 2 % 2, rank // 4) for rank in range(8)]
+    alone = [RankPosition("a", 0, 0), RankPosition("b", 0, 0)]
     wording(
         find_slowest(places, [0.315] * 13 + [0.412] + [0.315] * 50, [1e-3] * 64, 1.2).message(1.2)
     )

@@ -23,7 +23,7 @@ from pretrain.config import OptimizerConfig, RunConfig, TrainConfig
 from pretrain.engines.building import LearningRates
 from pretrain.schedule import Schedule
 from pretrain.spikes import Spikes
-from pretrain.stages import Part
+from pretrain.training_stages import Part
 from tests.pretrain.conftest import DEMO, SMALL, Command
 from tests.pretrain.test_fork import fork, lines, step_of
 from tests.ranks import losses

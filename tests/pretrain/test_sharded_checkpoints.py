@@ -164,8 +164,8 @@ def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, f
     the worst rank.
     """
     from pretrain.checkpoint.folder import TENSORS, Progress, find
-    from pretrain.checkpoint.store import Checkpoints
-    from pretrain.ranks import sum_over_ranks
+    from pretrain.checkpoint.manager import Checkpoints
+    from pretrain.collectives import sum_over_ranks
 
     with engine_of(overrides) as engine:
         checkpoints = Checkpoints(Path(folder), engine.config, lambda text: None)

@@ -21,7 +21,7 @@ from pretrain.checkpoint.folder import find
 from pretrain.config import load_run
 from pretrain.data import datasets
 from pretrain.data.stage_documents import stage_documents
-from pretrain.stages import parts_of
+from pretrain.training_stages import parts_of
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
 from tests.pretrain.test_fork import lines, step_of

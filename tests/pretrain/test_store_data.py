@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from pretrain import beside
+from pretrain import subprocesses
 from pretrain.config import load_run
 from pretrain.data.facts import check_contents, check_data
 from pretrain.data.store_cache import CLIENT, local_prefix
@@ -502,13 +502,15 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(
 @pytest.mark.slow
 def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here: Store) -> None:
     url = here.upload(large)
-    command = beside.command(CLIENT, "bring", tmp_path, 60, f"data.train.0.prefix={url}/train")
+    command = subprocesses.command(
+        CLIENT, "bring", tmp_path, 60, f"data.train.0.prefix={url}/train"
+    )
     for delay in (1.2, 1.5):
-        killed = subprocess.Popen(command, env=beside.environ())
+        killed = subprocess.Popen(command, env=subprocesses.environ())
         time.sleep(delay)
         killed.kill()
         killed.wait()
-    together = [subprocess.Popen(command, env=beside.environ()) for _ in range(3)]
+    together = [subprocess.Popen(command, env=subprocesses.environ()) for _ in range(3)]
     assert [process.wait() for process in together] == [0, 0, 0]
     facts = check_data(
         load_run(

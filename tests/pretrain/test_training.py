@@ -80,7 +80,7 @@ def test_of_documents_read_apart_both_rates_are_told(pretrain: Command) -> None:
     assert pretrain(*apart) == 0
     prepared = prepare(load_run(DEMO, [*pretrain.settings, *apart]), 1)
     plan = make_plan(prepared.config, 1, prepared.facts)
-    assert plan.pieces is not None and plan.train_flops < plan.dense_flops == flops_per_token(
+    assert plan.part_lengths is not None and plan.train_flops < plan.dense_flops == flops_per_token(
         prepared.config
     )
     for record in (record for record in records(pretrain.run_dir) if "loss" in record):

@@ -151,7 +151,7 @@ class Saves:
     """
 
     def __init__(self, engine: Any, folder: Path) -> None:
-        from pretrain.checkpoint.store import Checkpoints
+        from pretrain.checkpoint.manager import Checkpoints
 
         self.engine, self.folder = engine, folder
         self.checkpoints = Checkpoints(folder, engine.config, lambda text: None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.store.indexed import read_index
+from data_prep.prepared.indexed import read_index
 from fem_common.errors import UserError
 from tools.bench.data_prep import __main__ as bench
 from tools.bench.data_prep import corpus, encoding, index, peers, report

@@ -12,7 +12,7 @@ import pytest
 
 from fem_common.config import ConfigErrors
 from pretrain.config import RunConfig, load_run
-from pretrain.plan.cut import cut_bytes
+from pretrain.plan.context_parallel import split_bytes
 from pretrain.plan.run_plan import flops_per_token, make_plan
 from pretrain.validate import validate
 from tools.bench.traffic.__main__ import PAGE
@@ -160,7 +160,7 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     # DP 8: 8 micro-batches, each with 1024 of 4096 tokens. q, k, v and the result, bf16, in both
     # directions: a rank keeps a quarter.
     sent = 8 * layers * 1024 * 2 * (4 * 2 * 2048 / 4) * 3
-    assert sent == cut_bytes(config, 8, cuda=True)
+    assert sent == split_bytes(config, 8, cuda=True)
     exchanged = spent(32, *sizes)
     assert exchanged["context parallel"] == pytest.approx(sent / 360e9 + 8 * layers * 4 * NEAR)
     # A quarter of the tokens, four times as many micro-batches.
@@ -183,7 +183,7 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     wide = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, ("parallel.context_parallel_size=16",))
     calls = 32 * layers * 4 * FAR
     assert spent(32, "parallel.context_parallel_size=16")["context parallel"] == pytest.approx(
-        cut_bytes(wide, 2, cuda=True) / 42.5e9 * 8 / 15 + calls
+        split_bytes(wide, 2, cuda=True) / 42.5e9 * 8 / 15 + calls
     )
 
 

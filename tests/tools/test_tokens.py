@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.store.document_ids import IdsWriter, lines_at
-from data_prep.store.indexed import read_index
+from data_prep.prepared.document_ids import IdsWriter, lines_at
+from data_prep.prepared.indexed import read_index
 from fem_common.config import dump_yaml
 from pretrain.config import load_run
 from pretrain.data.datasets import batches, build_datasets

@@ -26,7 +26,7 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import Normal
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
-from pretrain.data.pieces import Pieces
+from pretrain.data.part_lengths import PartLengths
 from pretrain.plan.run_plan import count_by_component, forward_flops
 from tools.bench.runner import Timing, measure
 
@@ -69,9 +69,14 @@ class Scale:
         first = self.begins().flatten().nonzero()[:, 0]
         sizes = torch.diff(first, append=torch.tensor([self.batch * self.tokens]))
         shares = torch.bincount(sizes, sizes.double(), self.tokens + 1) / sizes.sum()
-        pieces = Pieces(shares.numpy(), float(sizes.double().mean()), len(sizes), len(sizes))
+        part_lengths = PartLengths(
+            shares.numpy(), float(sizes.double().mean()), len(sizes), len(sizes)
+        )
         return (
-            3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens, pieces).values())
+            3.0
+            * self.batch
+            * self.tokens
+            * sum(forward_flops(model, self.tokens, part_lengths).values())
         )
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from fem_common.config import plain as plain_values
 from fem_common.errors import ConfigError, InUse, StorageError, files_told
 from pretrain.checkpoint.folder import MANIFEST, WRITING, Found, find, newest_first, publish_step
+from pretrain.checkpoint.manager import WEIGHTS_ALONE, write_common
 from pretrain.checkpoint.manifest import PICKLES
 from pretrain.checkpoint.reader import read_common, read_metadata
-from pretrain.checkpoint.store import WEIGHTS_ALONE, write_common
 from pretrain.config import EngineConfig, run_of
 from pretrain.run_directory import claimed
 from pretrain.validate import validate

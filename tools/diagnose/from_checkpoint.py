@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.store.indexed import FormatError, read_index
+from data_prep.prepared.indexed import FormatError, read_index
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import device, import_megatron, initialize_distributed

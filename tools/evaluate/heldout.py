@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.store.indexed import FormatError, read_index, sample_digest, with_ending
+from data_prep.prepared.indexed import FormatError, read_index, sample_digest, with_ending
 from fem_common.errors import ConfigError, files_told
 from fem_common.files import write_whole
 from fem_megatron.config import ModelConfig

@@ -5,7 +5,7 @@ Every constant is in machines.yaml.
 The slowest pipeline stage is the last, which contains the output layer. A step consists of its
 micro-batches, the pipeline bubble, the part of the data-parallel collectives that no pass hides,
 and the optimizer update. Collectives of tensor parallelism overlap with no computation. Neither do
-those of context parallelism (`pretrain.plan.cut`), except the keys and values of a ring, which
+those of context parallelism (`pretrain.plan.context_parallel`), except the keys and values of a ring, which
 overlap with attention.
 """
 
@@ -21,7 +21,7 @@ import yaml
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import describe, mixer_names
 from pretrain.config import RunConfig
-from pretrain.plan.cut import cut_bytes
+from pretrain.plan.context_parallel import split_bytes
 from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import Plan, computed_again
 
@@ -244,7 +244,8 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
     if size == 1:
         return 0.0
     sent, beside = (
-        cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only) / plan.micro_batches
+        split_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only)
+        / plan.micro_batches
         for only in (False, True)
     )
     near = max(1, NODE // tensor)  # ranks of the group within a node

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data_prep.store.document_ids import line_of, lines_at, numbers_of
+from data_prep.prepared.document_ids import line_of, lines_at, numbers_of
 from fem_common.cli import Parser, run
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import aligned

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.store.indexed import HEADER
+from data_prep.prepared.indexed import HEADER
 from fem_common.errors import ConfigError
 from fem_common.files import sha256
 from fem_common.stores import is_url
@@ -29,7 +29,7 @@ from pretrain.config import RunConfig
 from pretrain.data.facts import Contents, SourceContents, read_manifest
 from pretrain.data.index_cache import COMPLETE, IndexCache, index_cache
 from pretrain.data.store_cache import local_prefix, store_cache
-from pretrain.stages import Part
+from pretrain.training_stages import Part
 
 _SPLIT = "train"
 

@@ -18,7 +18,7 @@ from pretrain.checkpoint.folder import Found, Progress, newest_good
 from pretrain.config import load_run
 from pretrain.report.progress_file import read_progress
 from pretrain.run_directory import read_fork
-from pretrain.stages import Part, parts_of
+from pretrain.training_stages import Part, parts_of
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fem_megatron.context_parallel.ring import softmax_read
 from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
 from fem_megatron.parallel import Parallel
-from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
 from fem_megatron.update import Update, head_norms, normed, rotate_both
 from kernels.fem_attention import fem_attention

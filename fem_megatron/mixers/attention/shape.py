@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
 from fem_megatron.shape import (
@@ -141,11 +141,11 @@ class AttentionShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads, "model.num_query_groups": self.groups}
 
-    def cut_widths(self) -> CutWidths:
+    def cut_widths(self) -> SplitWidths:
         heads, groups = ({name: width} for name, width in self.split_widths().items())
-        return CutWidths(keyed=heads, shared=groups, rings=self.window is None)
+        return SplitWidths(keyed=heads, shared=groups, rings=self.window is None)
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of keys and values, or of exchanged heads.
 
         Exchanged are queries, output, and keys and values of at least as many heads as ranks.

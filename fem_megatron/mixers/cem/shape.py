@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.shape import (
     FIXED,
@@ -262,8 +262,8 @@ class CemAttentionShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
-    def cut_widths(self) -> CutWidths:
-        return CutWidths(keyed=self.split_widths())
+    def cut_widths(self) -> SplitWidths:
+        return SplitWidths(keyed=self.split_widths())
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Return the estimate; for a split sequence, plus copies of q and k in each step.
@@ -278,7 +278,7 @@ class CemAttentionShape(Shape):
             "cut": 2 * self.switches.steps_attention * training.element * copies * (ranks > 1)
         }
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of all steps.
 
         Each step gathers keys, and with a diagonal h; or it exchanges q, k and the output, and

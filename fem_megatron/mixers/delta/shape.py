@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import Crossing, CutKinds
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds
 from fem_megatron.shape import (
     FIXED,
     Kept,
@@ -180,7 +180,7 @@ class DeltaShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"the delta rule's heads, model.delta.heads": self.heads}
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of the convolution and the delta rule.
 
         The convolution exchanges its input and output, or passes a chunk's last tokens. The delta

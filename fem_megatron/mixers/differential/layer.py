@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fem_megatron.context_parallel.ring import softmax_read
 from fem_megatron.mixers.differential.shape import DifferentialShape
 from fem_megatron.parallel import Parallel
-from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
 from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate_both
 

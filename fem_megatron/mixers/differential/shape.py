@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
 from fem_megatron.shape import (
@@ -114,10 +114,10 @@ class DifferentialShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
-    def cut_widths(self) -> CutWidths:
-        return CutWidths(keyed=self.split_widths(), rings=True)
+    def cut_widths(self) -> SplitWidths:
+        return SplitWidths(keyed=self.split_widths(), rings=True)
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of both keys and the value.
 
         If heads are exchanged, it includes both queries and both outputs.

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from fem_megatron.context_parallel.scans import fading_sum
 from fem_megatron.mixers.fem.priors import Prior
 from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.parallel import Parallel
-from fem_megatron.scans import fading_sum
 from fem_megatron.shape import located
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, head_norms, layer_norm, rotate_both, rotations

@@ -65,7 +65,7 @@ class PriorShape(ABC):
         """
 
     @abstractmethod
-    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+    def split_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes per token and head that its read needs in addition to values and gates.
 
         gate: True if the mixer has a gate.
@@ -127,7 +127,7 @@ class SoftmaxShape(PriorShape):
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         return length * (self.qk_head + value) * element
 
-    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+    def split_bytes(self, training: Training, *, gate: bool) -> float:
         return 2 * training.element * self.qk_head
 
     def rotary_size(self) -> int:
@@ -202,7 +202,7 @@ class ScanShape(PriorShape):
         """
         return self.features * (streams + 1 + bool(self.decays))
 
-    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+    def split_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes of q and k in the products' dtype, and of log-decays in fp32."""
         return 2 * training.product * self.features + training.wide * self.decays
 
@@ -276,7 +276,7 @@ class DecayShape(ScanShape):
         """Return 2: the budget has no q and no k, only v and o."""
         return 2
 
-    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+    def split_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes of the decay."""
         return training.wide
 
@@ -346,7 +346,7 @@ class AftShape(PriorShape):
         query = WIDE * 3 * self.width if self.query == "inside" else e * value * (1 + fem.gate)
         return e * fem.head_width + query + e * value + (0.0 if training.again else 0.75 * value)
 
-    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+    def split_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes of k and of the query.
 
         The query is fp32 if it is inside. Otherwise it acts as the gate and counts only without
@@ -421,7 +421,7 @@ class MambaShape(PriorShape):
             * max(4, element)
         )
 
-    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+    def split_bytes(self, training: Training, *, gate: bool) -> float:
         return training.wide * (self.value + 2 * self.states)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:

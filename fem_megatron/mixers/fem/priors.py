@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, softplus
 
-from fem_megatron.cut import Cut
+from fem_megatron.context_parallel.ring import softmax_read
+from fem_megatron.context_parallel.scans import linear_scan
+from fem_megatron.context_parallel.split import SequenceSplit
 from fem_megatron.mixers.fem.prior_shapes import AftShape, LinearShape, MambaShape, SoftmaxShape
 from fem_megatron.mixers.fem.shape import FemShape
-from fem_megatron.ring import softmax_read
-from fem_megatron.scans import linear_scan
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, product_type, rms_norm
 from kernels.aft_read import aft_read
@@ -99,18 +99,18 @@ class ScanPrior(Prior):
         context: Context,
     ) -> Tensor:
         q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts))
-        cut = context.passing if context.causal and self.shape.backend != "reference" else None
+        split = context.passing if context.causal and self.shape.backend != "reference" else None
         decision = (
             None
             if beta is None or context.state is not None
-            else self.decision(v, context, agreed=cut is not None)
+            else self.decision(v, context, agreed=split is not None)
         )
         span = (
             None
-            if cut is None or beta is None
-            else self._span(v, beta, cut, decision or Decision())
+            if split is None or beta is None
+            else self._span(v, beta, split, decision or Decision())
         )
-        passes = cut is not None and (beta is None or span is not None)
+        passes = split is not None and (beta is None or span is not None)
 
         def read(
             valid: Tensor | None,
@@ -138,19 +138,21 @@ class ScanPrior(Prior):
 
         return context.apart(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
 
-    def _span(self, v: Tensor, beta: Tensor, cut: Cut, decision: Decision) -> Tensor | None:
+    def _span(
+        self, v: Tensor, beta: Tensor, split: SequenceSplit, decision: Decision
+    ) -> Tensor | None:
         """Return the range of each value channel over the sequence, [b, h, 2, d_v], or None.
 
         None means that the read needs the exact form; all ranks decide alike. Raises ValueError if
         the exact form is impossible, since it reads all tokens of a head.
         """
-        span = cut.span(v, time=2)
+        span = split.span(v, time=2)
         if not decision.exact(value_window(span, beta).largest):
             return span
-        if v.shape[1] % cut.ranks.size:
+        if v.shape[1] % split.ranks.size:
             raise ValueError(
                 f"beta * (max v - min v) is over {decision.limit:g}: the exact form reads "
-                f"complete heads, and the {cut.ranks.size} ranks of "
+                f"complete heads, and the {split.ranks.size} ranks of "
                 f"parallel.context_parallel_size do not divide a rank's {v.shape[1]} heads "
                 "(model.num_attention_heads); use fewer ranks"
             )
@@ -262,7 +264,9 @@ class SoftmaxPrior(Prior):
             else self.shape.backend
         )
         decision = (
-            None if context.cut is None or beta is None else self.decision(v, context, agreed=True)
+            None
+            if context.split is None or beta is None
+            else self.decision(v, context, agreed=True)
         )
         return softmax_read(
             context,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 from fem_megatron.mixers.fem.prior_shapes import PriorShape, ScanShape, SoftmaxShape
 from fem_megatron.rope import Rope
 from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights, qk_norms_keep
@@ -362,15 +362,15 @@ class FemShape(Shape):
             return "its read waits for its values' range, unless model.attention_backend=auto"
         return None
 
-    def cut_widths(self) -> CutWidths:
+    def cut_widths(self) -> SplitWidths:
         heads, scanned = {"model.num_attention_heads": self.heads}, self._conditioner_width()
         if isinstance(self.prior, SoftmaxShape):
-            return CutWidths(keyed=heads, scanned=scanned, rings=self.backend != "reference")
+            return SplitWidths(keyed=heads, scanned=scanned, rings=self.backend != "reference")
         if self.passes:
-            return CutWidths(scanned=heads | scanned)
-        return CutWidths(always=heads, scanned=scanned)
+            return SplitWidths(scanned=heads | scanned)
+        return SplitWidths(always=heads, scanned=scanned)
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of the read and the conditioners.
 
         The read exchanges keys and values, or all its inputs and outputs, or a scan's state and the
@@ -400,7 +400,7 @@ class FemShape(Shape):
             span = self.heads * e * 2 * self.value_head * self.free_energy
         else:
             values = e * self.value_head * (2 + self.temperature + self.gate)
-            exchanged += self.heads * (self.prior.cut_bytes(training, gate=self.gate) + values)
+            exchanged += self.heads * (self.prior.split_bytes(training, gate=self.gate) + values)
         return Crossing(
             exchanged / tensor,
             keys=keys / tensor,

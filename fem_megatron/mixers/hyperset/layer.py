@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear
 
+from fem_megatron.context_parallel.scans import squares_before
 from fem_megatron.mixers.hyperset.shape import HyperSetShape
 from fem_megatron.parallel import Parallel
-from fem_megatron.scans import squares_before
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, rms_norm, rotate
 from kernels.pairs import allowed_pairs
@@ -124,7 +124,7 @@ class HyperSet(Update):
             read = partial(symmetric_attention, kind=kind, causal=context.causal)
             keys = context.extend("z", z, dim=2)
             # Without a past, queries and keys are one tensor, which saves memory.
-            one = keys is z and not (context.cut and context.cut.gathers)
+            one = keys is z and not (context.split and context.split.gathers)
             given = (z,) if one else (z, keys)
             o = context.apart(
                 lambda valid, z, keys=None: read(z, keys, valid=valid),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 from fem_megatron.rope import Rope
 from fem_megatron.shape import (
     FIXED,
@@ -269,13 +269,13 @@ class HyperSetShape(Shape):
             "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner,
         }
 
-    def cut_widths(self) -> CutWidths:
+    def cut_widths(self) -> SplitWidths:
         heads, kind = {"model.num_attention_heads": self.heads}, self.switches.attention
         if kind == "bisoftmax" or (kind == "linear" and not self.causal):
-            return CutWidths(always=heads)
-        return CutWidths(scanned=heads) if kind == "linear" else CutWidths(keyed=heads)
+            return SplitWidths(always=heads)
+        return SplitWidths(scanned=heads) if kind == "linear" else SplitWidths(keyed=heads)
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of z and the output, or of linear attention's sums.
 
         Keys change in each iteration.

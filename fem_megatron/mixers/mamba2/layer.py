@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from fem_megatron.context_parallel.scans import linear_scan
 from fem_megatron.mixers.mamba2.shape import Mamba2Shape
 from fem_megatron.mixers.recurrent import short_convolution, time_steps
 from fem_megatron.parallel import Parallel
-from fem_megatron.scans import linear_scan
 from fem_megatron.state import Context
 from fem_megatron.update import Update, normed, product_type
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 from fem_megatron.mixers.delta.shape import conv_init
 from fem_megatron.shape import (
     ESTIMATE,
@@ -154,13 +154,13 @@ class Mamba2Shape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
 
-    def cut_widths(self) -> CutWidths:
-        return CutWidths(
+    def cut_widths(self) -> SplitWidths:
+        return SplitWidths(
             scanned=self.split_widths()
             | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state}
         )
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of the convolutions and the scan.
 
         They exchange the convolutions' inputs and outputs, v, the decays, the output, and B and C;

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fem_megatron.context_parallel.scans import squares_before
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.parallel import Parallel
-from fem_megatron.scans import squares_before
 from fem_megatron.state import Context
 from fem_megatron.update import Update, normed, rms_norm, rotate, rotations
 from kernels.arguments import without_autocast

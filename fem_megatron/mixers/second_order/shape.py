@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, SplitWidths
 from fem_megatron.rope import Rope
 from fem_megatron.shape import (
     WIDE,
@@ -193,10 +193,10 @@ class SecondOrderShape(_Heads):
         """Return the bytes of the keys: half of standard attention's cache."""
         return length * self.hidden * element
 
-    def cut_widths(self) -> CutWidths:
-        return CutWidths(keyed=self.split_widths())
+    def cut_widths(self) -> SplitWidths:
+        return SplitWidths(keyed=self.split_widths())
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of keys, or of q, k, the output and RoPE's angles.
 
         The angles are sent once per micro-batch.
@@ -253,7 +253,7 @@ class EnergyLinearShape(_Heads):
             "attention": self.hidden * (inside + 4.0 * self.head),
         }
 
-    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of q, k and the output, in fp32; or of the sums of k k^T."""
         own = training.wide * self.hidden / training.tensor_parallel
         return (
@@ -263,11 +263,11 @@ class EnergyLinearShape(_Heads):
     def reads(self) -> set[str]:
         return {"second_order.linear_read"}
 
-    def cut_widths(self) -> CutWidths:
+    def cut_widths(self) -> SplitWidths:
         return (
-            CutWidths(scanned=self.split_widths())
+            SplitWidths(scanned=self.split_widths())
             if self.causal
-            else CutWidths(always=self.split_widths())
+            else SplitWidths(always=self.split_widths())
         )
 
     def state_bytes(self, length: int, element: int) -> int:

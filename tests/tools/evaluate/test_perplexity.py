@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.store.indexed import IndexedWriter
+from data_prep.prepared.indexed import IndexedWriter
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.data_folder import write_folder
 from tests.tools.evaluate.tiny import END, byte_tokenizer, llama_folder

@@ -15,8 +15,8 @@ import numpy as np
 from data_prep.encode import encoders
 from data_prep.encode.documents import Selection, Settings
 from data_prep.encode.unit import unwritable, with_eod
+from data_prep.prepared.indexed import IndexedWriter, dtype_name
 from data_prep.sources import Rows, open_files, read_span, spans
-from data_prep.store.indexed import IndexedWriter, dtype_name
 from tools.bench.data_prep.corpus import Corpus
 from tools.bench.data_prep.peers import Kit
 

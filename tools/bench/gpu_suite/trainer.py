@@ -57,7 +57,7 @@ def write_data(folder: Path) -> None:
     A token is 7 times the previous one plus noise, modulo the vocabulary. The training split has
     0.4 M tokens.
     """
-    from data_prep.store.indexed import IndexedWriter
+    from data_prep.prepared.indexed import IndexedWriter
 
     data, end = folder / "data", VOCABULARY - 1
     data.mkdir(parents=True)

@@ -28,7 +28,7 @@ _LENGTHS = 1 << 13
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class PartLengths:
     """Parts of documents in training's sequences.
 
     shares [seq_length + 1]: share of all tokens that are in parts of each length. mean: tokens per
@@ -58,7 +58,7 @@ class Pieces:
         }
 
 
-def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
+def part_lengths_of(config: RunConfig, facts: DataFacts) -> PartLengths:
     """Return the parts of documents of the training blend.
 
     Each sequence of the .idx counts as a document that an end-of-document token ends, as data_prep
@@ -78,7 +78,7 @@ def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
     shares = np.average([counted(lengths, length) for lengths, _ in read], axis=0, weights=weights)
     # Blending averages documents per token.
     mean = 1 / np.average([1 / lengths.mean() for lengths, _ in read], weights=weights)
-    return Pieces(
+    return PartLengths(
         shares,
         float(mean),
         sum(lengths.size for lengths, _ in read),

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources import locate
-from data_prep.sources.rows import Drop
-from data_prep.store.indexed import dtype_name
-from data_prep.store.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, entry_path
-from data_prep.store.manifest import (
+from data_prep.prepared.indexed import dtype_name
+from data_prep.prepared.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, entry_path
+from data_prep.prepared.manifest import (
     Input,
     Manifest,
     MergedEntry,
@@ -30,6 +28,8 @@ from data_prep.store.manifest import (
     UnitsEntry,
     read_entry,
 )
+from data_prep.sources import locate
+from data_prep.sources.rows import Drop
 from fem_common.errors import UserError
 from fem_common.files import write_whole
 

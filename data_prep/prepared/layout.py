@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encode.documents import Settings
+from data_prep.prepared.records import read, sha256_json
 from data_prep.sources import SourceFile
-from data_prep.store.records import read, sha256_json
 from fem_common.errors import UserError
 from fem_common.files import write_whole
 from fem_common.text import one_line

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encode.splits import SPLITS
+from data_prep.prepared.document_ids import IdsEntry
+from data_prep.prepared.layout import MANIFEST, PLAN, SHARDS
+from data_prep.prepared.records import read
 from data_prep.sources.rows import BadRow, Drop
-from data_prep.store.document_ids import IdsEntry
-from data_prep.store.layout import MANIFEST, PLAN, SHARDS
-from data_prep.store.records import read
 from fem_common.errors import UserError
 
 FORMAT = 2

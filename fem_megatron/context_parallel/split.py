@@ -2,7 +2,7 @@
 
 The distribution is Megatron's: a sequence has 2 N chunks, and rank i has chunks i and 2 N - 1 - i,
 so that causal reads cost every rank the same. A rank computes token-wise operations on its own
-tokens. Reads of other tokens pass through the class `Cut`, in one of these ways:
+tokens. Reads of other tokens pass through the class `SequenceSplit`, in one of these ways:
 
     all_to_all   Every rank receives all tokens of 1 / N of the heads (or channels), reads them
                  as one process would, and returns to each rank its tokens of the result. Works
@@ -99,7 +99,7 @@ def _in_order(parts: Tensor, dim: int) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceSplit:
     """One rank's part of each sequence, and the way in which one layer reads across ranks.
 
     gathers: True if reads that name their keys gather them.
@@ -134,7 +134,7 @@ class Cut:
         each: tensors per head, heads first; a tensor with one head is shared by all heads.
         keys: indices in ``given`` of the tensors that queries read; empty if the read does not
             name them.
-        context: the layer's context, without a cut.
+        context: the layer's context, without a split.
 
         Raises:
             ValueError: if keys would be gathered for a read of documents or a read that is not

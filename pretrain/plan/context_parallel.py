@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from fem_common.text import gib
 from fem_megatron.catalogue import describe, mixer_names
-from fem_megatron.cut_shape import Crossing, CutKinds, cut_kinds
+from fem_megatron.context_parallel.shape import Crossing, SplitKinds, split_kinds
 from fem_megatron.shape import BlockShape, Shape
 from pretrain.config import RunConfig
 from pretrain.plan.memory import training_of
 
 
-def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
+def split_kinds_of(config: RunConfig) -> dict[str, SplitKinds]:
     """Return mixer -> communication scheme of its reads across ranks; {} without context
     parallelism.
 
@@ -28,7 +28,7 @@ def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
     if layout.context_parallel_size == 1:
         return {}
     return {
-        name: cut_kinds(
+        name: split_kinds(
             block.mixer,
             tensor=layout.tensor_model_parallel_size,
             context=layout.context_parallel_size,
@@ -39,19 +39,21 @@ def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
     }
 
 
-def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool = False) -> float:
+def split_bytes(
+    config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool = False
+) -> float:
     """Return the bytes that one rank sends to its context-parallel group in a step.
 
     The sum is over all layers and micro-batches, forward and backward. The last argument restricts
     it to the transfers that overlap with attention.
     """
-    train, model, kinds = config.train, config.model, kinds_of_cut(config)
+    train, model, kinds = config.train, config.model, split_kinds_of(config)
     of = Crossing.beside if beside else Crossing.sent
     training, again = training_of(config, cuda=cuda), train.recompute == "full"
     of_layers = 0.0
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
         of_layers += block.recurrence * of(
-            block.mixer.cut_bytes(training, kinds[name]), training, again=again
+            block.mixer.split_bytes(training, kinds[name]), training, again=again
         )
     micro_batches = train.global_batch_size // (data_parallel * train.micro_batch_size)
     return of_layers * micro_batches / config.parallel.pipeline_model_parallel_size
@@ -59,18 +61,18 @@ def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool
 
 def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
     """Yield the plan's lines about context parallelism; no lines without it."""
-    kinds, size = kinds_of_cut(config), config.parallel.context_parallel_size
+    kinds, size = split_kinds_of(config), config.parallel.context_parallel_size
     if kinds:
         reads = ", ".join(
             f"{name}: {_reads_told(block.mixer, kinds[name])}"
             for name, block in _layers(config).items()
         )
-        sent = gib(int(cut_bytes(config, data_parallel, cuda=cuda)))
+        sent = gib(int(split_bytes(config, data_parallel, cuda=cuda)))
         yield f"  each rank has {config.data.seq_length // size:,} tokens of a sequence ({reads})"
         yield f"  and sends {sent} to the other {size - 1} of its group in a step"
 
 
-def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, int]]:
+def finer_splits(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, int]]:
     """Yield (run, number of processes) with two, four, ... times the context-parallel size.
 
     The number of processes stays the same if possible; otherwise it grows by the same factor.
@@ -93,7 +95,7 @@ def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, 
         yield made, world
 
 
-def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
+def check_split(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield the mistakes in the run's context parallelism, each with the nearest valid value."""
     layout = config.parallel
     length = config.data.seq_length
@@ -132,7 +134,7 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
             f"is: {near}"
         )
     try:
-        found = kinds_of_cut(config).values()
+        found = split_kinds_of(config).values()
         if kind in (wanted := {"all_gather": "gathers", "ring": "ring"}) and not any(
             getattr(each, wanted[kind]) for each in found
         ):
@@ -154,7 +156,7 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _cuts(config: RunConfig) -> bool:
     try:
-        kinds_of_cut(config)
+        split_kinds_of(config)
     except ValueError:
         return False
     return True
@@ -164,7 +166,7 @@ def _layers(config: RunConfig) -> dict[str, BlockShape]:
     return dict(zip(mixer_names(config.model), config.model.blocks(), strict=True))
 
 
-def _reads_told(mixer: Shape, kinds: CutKinds) -> str:
+def _reads_told(mixer: Shape, kinds: SplitKinds) -> str:
     widths = mixer.cut_widths()
     said = {
         "all_to_all": widths.always

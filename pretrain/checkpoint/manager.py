@@ -63,9 +63,9 @@ from pretrain.checkpoint.manifest import FORMAT, RNG_DEVICE
 from pretrain.checkpoint.mirroring import FETCHED, Mirroring, take_in
 from pretrain.checkpoint.random_state import kind_of, restore_rng, rng_tensors
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
+from pretrain.collectives import from_rank_0
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
-from pretrain.ranks import from_rank_0
 from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fem_megatron.cut import Cut, Ranks
+from fem_megatron.context_parallel.split import Ranks, SequenceSplit
 from fem_megatron.state import Context
 from kernels.fem_attention import fem_attention
 from kernels.fem_attention.reference import repeat_heads
@@ -43,12 +43,12 @@ def softmax_read(
     than k. decision: the layer's decision whether a ring may read this call; None: wait for
     the range of the values.
     """
-    cut = context.cut
-    if cut is not None and cut.ring:
-        window = None if beta is None else value_window(cut.span(v, 2), beta)
+    split = context.split
+    if split is not None and split.ring:
+        window = None if beta is None else value_window(split.span(v, 2), beta)
         if window is None or not (decision or Decision()).exact(window.largest):
             return context.again(
-                lambda *given: _by_ring(cut, window, scale, *given), q, k, v, beta, lam, gate
+                lambda *given: _by_ring(split, window, scale, *given), q, k, v, beta, lam, gate
             )
 
     def read(
@@ -78,7 +78,7 @@ def softmax_read(
 
 
 def _by_ring(
-    cut: Cut,
+    split: SequenceSplit,
     window: Window | None,
     scale: float | None,
     q: Tensor,
@@ -91,12 +91,12 @@ def _by_ring(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)
     if beta is None or window is None:
-        return mix(_Ring.apply(q, k, v, scale, cut.ranks).to(wide), None, None, gate).to(q.dtype)
+        return mix(_Ring.apply(q, k, v, scale, split.ranks).to(wide), None, None, gate).to(q.dtype)
     centre, shifted = window.centre, window.shifted
     rows = beta.to(wide)[:, None].expand_as(centre)
     stream = ValueStream.apply(v.to(wide), rows, centre, shifted)
     mu, z = (
-        _Ring.apply(q, k, torch.cat((v, stream.to(v.dtype)), -1), scale, cut.ranks)
+        _Ring.apply(q, k, torch.cat((v, stream.to(v.dtype)), -1), scale, split.ranks)
         .to(wide)
         .chunk(2, -1)
     )

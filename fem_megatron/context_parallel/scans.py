@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
-from fem_megatron.cut import Cut
+from fem_megatron.context_parallel.split import SequenceSplit
 from fem_megatron.state import Context
 from kernels.linear_attention import Damp, end_state, linear_attention
 from kernels.time_decay_scan import time_decay_scan
@@ -31,9 +31,9 @@ def fading_sum(
     if backward:
         a, f = a.flip(0), f.flip(0)
     made = time_decay_scan(a, f, initial, softplus=True)
-    if (cut := context.passing) is not None:
+    if (split := context.passing) is not None:
         since = -softplus(a.to(made.dtype)).cumsum(0)
-        before = states_before(cut, made[-1, ..., None], since[-1, ..., None], reverse=backward)
+        before = states_before(split, made[-1, ..., None], since[-1, ..., None], reverse=backward)
         made = made + before.squeeze(-1) * since.exp()
     return made.flip(0) if backward else made
 
@@ -52,12 +52,12 @@ def linear_scan(
 
     For a chunk of a split sequence, the state is that of all tokens up to the chunk's end.
     """
-    if (cut := context.passing) is not None:
+    if (split := context.passing) is not None:
         # Recompute: the product keeps wider tensors than its inputs.
         end, fading = checkpoint(
             end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False
         )
-        initial = states_before(cut, end, fading)
+        initial = states_before(split, end, fading)
     return linear_attention(q, k, v, log_decay, initial, normalise=normalise)
 
 
@@ -72,15 +72,15 @@ def squares_before(
     k is [b, h, s, d]; the result is [b, h, d, d], fp32 or wider. For a sequence that is not split,
     or a read that is not causal, return ``initial``.
     """
-    if (cut := context.passing) is None or not context.causal:
+    if (split := context.passing) is None or not context.causal:
         return initial
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     wide = wide if features is None else features(wide)
-    return states_before(cut, wide.mT @ wide, None)
+    return states_before(split, wide.mT @ wide, None)
 
 
 def states_before(
-    cut: Cut, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False
+    split: SequenceSplit, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False
 ) -> Tensor:
     """Return the state before each of this rank's chunks, [2 b, ..., n].
 
@@ -90,7 +90,7 @@ def states_before(
     reverse: scans run from the last token to the first.
     """
     both = end if log_decay is None else torch.cat((end, log_decay.expand(*end.shape[:-1], 1)), -1)
-    chunks = cut.all_chunks(both, 0)
+    chunks = split.all_chunks(both, 0)
     state, before = torch.zeros_like(chunks[0][..., : end.shape[-1]]), {}
     for number in sorted(range(len(chunks)), reverse=reverse):
         before[number] = state
@@ -99,4 +99,4 @@ def states_before(
         else:
             added, faded = chunks[number].tensor_split([end.shape[-1]], -1)
             state = Damp.apply(state, faded) + added
-    return torch.cat([before[number] for number in cut.own])
+    return torch.cat([before[number] for number in split.own])

@@ -1,4 +1,4 @@
-"""Choice of read method and traffic for sequences split over ranks (`cut`), from sizes only.
+"""Choice of read method and traffic for sequences split over ranks (`split`), from sizes only.
 
 Torch-free.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CutWidths:
+class SplitWidths:
     """Numbers of heads or channels that reads exchange for tokens.
 
     Names are those of ``Shape.split_widths``.
@@ -33,8 +33,8 @@ class CutWidths:
     rings: bool = False
 
 
-class CutKinds(NamedTuple):
-    """Read method of a mixer for sequences split over ranks (`cut.Cut`).
+class SplitKinds(NamedTuple):
+    """Read method of a mixer for sequences split over ranks (`split.SequenceSplit`).
 
     Reads that neither gather keys nor pass states exchange heads.
     """
@@ -97,10 +97,10 @@ class Crossing:
         return training.micro_batch * training.length / training.ranks
 
 
-CUT_KINDS = ("all_to_all", "all_gather", "ring")
+SPLIT_KINDS = ("all_to_all", "all_gather", "ring")
 
 
-def cut_kinds(
+def split_kinds(
     mixer: Shape,
     *,
     tensor: int,
@@ -108,10 +108,10 @@ def cut_kinds(
     asked: str | None = None,
     causal: bool = True,
     separate: bool = False,
-) -> CutKinds:
+) -> SplitKinds:
     """Choose the read method of a mixer for sequences split over ``context`` ranks.
 
-    The requested method, one of CUT_KINDS, applies if the mixer has a choice. all_gather: reads
+    The requested method, one of SPLIT_KINDS, applies if the mixer has a choice. all_gather: reads
     that name their keys gather them. ring: keys pass around a ring if they can. all_to_all: all
     reads exchange heads. None: scans pass states, and reads that name their keys exchange heads if
     enough heads exist.
@@ -150,7 +150,7 @@ def cut_kinds(
         if width % ranks and (width % tensor or ranks % width)
     ]
     if not keyed or (not short and asked != "all_gather" and not ring):
-        return CutKinds(gathers=False, states=states)
+        return SplitKinds(gathers=False, states=states)
     if separate or not causal:
         why = f"{words} {short[0]}" if short else f"parallel.context_parallel_kind={asked}"
         raise ValueError(
@@ -162,4 +162,4 @@ def cut_kinds(
             f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all requires; "
             "all_gather does not"
         )
-    return CutKinds(gathers=True, states=states, ring=ring)
+    return SplitKinds(gathers=True, states=states, ring=ring)
