@@ -70,7 +70,7 @@ def read(x: Inputs, v: Tensor, *rest: Tensor | None, exact: bool = False) -> Ten
 
 
 def reads() -> dict[str, Callable[..., Tensor]]:
-    """Return each free-energy read as a function of (v, beta, lam, gate); other inputs are random."""
+    """Return each free-energy read as a function of (v, beta, lam, gate); other inputs random."""
     rng = torch.Generator().manual_seed(0)
     q, k, delta = (
         torch.rand(1, 1, 40, 3, generator=rng, dtype=torch.float64) + 0.1 for _ in range(3)
