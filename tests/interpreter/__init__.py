@@ -1,7 +1,8 @@
-"""Triton's interpreter, as the tests run kernels in it: what it gets wrong, mended, and what takes most of its time.
+"""Triton's interpreter with the fixes and accelerations that the tests need.
 
-`sanitizer` watches a kernel's addresses, `gpu` gives it a GPU's approximate instructions; ``python -m tests.interpreter`` runs all cases
-under both. Nothing of ours is patched.
+`sanitizer` checks the addresses that a kernel uses. `gpu` emulates a GPU's approximate
+instructions. ``python -m tests.interpreter`` runs all cases under both. The patches change
+Triton only, no code of this project.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import kernels
 
 
 def interpret() -> None:
-    """Let Triton's kernels be interpreted in this process, and in no other; before Triton is imported."""
+    """Make this process, but not its children, run Triton kernels in the interpreter.
+
+    Call it before Triton is imported.
+    """
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
     import triton.language
 
     triton.knobs.runtime.interpret = True
-    del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
-    # Now, because a kernel whose module is imported while `fem_megatron.trace` looks at a GPU's choices would be compiled.
+    del os.environ["TRITON_INTERPRET"]  # the line above also sets it
+    # Import all kernels now: `fem_megatron.trace` pretends that a GPU exists, and a kernel whose
+    # module is first imported under it would be compiled.
     for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
         if ".triton" in module.name:
             importlib.import_module(module.name)
@@ -37,9 +42,10 @@ def interpret() -> None:
 
 
 def mend_bfloat16() -> None:
-    """Let ``tl.dot`` see bfloat16 operands as numbers (the interpreter multiplies their bits), and round to them as a GPU does, to nearest.
+    """Make ``tl.dot`` multiply bfloat16 values, and round casts to bfloat16 as a GPU does.
 
-    Other arithmetic on bfloat16 is not mended: kernels widen to float32 before it.
+    The interpreter multiplies the bits of the operands. A GPU rounds to nearest. Other arithmetic
+    in bfloat16 is not fixed: kernels convert to float32 first.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -70,7 +76,7 @@ def mend_bfloat16() -> None:
 
 
 def mend_fma() -> None:
-    """Let ``tl.fma`` round float32 once; the interpreter rounds its product, too."""
+    """Make ``tl.fma`` round float32 only once; the interpreter also rounds the product."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -81,10 +87,11 @@ def mend_fma() -> None:
 
 
 def mend_calls() -> None:
-    """Let a launch take ``triton.language`` over once, for all functions that the kernel calls.
+    """Make a launch patch ``triton.language`` once, for all functions that the kernel calls.
 
-    The interpreter (triton 3.6, runtime/interpreter.py, InterpretedFunction.__call__) takes it over again at each of their calls and wraps
-    what is wrapped already, so that each call of a launch is slower than the one before.
+    The interpreter (triton 3.6, runtime/interpreter.py, InterpretedFunction.__call__) patches it
+    again for each call of a function and wraps the functions that it has already wrapped. Each call
+    of a launch is therefore slower than the one before.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -98,7 +105,8 @@ def mend_calls() -> None:
     def patch_once(function: Any) -> Any:
         nonlocal taken
         if taken:
-            return None  # of a function that a kernel calls: nothing reads it
+            # The call is for a function that the kernel calls; no caller uses the return value.
+            return None
         taken, scope = True, patch(everything)
         restore = scope.restore
 
@@ -114,7 +122,11 @@ def mend_calls() -> None:
 
 
 def mend_types() -> None:
-    """Let the interpreter find out once what follows from a type or a shape, not at every step of every operation: half of its time."""
+    """Make the interpreter cache the properties that follow from a type or a shape.
+
+    Without the cache, it computes them at every step of every operation, which takes half of its
+    time.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 

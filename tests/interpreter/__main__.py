@@ -1,6 +1,8 @@
-"""Every operation's cases on Triton's interpreter under a sanitizer and a GPU's approximate instructions, against float64.
+"""Run every operation's cases on Triton's interpreter and compare the results with float64.
 
-``python -m tests.interpreter [--noise ULPS] [--sample N] [--seed S] [--op NAME]``. A case is held to its own bounds (`kernels.check`).
+The kernels run under a sanitizer and with a GPU's approximate instructions. Usage:
+``python -m tests.interpreter [--noise ULPS] [--sample N] [--seed S] [--op NAME]``. Each case must
+meet its own bounds (`kernels.check`).
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from tests.interpreter import interpret
 from tests.interpreter.gpu import gpu_arithmetic
 from tests.interpreter.sanitizer import Sanitizer
 
-PLAIN = ("fused", "reference")  # implementations without a kernel of Triton's
+PLAIN = ("fused", "reference")  # implementations without a Triton kernel
 TYPES = ("float32", "bfloat16")
 
 
 class Run(NamedTuple):
-    """A case of an operation, one of its Triton implementations, and a type."""
+    """A case of an operation, one of its implementations with Triton kernels, and a type."""
 
     op: str
     implementation: str
@@ -33,7 +35,7 @@ class Run(NamedTuple):
 
 
 def runs() -> list[Run]:
-    """All of them."""
+    """Return the runs of all operations."""
     from tests.kernels.operations import IMPLEMENTATIONS, SUITES, fits
 
     return [
@@ -42,7 +44,7 @@ def runs() -> list[Run]:
         for implementation in IMPLEMENTATIONS.get(op, ("triton",))
         if implementation not in PLAIN
         for case in suite.cases
-        # Without beta sdpa is torch's attention alone.
+        # Without beta, sdpa only calls torch's attention and runs no Triton kernel.
         if fits(op, implementation, case)
         and (implementation != "sdpa" or suite.cases[case](suite.small)["beta"] is not None)
         for kind in TYPES
@@ -50,7 +52,7 @@ def runs() -> list[Run]:
 
 
 def faults(run: Run, ulps: float, seed: int) -> list[str]:
-    """What is wrong with a run: results out of their bounds, and what the sanitizer finds."""
+    """Describe the faults of a run: sanitizer findings, then results out of bounds."""
     import torch
 
     from kernels.check import check
@@ -58,9 +60,8 @@ def faults(run: Run, ulps: float, seed: int) -> list[str]:
 
     sanitizer = Sanitizer(seed)
     with warnings.catch_warnings(), sanitizer.watching(), gpu_arithmetic(ulps, seed):
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # numpy's, of infinities that a mask takes out
+        # numpy warns of infinities that a mask removes later.
+        warnings.simplefilter("ignore", RuntimeWarning)
         found = check(SUITES[run.op], run.case, run.implementation, getattr(torch, run.kind))
     assert sanitizer.launches, f"{run} launched no kernel"
     return sorted(sanitizer.faults) + [
@@ -69,7 +70,7 @@ def faults(run: Run, ulps: float, seed: int) -> list[str]:
 
 
 def main() -> int:
-    """0: no faults, 1: faults."""
+    """Run the chosen cases. Return 0 without faults, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.interpreter", description=__doc__)
     parser.add_argument(
         "--noise",

@@ -1,12 +1,15 @@
-"""A GPU's approximate instructions in Triton's interpreter: what Triton 3.7's PTX for sm_90 has in place of the CPU's rounded functions.
+"""Emulation of a GPU's approximate instructions in Triton's interpreter.
+
+It replaces the CPU's rounded functions by those that Triton 3.7's PTX for sm_90 contains:
 
     tl.exp    x log2(e), rounded, then ex2.approx          /         div.full
     tl.exp2   ex2.approx.ftz: denormals are zeros          tl.sqrt   sqrt.approx.ftz
     tl.log    a polynomial in rounded steps, and tl.log2
 
-Each is off by up to ``ulps`` units in the last place, by an amount that depends on the operands' bits and ``seed`` alone: the same operands
-give the same bits, as they do on a device. PTX's own bound is 2 for ex2.approx and div.full. float32 alone is touched. Not emulated: where
-a compiler makes one fma of a product and a sum, the order of sums, and the tensor cores' sums.
+Each result is off by up to ``ulps`` units in the last place. The amount depends only on the
+operands' bits and on ``seed``: the same operands give the same bits, as on a device. PTX's bound
+is 2 for ex2.approx and div.full. Only float32 changes. Three effects are not emulated: fused
+products and sums, the order of sums, and the sums of the tensor cores.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ TINY = np.finfo(np.float32).tiny
 
 @contextmanager
 def gpu_arithmetic(ulps: float, seed: int = 0) -> Iterator[None]:
-    """The interpreter with these instructions in place of its own."""
+    """Replace the interpreter's instructions by the approximate ones within the context."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def approximate(name: str, function: Callable[..., Any], flush: bool) -> Callable[..., Any]:
@@ -66,7 +69,10 @@ def gpu_arithmetic(ulps: float, seed: int = 0) -> Iterator[None]:
 
 
 def off(exact: Any, ulps: float, seed: int, *operands: Any) -> Any:
-    """``exact`` (float64) in float32, up to ``ulps`` units of its last place away, as the operands' bits say; 0, 1, infinity stay."""
+    """Return ``exact`` (float64) in float32, changed by up to ``ulps`` units in the last place.
+
+    The operands' bits determine the change. 0, 1, and values that are not finite stay exact.
+    """
     bits: Any = np.uint32(seed)
     for operand in operands:
         bits = (
@@ -82,5 +88,5 @@ def off(exact: Any, ulps: float, seed: int, *operands: Any) -> Any:
 
 
 def flushed(x: Any) -> Any:
-    """x with 0 for denormals."""
+    """Return x with denormals replaced by zeros of the same sign."""
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)

@@ -1,11 +1,13 @@
-"""A sanitizer for Triton's interpreter: what a GPU, whose programs run at once and in any order, would make of each kernel's addresses.
+"""Sanitizer for Triton's interpreter: finds addresses that are wrong on a GPU.
 
-Within it programs run in a shuffled order, and a launch is at fault where
-- a load or a store touches what is not an element of the tensor that its pointer was made from, or is not aligned to one;
-- one store names an address twice, or two programs store to one;
-- a program loads what another one of its launch stores;
+A GPU runs programs at the same time and in any order. The sanitizer runs them in a shuffled order
+and reports a fault if
+- a load or a store uses an address that is not an element of the tensor that its pointer was made
+  from, or is not aligned to one;
+- one store uses an address twice, or two programs store to the same address;
+- a program loads what another program of the launch stores;
 - what is stored through one argument is loaded through another;
-- the sum, difference or product of int32 numbers is none;
+- the sum, difference, or product of int32 numbers overflows;
 - the grid's second or third side is over 65535.
 """
 
@@ -19,24 +21,27 @@ from typing import Any
 import numpy as np
 import torch
 
-# What makes a tensor of pointers out of others: the result points into the same argument.
+# Builder methods that make pointers from pointers: the result points into the same argument.
 KEEPS = ("addptr", "splat", "broadcast", "expand_dims", "reshape", "bitcast", "trans")
 
 
 class Launch:
-    """One launch: its arguments' elements, and who has loaded and stored what so far."""
+    """One launch of a kernel: its arguments' elements, and each program's loads and stores."""
 
     def __init__(self, kernel: str, tensors: dict[str, torch.Tensor]) -> None:
         self.kernel, self.tensors = kernel, tensors
         self.elements: dict[str, Any] = {}
         self.faults: set[str] = set()
-        # Argument -> for each program the addresses, by its number.
+        # Argument -> index of a program -> addresses.
         self.stored: dict[str, dict[int, Any]] = {}
         self.loaded: dict[str, dict[int, Any]] = {}
         self.program, self.order = 0, np.arange(1)
 
     def argument(self, handle: Any) -> str:
-        """The argument that a handle of pointers was made from; one that starts there, where nothing says it."""
+        """Return the name of the argument that the pointers of a handle were made from.
+
+        A handle without this attribute gets the argument that starts at its first address, or "".
+        """
         known = handle.attr.get("argument")
         if known is None:
             first = int(handle.data.flat[0])
@@ -45,7 +50,11 @@ class Launch:
         return str(known)
 
     def touch(self, handle: Any, mask: Any, what: str) -> None:
-        """Note a load or a store at the handle's pointers where ``mask``."""
+        """Record a load or a store at the handle's pointers where ``mask`` is True.
+
+        Addresses outside the argument and repeated addresses of a store are faults. what: "load" or
+        "store".
+        """
         shape = np.broadcast_shapes(handle.data.shape, mask.shape)
         addresses = np.broadcast_to(handle.data, shape)[
             np.broadcast_to(mask, shape).astype(bool)
@@ -65,15 +74,16 @@ class Launch:
         )
 
     def _elements(self, name: str) -> Any:
+        """Return the sorted addresses of an argument's elements."""
         if name not in self.elements:
             start = self.tensors[name].data_ptr() if name else None
-            # Several that start there are not told apart.
+            # Arguments that start at the same address count as one.
             found = [_addresses(t) for t in self.tensors.values() if t.data_ptr() == start]
             self.elements[name] = np.unique(np.concatenate([np.empty(0, np.int64), *found]))
         return self.elements[name]
 
     def judge(self) -> None:
-        """What only shows when all programs have run."""
+        """Record conflicts between programs and between arguments, after all programs have run."""
         for name, programs in self.stored.items():
             written = np.concatenate(list(programs.values()))
             owners = np.repeat(list(programs), [len(each) for each in programs.values()])
@@ -92,7 +102,7 @@ class Launch:
 
 
 def _addresses(t: torch.Tensor) -> Any:
-    """Of each element."""
+    """Return the address of each element."""
     found = np.full((1,) * t.dim(), t.data_ptr(), np.int64)
     for n, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
         found = found + (np.arange(size) * stride * t.element_size()).reshape(
@@ -102,7 +112,7 @@ def _addresses(t: torch.Tensor) -> Any:
 
 
 class Sanitizer:
-    """Faults found, "kernel: what", and the number of launches seen of each kernel."""
+    """Collector of faults ("kernel: fault") and of the number of launches of each kernel."""
 
     def __init__(self, seed: int = 0) -> None:
         self.faults: set[str] = set()
@@ -111,7 +121,7 @@ class Sanitizer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The interpreter under the sanitizer."""
+        """Patch the interpreter with the sanitizer's methods within the context."""
         from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
         made = (
@@ -133,6 +143,8 @@ class Sanitizer:
                 setattr(InterpreterBuilder, name, method)
 
     def _launching(self, call: Any) -> Any:
+        """Wrap GridExecutor.__call__ to create a Launch and to collect its faults."""
+
         def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
             given = dict(zip(executor.arg_names, args, strict=False)) | kwargs
             name = f"{executor.fn.__module__}: {executor.fn.__name__.lstrip('_')}"
@@ -147,6 +159,7 @@ class Sanitizer:
         return launch
 
     def _memory(self) -> dict[str, Any]:
+        """Return loads and stores that record their addresses."""
         from triton.runtime.interpreter import InterpreterBuilder
 
         load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -167,6 +180,7 @@ class Sanitizer:
         }
 
     def _order(self) -> dict[str, Any]:
+        """Return grid methods that run programs in a shuffled order and check the grid's sides."""
         from triton.runtime.interpreter import InterpreterBuilder
 
         place, measure = InterpreterBuilder.set_grid_idx, InterpreterBuilder.set_grid_dim
@@ -187,6 +201,8 @@ class Sanitizer:
         return {"set_grid_dim": set_grid_dim, "set_grid_idx": set_grid_idx}
 
     def _integers(self) -> dict[str, Any]:
+        """Return sums, differences, and products that record an int32 overflow."""
+
         def checked(operation: Any) -> Any:
             def create(builder: Any, left: Any, right: Any) -> Any:
                 if left.data.dtype == np.int32 and right.data.dtype == np.int32:
@@ -204,6 +220,7 @@ class Sanitizer:
         }
 
     def _keeping(self, name: str) -> Any:
+        """Return a builder method that passes a pointer's argument name on to its result."""
         from triton.runtime.interpreter import InterpreterBuilder
 
         own, typed = getattr(InterpreterBuilder, name), name == "create_splat"

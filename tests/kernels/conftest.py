@@ -1,4 +1,4 @@
-"""What operations say, as of a fresh process."""
+"""Fixtures that give every test a fixed random seed and unused log filters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.implementations import OncePerMessage, operations
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """What a test draws without a generator is the same in any order."""
+    """Seed torch's global generator, so that the order of the tests does not change their data."""
     torch.manual_seed(0)
 
 
@@ -20,7 +20,7 @@ def seeded() -> None:
 def messages(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
-    """The log of all operations, none of whose messages has been said yet."""
+    """Return caplog for the operations' loggers, with no message marked as already logged."""
     caplog.set_level(logging.INFO, "kernels")
     for name in (*operations(), "sum"):
         monkeypatch.setattr(logging.getLogger(f"kernels.{name}"), "filters", [OncePerMessage()])

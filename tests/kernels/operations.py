@@ -1,4 +1,8 @@
-"""The operations as the contract of ``test_cases`` takes them: which arguments come a token a row, how a past is handed on, which forms."""
+"""Descriptions of the operations that the contract in ``test_cases`` checks.
+
+For each operation: the arguments that have a row for each token, the argument that is the state
+of earlier tokens, and the forms (cases with changed arguments) that the tests run.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def load(name: str) -> dict[str, Tensor]:
-    """A fixture's arrays by key."""
+    """Return the arrays of a fixture by key, without its metadata."""
     with np.load(FIXTURES / f"{name}.npz") as arrays:
         return {key: torch.from_numpy(arrays[key]) for key in arrays.files if key != "meta"}
 
@@ -43,7 +47,11 @@ def _linear(
     feature: Callable[[Tensor], Tensor],
     slope: Callable[[Tensor], Tensor],
 ) -> Suite:
-    """The two reads sum_j (f(q).f(k_j)) f(k_j) with a state, which have no cases of their own; z alone is query and key."""
+    """Return a suite for slope(q_i) * (sum_j (f(q_i).f(k_j)) f(k_j)), with f = ``feature``.
+
+    The read has a state and no cases in its package. If the operation has z, z is both query and
+    key.
+    """
 
     def inputs(size: Size) -> Inputs:
         rng = torch.Generator().manual_seed(size["tokens"])
@@ -98,12 +106,13 @@ IMPLEMENTATIONS = {
     "fem_attention": ("fused", "reference", "sdpa", "triton", "decode"),
     "gated_delta_rule": ("reference",),
 }
-# Which wild heads are read exactly is the same around every engine; sdpa's cases have them.
+# Cases with wild heads. All engines share the code that selects the heads for the exact form, so
+# only sdpa runs these cases.
 WILD = ("ramp", "wild", "500", "large beta")
 
 
 def fits(op: str, implementation: str, case: str) -> bool:
-    """Whether a case is one for an implementation."""
+    """Return True if an implementation of an operation takes the case."""
     if op != "fem_attention" or implementation not in ("triton", "decode"):
         return True
     x = SUITES[op].cases[case](SUITES[op].small)
@@ -116,9 +125,12 @@ def fits(op: str, implementation: str, case: str) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Arguments with a row for each token that reads, and for each that is read (the past's too); ``state``: the one that is a past.
+    """Names of the arguments that have one row for each token, separated by spaces.
 
-    axes: where tokens are not dimension 2. valid: the argument that says which tokens are there.
+    reading: arguments of the tokens that read. read: arguments of the tokens that are read,
+    including those of earlier calls. state: the argument that is the state of earlier tokens. axes:
+    token dimension of the arguments for which it is not 2. valid: the argument that marks the
+    tokens that are not padding.
     """
 
     reading: str
@@ -129,7 +141,7 @@ class Rows:
 
     @property
     def all(self) -> dict[str, int]:
-        """Argument -> the dimension of its tokens."""
+        """Map each argument to its token dimension."""
         return {
             name: self.axes.get(name, 2) for name in (*self.reading.split(), *self.read.split())
         }
@@ -153,7 +165,11 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A case of an operation with some arguments changed, and ``size`` over the suite's small one. extreme: what later tokens are times."""
+    """A case of an operation with some arguments changed.
+
+    size: overrides of the suite's small size. triton: True if a Triton implementation runs the
+    form. extreme: factor that a causality test multiplies later tokens by.
+    """
 
     op: str
     case: str
@@ -172,11 +188,11 @@ class Form:
 
     @property
     def axis(self) -> int:
-        """Of the output's tokens."""
+        """Token dimension of the output."""
         return 0 if self.op == "time_decay_scan" else 2
 
     def inputs(self, dtype: torch.dtype = torch.float64, **size: Any) -> Inputs:
-        """Its arguments, floats in ``dtype``; ``size`` over its own."""
+        """Return the arguments, with floats in ``dtype``; ``size`` overrides the form's size."""
         tokens = (
             {"steps": size["tokens"]} if "tokens" in size and self.op == "time_decay_scan" else {}
         )
@@ -189,7 +205,7 @@ class Form:
         }
 
     def run(self, x: Inputs, implementation: str = "reference") -> tuple[Tensor, Tensor | None]:
-        """(output, the state behind the last token or None)."""
+        """Return (output, state after the last token or None)."""
         if self.op in ("aft_read", "ssm_read"):
             read: Any = aft_read if self.op == "aft_read" else ssm_read
             o, state = read(**x, implementation=implementation)
@@ -200,13 +216,17 @@ class Form:
         ) > 1 else None
 
     def tokens(self, x: Inputs) -> dict[str, int]:
-        """Of the arguments that are there: name -> dimension of tokens."""
+        """Map each token argument that x contains to its token dimension."""
         return {
             name: axis for name, axis in self.rows.all.items() if isinstance(x.get(name), Tensor)
         }
 
     def taken(self, x: Inputs, reading: Any, read: Any = None) -> Inputs:
-        """x with some rows alone (a slice, or numbers): ``reading`` of the tokens that read, ``read`` (None: the same) of those read."""
+        """Return x with a selection of rows (a slice or indices).
+
+        reading: rows of the tokens that read. read: rows of the tokens that are read; None:
+        ``reading``.
+        """
         at = {
             name: reading if name in self.rows.reading.split() or read is None else read
             for name in self.tokens(x)
@@ -217,7 +237,7 @@ class Form:
         }
 
     def times(self, x: Inputs, cut: int) -> Inputs:
-        """x with the rows from ``cut`` on multiplied by the extreme."""
+        """Return x with the rows from ``cut`` on multiplied by ``extreme`` (``turn`` stays)."""
         later = dict(x)
         for name, axis in self.tokens(x).items():
             first, second = x[name].split([cut, x[name].shape[axis] - cut], dim=axis)
@@ -228,19 +248,22 @@ class Form:
 
 
 def changed(**arguments: Any) -> Callable[[Inputs], Inputs]:
-    """Inputs with these arguments."""
+    """Return a function that replaces these arguments in inputs."""
     return lambda x: {**x, **arguments}
 
 
 def _own_logits(x: Inputs) -> Inputs:
+    """Return AFT's inputs with separate logits for F, the second half of k."""
     return {**x, "k": torch.cat((x["k"], x["k"].flip(2)), dim=-1)}
 
 
 def _keys(**arguments: Any) -> Callable[[Inputs], Inputs]:
+    """Return a function that passes z as ``keys``, too, and replaces these arguments."""
     return lambda x: {**x, "keys": x["z"], **arguments}
 
 
 def _full(x: Inputs) -> Inputs:
+    """Return the inputs for a read that is not causal and has no initial state."""
     return {name: t for name, t in x.items() if name != "initial"} | {"causal": False}
 
 
@@ -279,7 +302,7 @@ FORMS = (
         for name in ("linear attention", "a decay a head", "a decay a channel")
     ),
 )
-# Read by all tokens, or by whole rows at once.
+# Forms that are not causal, or that compute complete rows at once.
 FULL = (
     *(
         Form("linear_attention", f"{name}a decay a head", _full)
@@ -311,12 +334,15 @@ FULL = (
 
 
 def named(forms: tuple[Form, ...]) -> list[Any]:
-    """The forms as a test's parameters."""
+    """Return the forms as parameters of a test, with ids."""
     return [pytest.param(each, id=f"{each.op}: {each.case}, {n}") for n, each in enumerate(forms)]
 
 
 def both() -> list[Any]:
-    """(form, implementation): the definition of every form, and Triton's where there is one; what repeats a kernel is slow."""
+    """Return (form, implementation) parameters: each form's reference, and Triton if it applies.
+
+    Further Triton forms of an operation are marked slow, because they repeat a kernel.
+    """
     ways = [
         (each, way)
         for each in FORMS
@@ -327,15 +353,17 @@ def both() -> list[Any]:
         again = way == "triton" and any(
             form.op == each.op and form.triton for form in FORMS[: FORMS.index(each)]
         )
-        marks = (
-            [pytest.mark.slow] if again and each.op != "linear_attention" else []
-        )  # that one has a kernel for each kind of decay
+        # linear_attention has a kernel for each kind of decay, so that its forms repeat none.
+        marks = [pytest.mark.slow] if again and each.op != "linear_attention" else []
         made.append(pytest.param(each, way, marks=marks, id=f"{each.op}: {each.case}, {way}, {n}"))
     return made
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
-    """Let the references hold so few terms at once, and few tokens of a chunk, that small inputs have many blocks."""
+    """Set block and chunk sizes of the references so small that small inputs take many blocks.
+
+    terms: number of terms that a reference holds at a time.
+    """
     for module in (fem, cem, symmetric, second_order, free_energy):
         monkeypatch.setattr(module, "BLOCK_TERMS_CPU", terms)
     for name, tokens in (("CHUNK", 4), ("CHUNK_PER_CHANNEL", 4), ("CHUNKS", 2)):
@@ -345,7 +373,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations that would make the host wait for a device."""
+    """Recorder of the operations that would make the host wait for a device (``found``)."""
 
     def __init__(self) -> None:
         super().__init__()

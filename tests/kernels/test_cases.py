@@ -1,10 +1,17 @@
-"""One contract for every operation, over its own cases: the definition in float64, each implementation, causality, parts, padding, layout.
+"""One contract that every operation's cases must meet.
 
-`kernels.check` holds the bounds: 1e-5 of the norm in float32; in bfloat16 one and a half times the error that the definition has when
-each of its steps is rounded to it. Nothing may be left unwritten or not finite. Triton kernels run interpreted, at lengths that are no
-multiple of a block. `make test` takes cases in one of the two types each: of those whose numbers alone are special every third, and every
-third of implementations that are not ours; `make test-all` takes all in both. float16 is computed in float32, in one place for all: the
-first case of each definition has it.
+The tests compare the references with the definition in float64 and each implementation with the
+definition. They also check causality, calls in parts, padding, and memory layouts.
+
+`kernels.check` defines the bounds. In float32, the bound is 1e-5 of the norm. In bfloat16, it is
+1.5 times the error of the definition if each of its steps is rounded to bfloat16. All results must
+be written and finite. Triton kernels run in the interpreter, at lengths that are not a multiple of
+a block.
+
+`make test` runs an implementation's first case in all types and each further case in one of two.
+It runs only every third of the Triton cases that differ only in their numbers, and every third
+case of other implementations. `make test-all` runs all cases in both types. All operations share
+the code that computes float16 in float32, so only the first case of each reference runs in float16.
 """
 
 from __future__ import annotations
@@ -40,10 +47,11 @@ from tests.kernels.operations import (
 )
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # each type's unit roundoff
-# In float32 the references are off by more than the kernels: their log-sum-exp rounds at 1e-6, so they know F - mu to 1e-6 / beta only,
-# and sums whose terms cancel (of a bias's gradient, of a temperature's where keys lie far from zero) keep fewer digits, to 1e-4. Their
-# errors are held to twice what is seen. On a CPU torch adds up the gradient of a LayerNorm's weight in bfloat16.
+NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # unit roundoff of each type
+# Bounds for results of the references that exceed the usual ones, at twice the measured error. In
+# float32, their log-sum-exp rounds at 1e-6, so that F - mu has an error of 1e-6 / beta. Sums whose
+# terms cancel (the gradient of a bias, or of a temperature with keys far from zero) have errors up
+# to 1e-4. On a CPU, torch sums the gradient of a LayerNorm's weight in bfloat16.
 LOOSER: dict[tuple[str, str, str], dict[str, float]] = {
     ("fem_attention", "small beta", "float32"): {"d beta": 1e-3, "d lam": 1e-3},
     ("fem_attention", "one query, a past, small beta", "float32"): {
@@ -58,7 +66,7 @@ LOOSER: dict[tuple[str, str, str], dict[str, float]] = {
     ("residual_norm", "vanishing", "bfloat16"): {"d second": 1.5e-2},
     ("residual_norm", "uneven", "bfloat16"): {"d second": 1.5e-2},
 }
-# Of a case that goes through the same lines as others, with other numbers.
+# Names of cases that run the same code as others, with other numbers.
 NUMBERS = re.compile(
     "range|ramp|sharp|beta|far|equal|alike|underflow|large|steep|T =|widths|forgetting|short"
 )
@@ -66,11 +74,12 @@ NUMBERS = re.compile(
 
 @pytest.fixture(autouse=True)
 def small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several strips of CEM's vendor products in few tokens."""
+    """Make CEM's matrix products run in several strips at few tokens."""
     monkeypatch.setattr(cem, "STRIP", 16)
 
 
 def calls() -> Iterator[Any]:
+    """Yield (operation, case, implementation, type); those outside `make test` are marked slow."""
     for op, suite in SUITES.items():
         for implementation in IMPLEMENTATIONS.get(op, ("triton", "reference")):
             cases = [each for each in suite.cases if fits(op, implementation, each)]
@@ -103,7 +112,10 @@ def faults(
     dtype: torch.dtype,
     looser: Mapping[str, float] = MappingProxyType({}),
 ) -> list[str]:
-    """The results of a check that are out of bounds: the check's own, but for those that have a ``looser`` one."""
+    """Describe the results of a check that exceed their bounds.
+
+    looser: bounds that replace those of the check, by result.
+    """
     found = [
         replace(each, bound=looser.get(each.result, each.bound))
         for each in check(suite, case, implementation, dtype)
@@ -224,7 +236,7 @@ def test_every_edge_of_a_block(op: str, n: int) -> None:
 def test_the_reference_is_the_definition_in_float64(
     form: Form, terms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all gradients, however the work is cut."""
+    """The outputs and all gradients agree for every division into blocks."""
     if terms:
         small_blocks(monkeypatch, terms)
     x = form.inputs()
@@ -232,7 +244,8 @@ def test_the_reference_is_the_definition_in_float64(
     for name, got in results(
         lambda given: form.suite.call(given, "reference"), x, torch.float64, "cpu"
     ).items():
-        # float64's rounding, through exponents up to 500 and logarithms over beta, of which the definition has two: 0.02 or 0.001
+        # float64's rounding, with exponents up to 500 and logarithms divided by beta (0.02 or
+        # 0.001), of which the definition has two.
         rounding = 1e-9 if "0.001" in form.case else 1e-10
         assert float((got - truth[name]).norm()) <= rounding * max(
             1.0, float(truth[name].norm())
@@ -265,7 +278,7 @@ def test_gradcheck(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(*tensors: Tensor) -> Any:
         return form.suite.call(x | dict(zip(names, tensors, strict=True)), "reference")
 
-    # One random direction; the test above has every number.
+    # fast_mode checks one random direction; the test above compares every number.
     assert torch.autograd.gradcheck(
         call, [x[name].requires_grad_() for name in names], fast_mode=True
     )
@@ -297,11 +310,9 @@ def test_no_bit_depends_on_later_tokens(
 @pytest.mark.parametrize(("form", "implementation"), both())
 def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> None:
     if form.op == "free_energy":
-        return  # a window of its own: test_free_energy
-    for dtype, rounding in (
-        (torch.float64, 1e-11),
-        (torch.float32, 2e-5),
-    ):  # other joins of the same sums
+        return  # test_free_energy tests its window
+    # The parts join the same sums in another order, hence the tolerances.
+    for dtype, rounding in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         if implementation == "triton" and dtype == torch.float64:
             continue
         x = form.inputs(dtype)
@@ -341,7 +352,10 @@ def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> N
     named(tuple(each for each in (*FORMS, *FULL) if each.rows.valid and "pa" not in each.case)),
 )
 def test_padding_is_not_there(form: Form) -> None:
-    """Each sequence as if its padding were cut out, whatever stands there; and no gradient reaches it."""
+    """Padded sequences give the outputs of unpadded ones for any padding values.
+
+    Padding receives no gradient.
+    """
     x = form.inputs(batch=2)
     x.pop("valid", None)
     x.pop(form.rows.state, None)
@@ -365,9 +379,8 @@ def test_padding_is_not_there(form: Form) -> None:
             for name, t in x.items()
         }
         alone = form.run(form.taken(one, kept.nonzero().flatten()))[0]
-        torch.testing.assert_close(
-            o[row : row + 1, :, kept], alone, rtol=1e-9, atol=1e-9
-        )  # float64, values moved by 20
+        # float64 rounding of values shifted by 20
+        torch.testing.assert_close(o[row : row + 1, :, kept], alone, rtol=1e-9, atol=1e-9)
     for name, g in zip(
         leaves,
         torch.autograd.grad((o * valid[:, None, :, None]).square().sum(), list(leaves.values())),
@@ -384,7 +397,10 @@ ONE_OF_EACH = [param for param in both() if param.values[1] == "triton"] + [
 
 @pytest.mark.parametrize(("form", "implementation"), ONE_OF_EACH)
 def test_any_layout_gives_the_same(form: Form, implementation: str) -> None:
-    """Tokens first in memory, as layers have them, or channels apart; and a gradient that is expanded, of one input alone."""
+    """Inputs with tokens first in memory or with strided channels give the same results.
+
+    An expanded gradient, for one input only, gives the same result, too.
+    """
     x = form.inputs(torch.float32, heads=2)
     turned = dict(x)
     for n, (name, axis) in enumerate(form.tokens(x).items()):
@@ -395,13 +411,11 @@ def test_any_layout_gives_the_same(form: Form, implementation: str) -> None:
             results(lambda given: (form.run(given, implementation)[0],), each, torch.float32, "cpu")
             for each in (x, turned)
         )
-    assert all(
-        relative(other[name], plain[name]) < 1e-6 for name in plain
-    )  # the vendor's products know strides
+    # Library matrix products depend on strides, so that bits may differ.
+    assert all(relative(other[name], plain[name]) < 1e-6 for name in plain)
     if form.op in ("aft_read", "ssm_read"):
-        assert (
-            other["output 0"].permute(2, 0, 1, 3).is_contiguous()
-        )  # in the order that the layer needs
+        # The output has the memory layout that the layer needs.
+        assert other["output 0"].permute(2, 0, 1, 3).is_contiguous()
     name = next(iter(form.tokens(x)))
     leaf, found = turned[name].clone().requires_grad_(), []
     for way in (implementation, "reference"):
@@ -428,7 +442,10 @@ def test_a_narrow_type_is_rounded_once(form: Form, dtype: torch.dtype) -> None:
 
 
 class Made(TorchDispatchMode):
-    """Every storage that operations make meanwhile: how large, in numbers, and which live on."""
+    """Recorder of every storage that operations create within the mode.
+
+    ``storages`` contains weak references with sizes in bytes; ``largest`` is a number of elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +463,7 @@ class Made(TorchDispatchMode):
         return found
 
     def kept(self, *but: Tensor) -> int:
-        """Bytes of those that live on, but for the storages of some."""
+        """Return the bytes of the recorded storages that are alive, except those of ``but``."""
         others = {StorageWeakRef(t.untyped_storage()).cdata for t in but}
         return sum(
             size
@@ -456,15 +473,20 @@ class Made(TorchDispatchMode):
 
 
 def kept_bytes(form: Form, implementation: str, tokens: int) -> tuple[int, int]:
-    """Bytes that a call leaves behind, its result and what its graph keeps, and those of its inputs a token a row."""
+    """Return (bytes that remain allocated after a call, bytes of its token inputs).
+
+    The first number counts the result and the tensors that the graph saves, without the inputs.
+    """
     x = form.inputs(torch.float32, tokens=tokens, batch=1, heads=1)
     x |= {name: x[name].requires_grad_() for name in form.tokens(x)}
     leaves = [x[name] for name in form.tokens(x)]
-    gc.freeze()  # the collection below need not look at all that was imported
+    # The collection below then skips all objects that imports created.
+    gc.freeze()
     with Made() as made:
         o = form.run(x, implementation)[0]
         if implementation == "triton":
-            gc.collect()  # the interpreter's own cycles hold what a kernel was given
+            # Reference cycles in the interpreter keep a kernel's arguments alive.
+            gc.collect()
         kept = made.kept(*(t for t in x.values() if isinstance(t, Tensor)))
     gc.unfreeze()
     assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), leaves))
@@ -485,7 +507,8 @@ def test_what_is_kept_is_linear_in_the_tokens(form: Form, implementation: str) -
         kept_bytes(form, implementation, times * tokens) for times in (1, 2)
     )
     assert long < 2.1 * short
-    # A chunk's states or blocks of pairs kept whole would be many times the inputs; these two keep their chunks' 64 x 64 pairs.
+    # Saving all states of the chunks or all blocks of pairs would take many times the inputs'
+    # memory. The two linear attentions save the 64 x 64 pairs of their chunks.
     most = {
         "energy_linear_attention": 12,
         "symmetric_linear_attention": 25,
@@ -519,10 +542,14 @@ def test_terms_held_at_once_are_bounded(op: str, monkeypatch: pytest.MonkeyPatch
     assert made.largest <= 4000 < 90 * 90
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------------------
+# --- refused calls --------------------------------------------------------------------------------
 
 
 def refused(op: str, x: Inputs, words: str) -> None:
+    """Assert that the call raises a ValueError that matches ``words``.
+
+    The message must be one line that starts with ``op``.
+    """
     with pytest.raises(ValueError, match=words) as error:
         ALL[op].call(x, x.pop("implementation", "reference"))
     assert str(error.value).startswith(op) and "\n" not in str(error.value)

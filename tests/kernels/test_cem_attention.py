@@ -1,4 +1,8 @@
-"""CEM's attention beyond the contract: its energy, what a layer's steps share, parts of the diagonal's scores, types and refusals."""
+"""Tests of CEM's attention beyond the contract of ``test_cases``.
+
+They cover its energy, the tensors that a layer's steps share, blocks of the diagonal's scores,
+types, and refused calls.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +64,8 @@ def test_the_energy_and_its_gradient(diagonal: str) -> None:
         + torch.where(distance == 0, *x["biases"])
     )
     expected = -a.masked_fill(distance < 0, -torch.inf).logsumexp(-1).sum(1) / x["scale"]
-    torch.testing.assert_close(energy, expected, rtol=1e-12, atol=1e-12)  # float64 rounding
+    # float64 rounding
+    torch.testing.assert_close(energy, expected, rtol=1e-12, atol=1e-12)
     (gradient,) = torch.autograd.grad(energy.sum(), x["q"])
     torch.testing.assert_close(call(x, "reference")[0], -gradient, rtol=1e-12, atol=1e-12)
     some = torch.tensor([1, 6])
@@ -86,7 +91,7 @@ def test_without_biases_and_diagonal_it_is_attention_with_keys_for_values() -> N
 def test_parts_of_the_sequences_and_of_the_rows(
     case: str, terms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where C has more terms than are held at once: rows by the least number, or sequences one by one."""
+    """If C exceeds the term limit, it is computed in groups of rows or one sequence at a time."""
     x = floats(SUITE.cases[case](SIZE), torch.float32, leaves=False)
     held: list[int] = []
     bias = products.diagonal_scores
@@ -103,7 +108,9 @@ def test_parts_of_the_sequences_and_of_the_rows(
         results(functools.partial(call, implementation=how), x, torch.float32, "cpu")
         for how in ("reference", "triton")
     )
-    # Both round in float32. The biases' gradient, 0.02, is what is left of 136 rows' terms of either sign: 6e-8 of 10 each, at random 7e-6.
+    # Both implementations round in float32. The biases' gradient, 0.02, is the sum of 136 rows'
+    # terms of both signs that nearly cancel. Each term of about 10 rounds by 6e-8 of itself, at
+    # random 7e-6 in sum.
     errors = {
         name: (float((got[name] - t).norm()), 1e-5 * float(t.norm()) + 1e-5)
         for name, t in truth.items()
@@ -121,16 +128,18 @@ def test_bfloat16_keeps_no_wide_copy() -> None:
             lambda t: t,
         ):
             call(x, implementation)
-        assert (
-            max(t.numel() for t in kept if t.dtype != torch.bfloat16) <= x["q"][..., 0].numel()
-        )  # a number a row and head
+        # The largest wide tensor has one number per row and head.
+        assert max(t.numel() for t in kept if t.dtype != torch.bfloat16) <= x["q"][..., 0].numel()
 
 
 @every_diagonal
 def test_steps_of_a_layer_read_the_same_keys(
     diagonal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """k and h are made once; no step copies, casts or rearranges them, nor the output's gradient."""
+    """The layer makes k and h once, and no step copies, casts, or rearranges them.
+
+    The same is true for the gradient of the output.
+    """
     monkeypatch.setattr(
         cem, "cem_attention", functools.partial(cem_attention, implementation="triton")
     )
@@ -182,6 +191,5 @@ def test_gradients_have_their_inputs_types_and_order_in_memory() -> None:
     leaf = [t for t in x.values() if isinstance(t, Tensor) and t.requires_grad]
     found = torch.autograd.grad(out.sum(), leaf)
     assert out.dtype == torch.bfloat16 and [g.dtype for g in found] == [t.dtype for t in leaf]
-    assert [t.stride() for t in (out, *found[:2])] == [
-        x[name].stride() for name in ("q", "q", "k")
-    ]  # so that the layer copies none
+    # With these strides, the layer needs no copy.
+    assert [t.stride() for t in (out, *found[:2])] == [x[name].stride() for name in ("q", "q", "k")]

@@ -1,4 +1,7 @@
-"""AFT's and the state-space model's read beyond the contract: extreme logits and steps, what a state holds, chunks, what is refused."""
+"""Tests of AFT's and the state-space model's read beyond the contract of ``test_cases``.
+
+They cover extreme logits and steps, the contents of a state, chunks, and refused calls.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def drawn(op: str, dtype: torch.dtype = torch.float32, **size: int) -> Inputs:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_aft_takes_logits_of_any_size(size: float, dtype: torch.dtype) -> None:
     x = drawn("aft_read", torch.float64, tokens=90)
-    # Whole numbers and coarse values: k + beta v is then exact in both types, so that what differs is the read's own doing.
+    # Integers and coarse values make k + beta v exact in both types, so that only the read's
+    # rounding differs.
     x["k"] = (
         torch.rand(x["k"].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         * 2
@@ -41,9 +45,10 @@ def test_aft_takes_logits_of_any_size(size: float, dtype: torch.dtype) -> None:
     got = results(
         lambda given: AFT.call(given, "reference"), x, dtype, "cpu", weighted_in=torch.float64
     )
-    # the difference of two log-sum-exps of this size, halved by beta
+    # Rounding of the difference of two log-sum-exps of this size, divided by beta = 2.
     assert (got["output 0"] - truth["output 0"]).abs().max() < 4 * size * torch.finfo(dtype).eps
-    for name in ("d k", "d v", "d beta"):  # dbeta: F - E_w[v] as the difference of both
+    # The gradient of beta is F - E_w[v], a difference of two large numbers.
+    for name in ("d k", "d v", "d beta"):
         assert got[name].isfinite().all() and relative(got[name], truth[name]) < (
             1e-10 if dtype == torch.float64 else 1e-4
         )
@@ -69,9 +74,8 @@ def test_ssm_not_normalised_is_the_selective_scan() -> None:
         ]
         expected.append((state * x["c_out"][:, :, t, None]).sum(-1))
     o, after = ssm_read(x["delta"], x["rate"], x["b_in"], x["c_out"], x["v"], normalise=False)
-    torch.testing.assert_close(
-        o, torch.stack(expected, 2), rtol=1e-12, atol=1e-12
-    )  # float64 rounding
+    # float64 rounding
+    torch.testing.assert_close(o, torch.stack(expected, 2), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(after, state, rtol=1e-12, atol=1e-12)
 
 
@@ -84,11 +88,11 @@ def test_ssm_takes_steps_of_any_size(size: float, values: float) -> None:
     assert all(t.isfinite().all() for t in found.values())
     bare: Any = {name: t for name, t in x.items() if name not in ("lam", "gate", "beta")}
     mu, free_energy = ssm_read(**bare)[0], ssm_read(**bare, beta=x["beta"])[0]
-    if size == 1e4 and values == 1.0:  # everything but the token itself is forgotten
+    # These steps forget everything except the token itself.
+    if size == 1e4 and values == 1.0:
         torch.testing.assert_close(mu, x["v"], rtol=1e-6, atol=0)  # float32 rounding
-        torch.testing.assert_close(
-            free_energy, x["v"], rtol=1e-6, atol=1e-5
-        )  # float32 rounding of beta v / beta
+        # float32 rounding of beta v / beta
+        torch.testing.assert_close(free_energy, x["v"], rtol=1e-6, atol=1e-5)
     else:
         assert (free_energy >= mu - 1e-5 * values).all() and (
             free_energy <= x["v"].cummax(2).values + 1e-5 * values
@@ -97,7 +101,10 @@ def test_ssm_takes_steps_of_any_size(size: float, values: float) -> None:
 
 @every_form
 def test_ssm_a_far_past_maximum_fades_without_underflow(implementation: str) -> None:
-    """A value 300 above the others, then steps that forget it: a maximum that did not fade would leave the others 0 in float32."""
+    """A value 300 above the rest is forgotten step by step without underflow.
+
+    If its maximum did not decay, too, the other values would underflow to 0 in float32.
+    """
     tokens, rate = (2001, 1.0) if implementation == "reference" else (41, 10.0)
     v, one = torch.zeros(1, 1, tokens, 1), torch.ones(1, 1, tokens, 1)
     v[:, :, 0] = 300.0
@@ -113,9 +120,8 @@ def test_ssm_a_far_past_maximum_fades_without_underflow(implementation: str) -> 
     decay = rate * torch.arange(tokens, dtype=torch.float64)
     others = (1 - (-decay).exp()) / (1 - torch.tensor(-rate, dtype=torch.float64).exp())
     truth = torch.logaddexp(300 - decay, others.log()) - (others + (-decay).exp()).log()
-    torch.testing.assert_close(
-        o.double().flatten(), truth, rtol=0, atol=1e-4
-    )  # eps times exponents of 300
+    # float32's eps times exponents of 300
+    torch.testing.assert_close(o.double().flatten(), truth, rtol=0, atol=1e-4)
 
 
 def test_ssm_states_are_made_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +138,7 @@ def test_ssm_states_are_made_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         torch.float32,
         "cpu",
     )
-    assert lengths == [64, 64, 22, 22, 64, 64]  # forward, then once more in the backward
+    assert lengths == [64, 64, 22, 22, 64, 64]  # forward, then again in the backward
 
 
 @every_form

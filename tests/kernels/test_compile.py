@@ -1,5 +1,8 @@
-"""torch.compile sees every operation and every layer whole, tensors without numbers get the shapes that numbers would have,
-and torch.autocast changes no operation."""
+"""Tests of the operations and layers under torch.compile, FakeTensorMode, and torch.autocast.
+
+torch.compile captures every operation and every layer in one graph. Fake tensors get the shapes
+that real tensors get. torch.autocast changes no operation.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,17 @@ def compiled_here() -> Iterator[None]:
 
 @pytest.mark.parametrize("op", SUITES)
 def test_an_operation_is_one_graph(op: str) -> None:
-    """Forward and backward, and its numbers are the same: a registered operation runs the same code, a traced one the same steps."""
+    """An operation compiles to one graph, forward and backward, and the results are the same.
+
+    A registered operation runs the same code; a traced operation runs the same steps.
+    """
     suite = SUITES[op]
     x = suite.cases[next(iter(suite.cases))](suite.small)
     whole = torch.compile(lambda x: suite.call(x, "auto"), fullgraph=True, backend="eager")
     plain = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
     for name, got in results(whole, x, torch.float32, "cpu").items():
-        assert relative(got, plain[name]) <= 1e-6, (
-            name
-        )  # float32's rounding, where a sum is taken in another order
+        # float32 rounding of sums in another order
+        assert relative(got, plain[name]) <= 1e-6, name
 
 
 OWN_BACKWARD = ("fem_attention", "cem_attention", "linear_attention", "symmetric_attention")
@@ -64,14 +69,15 @@ PRODUCTS = (
 
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_autocast_changes_no_bit(op: str) -> None:
-    """Of the results and the gradients; where an operation has its own backward, of one within autocast's region too."""
+    """Autocast changes no bit of the results and gradients.
+
+    For an operation with a custom backward, this is also true if the backward runs under autocast.
+    """
     suite = SUITES[op]
     x = suite.cases[next(iter(suite.cases))](suite.small)
     if op == "second_order_attention":
-        x = {
-            **x,
-            "factor": torch.eye(x["q"].shape[3]).double().repeat(x["q"].shape[1], 1, 1),
-        }  # whose square is exact
+        # The square of the identity is exact in every type.
+        x = {**x, "factor": torch.eye(x["q"].shape[3]).double().repeat(x["q"].shape[1], 1, 1)}
     found = []
     for forward, backward in (
         (False, False),
@@ -85,7 +91,7 @@ def test_autocast_changes_no_bit(op: str) -> None:
                     return suite.call(x, "reference")
 
             found.append(results(call, x, torch.float32, "cpu"))
-    # The suite makes the square itself.
+    # The suite itself squares the factor under autocast, which may change this gradient.
     assert all(
         torch.equal(way[name], found[0][name])
         for way in found[1:]
@@ -113,13 +119,15 @@ def test_a_layer_is_one_graph(name: str) -> None:
     for read in (block, torch.compile(block, fullgraph=True, backend="eager")):
         y = read(x, Context())
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))))
-    assert all(
-        relative(got, plain) <= 1e-5 for got, plain in zip(found[1], found[0], strict=True)
-    )  # as above, through the layer
+    # float32 rounding of sums in another order, amplified by the layer
+    assert all(relative(got, plain) <= 1e-5 for got, plain in zip(found[1], found[0], strict=True))
 
 
 def test_a_copy_of_this_code_leaves_the_operations_alone() -> None:
-    """An exported model's folder has one, and a process may load several beside ours."""
+    """Loading copies of the code does not replace the registered operations.
+
+    The folder of an exported model contains a copy, and a process may load several copies.
+    """
 
     def linear_attention(q: Tensor) -> Tensor:
         return 2 * q
@@ -136,13 +144,15 @@ def test_a_copy_of_this_code_leaves_the_operations_alone() -> None:
         ]
         spaces.append(code["NAMESPACE"])
     assert len({"fem", *spaces}) == 3
-    assert (
-        torch.ops.fem.linear_attention.default is ours
-    )  # registered anew, it would be another, and ours freed memory
+    # A second registration would replace the operation and free the first one's memory.
+    assert torch.ops.fem.linear_attention.default is ours
 
 
 class Nodes(TorchDispatchMode):
-    """Of which operations a graph would have nodes, and what they are given."""
+    """Recorder of the registered operations that run, with their arguments.
+
+    ``within`` is positive while one of them runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +173,11 @@ class Nodes(TorchDispatchMode):
 def test_a_node_of_a_graph_is_what_torch_library_wants(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operation's own name, the same numbers and gradients, results in the memory that its shapes promise and that nobody else has."""
+    """A graph node has the operation's name, the same results and gradients, and passes opcheck.
+
+    opcheck covers the schema (no result shares memory with an argument) and the fake results'
+    layout.
+    """
     suite = SUITES[op]
     x = suite.cases[next(iter(suite.cases))](suite.small)
     plain = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
@@ -172,9 +186,8 @@ def test_a_node_of_a_graph_is_what_torch_library_wants(
         for module in (registered, residual_norm, fem_projection):
             patch.setattr(module, "opaque", lambda *_: not nodes.within)
         node = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
-    assert all(
-        relative(node[name], plain[name]) <= 1e-6 for name in plain
-    )  # float32's rounding, as above
+    # float32 rounding of sums in another order
+    assert all(relative(node[name], plain[name]) <= 1e-6 for name in plain)
     name = {"free_energy": "linear_read_at_once"}.get(op, op)
     assert {name, f"{name}_backward"} <= set(nodes.found)
     for func, args in nodes.found.values():
@@ -186,7 +199,10 @@ CASES = [(op, case) for op, suite in SUITES.items() for case in suite.cases]
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_a_tensor_without_numbers_gets_its_shape(op: str, case: str) -> None:
-    """Forward and backward: nothing looks at a number, and no size depends on one."""
+    """Forward and backward run on fake tensors and give the shapes and types of real ones.
+
+    No step reads a value, and no size depends on one.
+    """
     suite = SUITES[op]
     x = suite.cases[case](suite.small)
     given = {

@@ -1,4 +1,8 @@
-"""fem_attention beyond the contract: which form runs, what the fast forms may round, wild heads, autograd's graph, decoding."""
+"""Tests of fem_attention beyond the contract of ``test_cases``.
+
+They cover the choice of the form, the rounding of the fast forms, wild heads (heads whose values
+exceed the fast form's range), autograd's graph, and decoding.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ fast_and_exact = pytest.mark.parametrize("implementation", ["fused", "reference"
 
 
 def inputs(dtype: torch.dtype = torch.float32, **changed: Any) -> dict[str, Any]:
-    """The six tensors, in ``dtype``, all differentiable."""
+    """Return q, k, v, beta, lam, and gate in ``dtype``, all differentiable."""
     x = made(
         {**SIZE, **{name: changed.pop(name) for name in (*SIZE,) if name in changed}}, **changed
     )
@@ -52,7 +56,7 @@ def gradients(x: dict[str, Any], **arguments: Any) -> dict[str, Tensor]:
     }
 
 
-# --- which form runs -------------------------------------------------------------------------------------------------------------
+# --- choice of the form ---------------------------------------------------------------------------
 
 
 @fast_and_exact
@@ -60,10 +64,8 @@ def test_without_temperature_and_gate_it_is_standard_attention(implementation: s
     x = inputs()
     standard = F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
     closed = x | {"lam": torch.zeros_like(x["lam"]), "gate": torch.ones_like(x["gate"])}
-    for given in (
-        closed,
-        {name: x[name] for name in ("q", "k", "v")},
-    ):  # sums of 21 terms of size 1, in two orders
+    # The tolerance is for sums of 21 terms of size 1 in two orders.
+    for given in (closed, {name: x[name] for name in ("q", "k", "v")}):
         torch.testing.assert_close(
             fem_attention(**given, implementation=implementation), standard, rtol=2e-6, atol=2e-6
         )
@@ -76,7 +78,7 @@ def test_without_temperature_and_gate_it_is_standard_attention(implementation: s
 
 
 def weighed(x: dict[str, Tensor]) -> Tensor:
-    """The prior's logarithms, [b, h, queries, keys]."""
+    """Return the logarithms of the prior, the causal softmax weights, [b, h, queries, keys]."""
     scores = x["q"] @ x["k"].mT * x["q"].shape[-1] ** -0.5
     return scores.masked_fill(
         torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf
@@ -88,7 +90,10 @@ def weighed(x: dict[str, Tensor]) -> Tensor:
 def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(
     implementation: str, beta: float, uniform: float
 ) -> None:
-    """F - mu = KL(p || q) / beta, q = p exp(beta (v - F)) the posterior; mu <= F <= the greatest value; F(v + c) = F(v) + c."""
+    """The gap is a divergence: F - mu = KL(p || q) / beta with the posterior q.
+
+    q = p exp(beta (v - F)); mu <= F <= the greatest value; F(v + c) = F(v) + c.
+    """
     dtype = torch.float32 if implementation in ("sdpa", "triton") else torch.float64
     x = {name: t.detach() for name, t in inputs(dtype, beta=beta, uniform=uniform).items()}
     ones = torch.ones_like(x["v"])
@@ -96,7 +101,7 @@ def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(
         fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation=implementation)
         for lam in (0 * ones, ones)
     )
-    # The rounding of sums over 21 tokens of the values' size, and of a logarithm divided by beta
+    # Rounding of sums over 21 tokens of the values' size, and of a logarithm divided by beta.
     rounding = 20 * torch.finfo(dtype).eps * (uniform + 1 / beta)
     assert (free >= mu - rounding).all() and (free <= x["v"].cummax(2).values + rounding).all()
     log_p = weighed(x)
@@ -115,11 +120,16 @@ def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(
 
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
 def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> None:
-    """(1 - lam) mu + lam F(beta) is F at an inverse temperature between 0 and beta that rises with lam: the paper's hidden temperature."""
+    """Each lam corresponds to an inverse temperature, the paper's hidden temperature.
+
+    (1 - lam) mu + lam F(beta) equals F at an inverse temperature between 0 and beta that rises with
+    lam.
+    """
     x = {name: t.detach() for name, t in inputs(torch.float64, tokens=9, heads=1, batch=1).items()}
     log_p = weighed(x)
 
-    def at(temperature: Tensor) -> Tensor:  # [b, h, t, dv]: one for each token and channel
+    # temperature: [b, h, t, dv], one for each token and channel
+    def at(temperature: Tensor) -> Tensor:
         return (log_p[..., None] + temperature[:, :, :, None] * x["v"][:, :, None]).logsumexp(
             3
         ) / temperature
@@ -138,10 +148,11 @@ def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> N
             middle = (low + high) / 2
             under = at(middle) < mixed
             low, high = torch.where(under, middle, low), torch.where(under, high, middle)
-        return low[:, :, 1:]  # the first token has one key: every temperature gives its value
+        # The first token has one key, so that every temperature gives the same value.
+        return low[:, :, 1:]
 
     found = [hidden(lam) for lam in (0.05, 0.3, 0.6, 0.95)]
-    # 1e-3: far under the steps, far over what 60 bisections leave.
+    # 1e-3 is far below the steps and far above the error of 60 bisections.
     assert all(
         (higher - lower > 1e-3).all() for lower, higher in zip(found, found[1:], strict=False)
     )
@@ -157,9 +168,8 @@ def test_an_output_moves_by_rounding_at_most_when_later_tokens_change(implementa
     }
     with torch.no_grad():
         o, moved = (fem_attention(**given, implementation=implementation) for given in (x, later))
-    torch.testing.assert_close(
-        moved[:, :, :13], o[:, :, :13], rtol=1e-5, atol=1e-6
-    )  # another centre: float32's rounding
+    # The later tokens move the values' centre, which changes float32's rounding.
+    torch.testing.assert_close(moved[:, :, :13], o[:, :, :13], rtol=1e-5, atol=1e-6)
     assert (o[:, :, 13:] - moved[:, :, 13:]).abs().max() > 0.01
     for gradient in torch.autograd.grad(
         fem_attention(**x, implementation=implementation)[:, :, :13].sum(), [x[n] for n in "qkv"]
@@ -209,11 +219,11 @@ def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) ->
         definition(dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True} | given)[0]
         for given in (wide | {"beta": None}, wide)
     )
-    lam = torch.full(
-        mu.shape, 0.5, requires_grad=True
-    )  # float32 beside bfloat16; its gradient is F - mu
+    # lam is float32 with bfloat16 inputs; its gradient is F - mu.
+    lam = torch.full(mu.shape, 0.5, requires_grad=True)
     o = fem_attention(x["q"], x["k"], x["v"], x["beta"].float(), lam, implementation="fused")
-    # F - mu is about beta / 2, 1% of the values; a stream exp(x) - 1 loses 4% to 10% of it, exp(x) all of it; bfloat16's eps is 0.4%
+    # F - mu is about beta / 2, 1% of the values. Reading exp(x) - 1 in bfloat16 would lose 4% to
+    # 10% of it, and exp(x) all of it. bfloat16's eps is 0.4%.
     assert relative(torch.autograd.grad(o.float().sum(), lam)[0], free_energy - mu) < 0.01
 
 
@@ -229,7 +239,8 @@ def test_free_energy_is_never_under_the_mean_whatever_the_rounding(
         lam,
     )
     assert (gap >= 0).all() and gap.max() > 0.01
-    # Three neighbouring bfloat16 numbers: the mean of the first three, 144.33, rounds to 144, as if no value were larger.
+    # Neighbouring bfloat16 numbers: the mean of the first three values, 144.33, rounds to 144, as
+    # if no value were larger.
     v = torch.tensor([144.0, 144.0, 145.0, 146.0], dtype=torch.bfloat16)[
         None, None, :, None
     ].requires_grad_()
@@ -247,15 +258,14 @@ def test_free_energy_is_never_under_the_mean_whatever_the_rounding(
 def test_cpu_runs_the_flash_kernel_whatever_the_widths(dv: int, past: int, beta: bool) -> None:
     x = inputs(dv=dv, tokens=33 - past, past=past)
     arguments = (x["q"], x["k"], x["v"], *((x["beta"], x["lam"]) if beta else ()))
-    with sdpa_kernel(
-        SDPBackend.FLASH_ATTENTION
-    ):  # raises where the flash kernel cannot take the call
+    # The context raises RuntimeError if the flash kernel cannot take the call.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         fem_attention(*arguments, implementation="fused").sum().backward()
     with pytest.raises(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         fem_attention(*arguments, implementation="fused")
 
 
-# --- around an engine ------------------------------------------------------------------------------------------------------------
+# --- code around an engine ------------------------------------------------------------------------
 
 
 @engines
@@ -271,7 +281,7 @@ def test_a_wild_channel_leaves_other_heads_and_blocks_as_they_were_to_the_bit(en
     )
     exact = gradients(wild, implementation="reference")
     for name, got in after.items():
-        assert relative(got, exact[name]) < 1e-5, name  # the stated bound of float32
+        assert relative(got, exact[name]) < 1e-5, name  # documented bound of float32
         if name != "beta":
             assert torch.equal(got[0], before[name][0]) and torch.equal(
                 got[1, 1], before[name][1, 1]
@@ -282,13 +292,18 @@ def test_a_wild_channel_leaves_other_heads_and_blocks_as_they_were_to_the_bit(en
         name: t if name == "beta" else torch.cat((t[:, :, :13], -5 * t[:, :, 13:]), 2)
         for name, t in wild.items()
     }
+    # The exact form's rows do not depend on later tokens, bit for bit.
     assert torch.equal(
         fem_attention(**later, implementation=engine)[1, 0, :13, :16], after["o"][1, 0, :13, :16]
-    )  # exact, so to the bit
+    )
 
 
 def test_one_wild_channel_costs_one_blocks_exact_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in exponentials, forward and backward; prep and epilogue have as many whatever the values."""
+    """One wild channel costs the exact computation of one block of channels.
+
+    The cost is the number of exponentials in forward and backward. The kernels before and after the
+    engine compute the same number of them for all values.
+    """
     from triton.runtime.interpreter import InterpreterBuilder
 
     own, found = InterpreterBuilder.create_exp2, 0
@@ -310,7 +325,8 @@ def test_one_wild_channel_costs_one_blocks_exact_work(monkeypatch: pytest.Monkey
     monkeypatch.setattr(InterpreterBuilder, "create_exp2", create_exp2)
     calm, one = exponentials(), exponentials(17)
     assert exponentials(16, 23, 31) == one > calm
-    # Four blocks cost four times as much but for the pairs' own probabilities, which dq and dk need once: 1 beside 16 a block.
+    # Four blocks cost four times as much as one, except for the pairs' probabilities, which dq and
+    # dk need only once: 1 exponential per pair in addition to 16 per block.
     assert 4 * (one - calm) < 1.05 * (exponentials(0, 17, 40, 63) - calm)
 
 
@@ -345,9 +361,8 @@ def test_a_value_that_is_not_finite_stays_in_its_head(
     for name in set(got) - {"beta"}:
         assert got[name][0].isfinite().all() and got[name][1, 1].isfinite().all()
     truth = gradients(x, implementation="reference")
-    assert all(
-        relative(got[name][:, :, :9], truth[name][:, :, :9]) < 1e-5 for name in "oq"
-    )  # rows that do not read it
+    # These rows do not read the value.
+    assert all(relative(got[name][:, :, :9], truth[name][:, :, :9]) < 1e-5 for name in "oq")
 
 
 @engines
@@ -377,14 +392,17 @@ def test_float32_gates_beside_bfloat16() -> None:
     assert {name: t.dtype for name, t in got.items()} == {
         name: t.dtype for name, t in mixed.items()
     } | {"o": torch.bfloat16}
-    assert all(
-        relative(got[name], expected[name]) < 0.01 for name in got
-    )  # two bfloat16 roundings of the same attention
+    # bfloat16 rounding in two implementations of the same attention
+    assert all(relative(got[name], expected[name]) < 0.01 for name in got)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_remakes_a_block_once_with_the_same_gradients(reentrant: bool) -> None:
-    """The inner graph's own backward is a second task of autograd's; what it unpacks must not make the checkpoint run again."""
+    """A checkpoint recomputes a block only once.
+
+    The backward of the inner graph is a second autograd task. Unpacking its saved tensors must not
+    make the checkpoint recompute again.
+    """
     x, direct, forwards = inputs(), gradients(inputs(), implementation="sdpa"), 0
 
     def block(*tensors: Tensor) -> Tensor:
@@ -400,7 +418,7 @@ def test_a_checkpoint_remakes_a_block_once_with_the_same_gradients(reentrant: bo
 
 
 class Graft(torch.autograd.Function):
-    """A tensor as an inner node of a graph, its memory its own."""
+    """Identity that makes a tensor an inner node of a graph without copying its memory."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, t: Tensor) -> Tensor:
@@ -412,7 +430,7 @@ class Graft(torch.autograd.Function):
 
 
 def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None:
-    """Who offloads or recomputes activations gets their memory back: the inner graph holds no input."""
+    """Offloading or recomputing activations frees their memory: the inner graph holds no input."""
     anchor, memory = (
         torch.zeros((), requires_grad=True),
         {name: t.detach().numpy().copy() for name, t in inputs().items()},
@@ -478,7 +496,7 @@ def test_the_largest_range_is_told_once_by_a_later_call(messages: pytest.LogCapt
     accelerated.watch.cache_clear()
 
 
-# --- decoding --------------------------------------------------------------------------------------------------------------------
+# --- decoding -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("queries", [1, 3, 16])
@@ -487,10 +505,10 @@ def test_decoding_in_one_part_or_many(tokens: int, queries: int) -> None:
     x = made({**SIZE, "batch": 1}, tokens=queries, past=tokens - queries, uniform=79.0, group=2)
     given = [x[name].float() for name in TENSORS]
     truth = results(definition, x, torch.float64, "cpu", gradients=False)["output 0"]
-    for splits in (1, 100, None):  # 100: one block of keys each
-        assert (
-            relative(decode(*given, causal=True, scale=16**-0.5, splits=splits), truth) < 1e-5
-        )  # the stated bound of float32
+    # With 100 splits, each has one block of keys.
+    for splits in (1, 100, None):
+        # documented bound of float32
+        assert relative(decode(*given, causal=True, scale=16**-0.5, splits=splits), truth) < 1e-5
     if tokens == 70:
         before = fem_attention(*given, implementation="decode")
         given[1][:, :, -1:] *= -1e4

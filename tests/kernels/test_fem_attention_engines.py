@@ -1,4 +1,8 @@
-"""The engines that read [v | U]: which calls they take, how they are called, in which order they are tried, and the measured table."""
+"""Tests of the engines that read [v | U].
+
+They cover the calls that each engine takes, its arguments, the order of the engines, and the
+measured table.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +92,10 @@ def test_cudnn_is_not_given_ragged_or_changing_shapes(monkeypatch: pytest.Monkey
 
 
 def test_what_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU auto is the fused form, whatever could be interpreted, and an engine that is asked for says why not."""
+    """On a CPU, auto chooses the fused form even if an engine could run in the interpreter.
+
+    An engine that is requested explicitly raises an error with the reason.
+    """
     assert [each.name for each in OP.implementations] == [*ENGINES, "decode", "fused", "reference"]
     x = [
         torch.randn(1, 2, 9, 4),
@@ -143,13 +150,12 @@ def test_padding_and_halves_change_nothing(dk: int, values: int, equal: bool, li
         return
     q, k, v = (torch.randn(2, 2, 9, width, dtype=torch.float64) for width in (dk, dk, values))
     got = engine.read(q, k, v, Reading(False, 0.3), call)
-    torch.testing.assert_close(
-        got, (q @ k.mT * 0.3).softmax(-1) @ v, rtol=1e-13, atol=1e-13
-    )  # float64 rounding
+    # float64 rounding
+    torch.testing.assert_close(got, (q @ k.mT * 0.3).softmax(-1) @ v, rtol=1e-13, atol=1e-13)
     assert all(max(widths) <= limit and (widths[0] == widths[1] or not equal) for widths in seen)
 
 
-# --- how engines are called ------------------------------------------------------------------------------------------------------
+# --- arguments of the engines ---------------------------------------------------------------------
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -198,11 +204,12 @@ def test_torchs_attention_reads_what_is_asked(kind: str) -> None:
     )
     assert torch.equal(made.expand(1, 1, tq, 12)[0, 0], mask)
     q, k, v = torch.randn(1, 4, tq, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
+    # float32 rounding
     torch.testing.assert_close(
         ENGINES["sdpa"].attend(q, k, v, reading), plain(q, k, v, mask, 0.4), rtol=1e-5, atol=1e-6
-    )  # float32
+    )
     with pytest.raises(RuntimeError, match="scaled_dot_product_attention|No available kernel"):
-        ENGINES["efficient"].attend(q, k, v, reading)  # its kernels are a GPU's
+        ENGINES["efficient"].attend(q, k, v, reading)  # its kernels need a GPU
 
 
 ENGINE_PACKAGES = [
@@ -218,7 +225,7 @@ def test_flash_attention_packages_are_called_in_their_layout(
     kind: str, engine: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, tq, mask = reading_of(READINGS[kind])
-    with_sums = engine != "flash_attn_2"  # as early versions of FlashAttention-3
+    with_sums = engine != "flash_attn_2"  # like early versions of FlashAttention-3
 
     def given(out: Tensor) -> Any:
         return (out, None) if with_sums else out
@@ -257,15 +264,16 @@ def test_flash_attention_packages_are_called_in_their_layout(
     monkeypatch.setitem(sys.modules, package, functions)
     q, k, v = torch.randn(1, 4, tq, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 16)
     call = replace(CALL, batch=1, tq=tq, tk=12, dk=8, values=16)
+    # float32 rounding
     torch.testing.assert_close(
         ENGINES[engine].read(q, k, v, reading, call),
         plain(q, k, v, mask, 0.4),
         rtol=1e-5,
         atol=1e-6,
-    )  # float32
+    )
 
 
-# --- the table -------------------------------------------------------------------------------------------------------------------
+# --- measured table -------------------------------------------------------------------------------
 
 
 def entry(tokens: int, times: dict[str, float], **changed: Any) -> Entry:
@@ -315,7 +323,7 @@ def test_where_nothing_is_measured_the_architecture_decides(
 ) -> None:
     monkeypatch.setattr(machine, "architecture", lambda where: architecture)
     monkeypatch.setattr(machine, "name", lambda where: "not measured")
-    found = order(replace(CALL, tq=architecture, tk=architecture))  # a call that is in no cache
+    found = order(replace(CALL, tq=architecture, tk=architecture))  # no cache contains this call
     assert found[0] == first and found.index("cudnn") < found.index("triton")
 
 

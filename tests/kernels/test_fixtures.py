@@ -1,4 +1,7 @@
-"""The operations against float64 results of implementations that share no code with ours: outputs and gradients, ``tests/fixtures``."""
+"""Tests of the operations against the float64 fixtures in ``tests/fixtures``.
+
+Implementations that share no code with this project computed the outputs and gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from tests.kernels.operations import load
 
 
 def softmax_read(how: str) -> Callable[..., list[Tensor]]:
-    """[o, mu, F] by an implementation of `fem_attention`, or by `free_energy_read` under softmax's weights."""
+    """Return a function that computes [o, mu, F].
+
+    how: an implementation of `fem_attention`, or else `free_energy_read` with softmax weights.
+    """
 
     def one(
         q: Tensor,
@@ -33,7 +39,7 @@ def softmax_read(how: str) -> Callable[..., list[Tensor]]:
             return fem_attention(q, k, v, beta, lam, gate, implementation=how)
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
         scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
-        # The logarithms are known up to a constant.
+        # The logarithms of the weights may have any additive constant.
         known: Any = (
             lambda streams: scores.softmax(-1) @ streams,
             lambda start, stop: scores[:, :, start:stop] + 7.0,
@@ -101,7 +107,7 @@ def test_fixture(name: str, how: str, call: Callable[..., Any]) -> None:
     for key, got in (
         outputs | {f"grad/{key}": g for key, g in zip(names, gradients, strict=True)}
     ).items():
-        # float64 on both sides; the fixtures' own tolerance
+        # Both sides are float64; the fixtures define the tolerance.
         torch.testing.assert_close(
             got, stored[key], rtol=1e-9, atol=1e-9 * float(stored[key].abs().max()), msg=key
         )

@@ -1,4 +1,8 @@
-"""The free-energy read: laws that every form of it keeps, the exact form beyond the fast one's range, and decoding's window."""
+"""Tests of the free-energy read.
+
+They cover the laws of every form, the exact form beyond the fast form's range, and the window of
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def inputs(
     value_range: float | None = None,
     **size: int,
 ) -> Inputs:
-    """A case's inputs; value_range: of beta v."""
+    """Return the inputs of a case. value_range: range of beta v, or None for the case's values."""
     x = SUITE.cases[case]({**SUITE.small, **size})
     if value_range is not None:
         x["v"] = (
@@ -55,7 +59,7 @@ def inputs(
 
 
 def read(x: Inputs, v: Tensor, *rest: Tensor | None, exact: bool = False) -> Tensor:
-    """Under linear attention's weights; rest: beta, lam, gate."""
+    """Return the free-energy read under linear attention's weights. rest: beta, lam, gate."""
     q, k, decay = x["q"], x["k"], x.get("log_decay")
     given: Any = (*rest, None, None, None)[:3]
     known: Any = (
@@ -66,7 +70,7 @@ def read(x: Inputs, v: Tensor, *rest: Tensor | None, exact: bool = False) -> Ten
 
 
 def reads() -> dict[str, Callable[..., Tensor]]:
-    """Each free-energy read as a function of (v, beta, lam, gate), everything else drawn."""
+    """Return each free-energy read as a function of (v, beta, lam, gate); other inputs random."""
     rng = torch.Generator().manual_seed(0)
     q, k, delta = (
         torch.rand(1, 1, 40, 3, generator=rng, dtype=torch.float64) + 0.1 for _ in range(3)
@@ -97,12 +101,11 @@ def test_the_laws_of_the_read(name: str) -> None:
     torch.testing.assert_close(of(ones), ones, **rounding)  # the weights sum to one
     mu = last = of(v)
     spread = v.cummax(2).values - v.cummin(2).values
-    for at in (1e-3, 0.05, 0.5, 2.0, 12.0):  # F rises with beta, from the mean to the maximum
+    for at in (1e-3, 0.05, 0.5, 2.0, 12.0):  # F rises with beta from the mean to the maximum
         free_energy = of(v, torch.full_like(beta, at))
         assert (free_energy >= last - 1e-12 / at).all()
-        assert (
-            free_energy - mu <= at * spread.square() / 8 + 1e-12 / at
-        ).all()  # Hoeffding's lemma
+        # Hoeffding's lemma
+        assert (free_energy - mu <= at * spread.square() / 8 + 1e-12 / at).all()
         last = free_energy
     assert (last <= v.cummax(2).values + 1e-12).all() and ((last - mu)[:, :, 5:] > 0.1).any()
     free_energy = of(v, beta)
@@ -134,7 +137,7 @@ def test_beyond_the_range_the_exact_form_runs_and_says_so_once(
 
 
 def with_wild_channels(calm: Inputs, *wild: tuple[int, int, int]) -> Inputs:
-    """The same, in which v of these (batch, head, channel) spans 400 / beta or more."""
+    """Return the inputs with v scaled to a range of 400 / 1.95 in these (batch, head, channel)."""
     v = calm["v"].detach().clone()
     for at in wild:
         v[at[0], at[1], :, at[2]] *= (
@@ -146,7 +149,11 @@ def with_wild_channels(calm: Inputs, *wild: tuple[int, int, int]) -> Inputs:
 @pytest.mark.parametrize("causal", [True, False])
 @every_decay
 def test_only_a_wild_channel_is_read_again(case: str, causal: bool) -> None:
-    """The others keep every bit; it and all gradients are the definition's, after a full reset, too, and where features are 0."""
+    """Only wild channels (values beyond the fast form's range) run the exact form.
+
+    The other channels keep every bit. All outputs and gradients equal the definition's, also after
+    a full reset and for features that are 0.
+    """
     calm = inputs(case, tokens=80, heads=2)
     calm["k"][:, :, 5:9] = 0
     if "log_decay" in calm:
@@ -160,19 +167,18 @@ def test_only_a_wild_channel_is_read_again(case: str, causal: bool) -> None:
     x = {name: t.detach().float().requires_grad_() for name, t in wide.items()}
     truth = with_gradients(wide, partial(linear_read, exact=True, causal=causal))
     names = ["o", *(name for name in NAMES if name in x)]
-    truth[2][:, :, 5:9] = 0  # a feature that is 0 stays so
+    truth[2][:, :, 5:9] = 0  # a feature that is 0 has no gradient
     for how in ("reference", "triton")[: 1 + causal]:
         found = with_gradients(x, partial(linear_read, implementation=how, causal=causal))
         found[2] = found[2].masked_fill(wide["k"] == 0, 0)
         for name, got, wanted in zip(names, found, truth, strict=True):
             read = wanted.isfinite()
-            assert relative(got[read], wanted[read]) < 2e-5, (
-                name
-            )  # float32 rounding of exponents up to 200
+            # float32 rounding of exponents up to 200
+            assert relative(got[read], wanted[read]) < 2e-5, name
         fast = with_gradients(
             x, partial(linear_read, exact=False, implementation=how, causal=causal)
         )
-        for n in (0, 3):  # o and v's gradient
+        for n in (0, 3):  # o and the gradient of v
             differs = (found[n] != fast[n]).any(2).nonzero().tolist()
             assert (
                 differs == [[0, 0, 3], [0, 1, 9]]
@@ -201,17 +207,21 @@ def test_the_work_of_a_wild_channel_is_its_head_s_and_linear_in_the_length() -> 
     assert two - calm == 2 * (one - calm) and four - calm == 4 * (one - calm)
     assert exponentials(2048, (1, 0, 3)) == pytest.approx(4 * one, rel=0.01)
     tokens, (dk, dv) = 512, (12, 10)
-    # Forward, again in the backward, and the weights there: chunk dk for the pairs, chunk + 2 dk for each channel and the normaliser.
+    # Three passes: the forward, its repetition in the backward, and the weights in the backward.
+    # Each has chunk * dk exponentials for the pairs, and chunk + 2 dk for each channel and the
+    # normaliser.
     assert one - calm < 3.1 * tokens * (64 * dk + (64 + 2 * dk) * (dv + 1))
-    assert (
-        3.1 * (64 * dk + (64 + 2 * dk) * (dv + 1)) < 2048 * dv / 3
-    )  # less than a third of t^2 / 2 of them at this length
+    # At 2048 tokens, this is less than a third of t^2 exponentials per channel.
+    assert 3.1 * (64 * dk + (64 + 2 * dk) * (dv + 1)) < 2048 * dv / 3
 
 
 @both
 @every_decay
 def test_keys_of_zeros_are_not_there(case: str, exact: bool) -> None:
-    """A masked key keeps its zero weight whatever its value is."""
+    """A key of zeros has zero weight for every value.
+
+    Removing it leaves the other rows equal.
+    """
     x = inputs(case, tokens=20)
     x["k"][:, :, 5:9] = 0
     if "log_decay" in x:
@@ -220,18 +230,19 @@ def test_keys_of_zeros_are_not_there(case: str, exact: bool) -> None:
     less = {name: t if name == "beta" else t[:, :, kept] for name, t in x.items()}
     alone = read(less, less["v"], less["beta"], less["lam"], less["gate"], exact=exact)
     x["v"][:, :, 5:9] += 7.0
+    # The changed values move the centre of v, which changes the rounding.
     torch.testing.assert_close(
         read(x, x["v"], *rest, exact=exact)[:, :, kept], alone, rtol=1e-11, atol=1e-11
-    )  # another centre
+    )
 
 
-# --- on a device: a layer's call goes by the one before it --------------------------------------------------------------------------
+# --- on a device: each call of a layer uses the range of the call before it -----------------------
 
 
 def of_range(
     value_range: float, dtype: torch.dtype = torch.float32, case: str = "a decay a head"
 ) -> Inputs:
-    """Inputs whose largest beta * (max v - min v) is ``value_range``; all differentiable."""
+    """Return differentiable inputs whose largest beta * (max v - min v) is ``value_range``."""
     x = inputs(case, tokens=64)
     x["v"] *= (
         value_range
@@ -241,7 +252,7 @@ def of_range(
 
 
 class Exponentials(TorchDispatchMode):
-    """Counts them."""
+    """Counter of the elements that exponential operations read (``found``)."""
 
     found = 0
 
@@ -270,7 +281,11 @@ def with_gradients(x: Inputs, call: Callable[..., Tensor]) -> list[Tensor]:
 
 
 def forms_of_calls(ranges: Ranges, value_ranges: list[float], how: str = "reference") -> list[int]:
-    """For how many heads each call had the exact form; its output has that one's bits or the fast one's, which beyond the range differ."""
+    """Run one call for each range and return the number of heads that took the exact form in each.
+
+    Each output must equal the exact form's bits if that number is positive, else the fast form's.
+    Beyond the range, the two forms differ.
+    """
     found = []
     for value_range in value_ranges:
         x = of_range(value_range)
@@ -300,17 +315,15 @@ def test_a_call_takes_the_form_that_the_range_before_it_asked_for(
 ) -> None:
     given = [BELOW, BETWEEN, BEYOND, BELOW, BELOW, BEYOND, BELOW]
     assert forms_of_calls(Ranges(late=True), given, how) == [0, 0, 1, 1, 0, 0, 1]
+    # Only the sixth call jumps, not the third.
     (jump,) = (
         record.getMessage() for record in messages.records if "jumped" in record.getMessage()
-    )  # the sixth; not the third
+    )
     assert jump.startswith(
         "free_energy_read: beta * (max v - min v) jumped from 63.9 to 80.1 within a call of a layer"
     )
-    assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [
-        1,
-        1,
-        0,
-    ]  # the first call waits
+    # The first call waits for its own range.
+    assert forms_of_calls(Ranges(late=True), [BEYOND, BELOW, BELOW], how) == [1, 1, 0]
     assert (
         pickle.loads(pickle.dumps(Ranges(late=True))).late and copy.deepcopy(Ranges()).late is None
     )
@@ -319,7 +332,11 @@ def test_a_call_takes_the_form_that_the_range_before_it_asked_for(
 def test_a_call_has_room_for_the_heads_that_passed_in_the_last(
     messages: pytest.LogCaptureFixture,
 ) -> None:
-    """Rounded up to a power of 2; which heads they are is found on the device, so others may take their places."""
+    """A call reserves the exact form for as many heads as exceeded the range in the previous call.
+
+    The number is rounded up to a power of 2. The device finds the heads, so that they may differ
+    from those of the previous call.
+    """
     calm, ranges = (
         {name: t.float() for name, t in inputs(heads=4, batch=2).items()},
         Ranges(late=True),
@@ -355,9 +372,8 @@ def test_the_fast_form_has_the_exact_one_s_gradients_up_to_the_range(value_range
         found = with_gradients(
             of_range(value_range), partial(linear_read, exact=False, implementation=how)
         )
-        assert all(
-            relative(got, wanted) < 2e-5 for got, wanted in zip(found, truth, strict=True)
-        )  # float32, of exponents up to 40
+        # float32 rounding of exponents up to 40
+        assert all(relative(got, wanted) < 2e-5 for got, wanted in zip(found, truth, strict=True))
 
 
 @pytest.mark.parametrize("value_range", [81.0, 200.0, 3000.0])
@@ -377,20 +393,22 @@ def test_the_fast_form_beyond_its_range_is_finite_and_loses_only_what_lies_far_u
     )
     high = (wide["beta"][:, None] * wide["v"]).amax(2, keepdim=True)
     free_energy = read(wide, wide["v"], wide["beta"], exact=True)
-    seen = (
-        wide["beta"][:, None] * free_energy > high - 80
-    )  # F of what is that near to the greatest is right
+    # The fast form's F is right if beta F is within 80 of the greatest beta v.
+    seen = wide["beta"][:, None] * free_energy > high - 80
     assert 0.2 < seen.double().mean() <= 1
     assert relative(one[0][seen], truth[0][seen]) < 2e-5
     low, top = torch.minimum(mu[0], truth[0]), torch.maximum(mu[0], truth[0])
     slack = 1e-5 * truth[0].abs().max()
-    assert (one[0] >= low - slack).all() and (
-        one[0] <= top + slack
-    ).all()  # elsewhere between mu and F
+    # Otherwise, the output is between mu and F.
+    assert (one[0] >= low - slack).all() and (one[0] <= top + slack).all()
 
 
 def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
-    """However many calls are under way, in either order, by either way to compute again, within the layer or around it."""
+    """A recomputation takes the form of the first computation.
+
+    This is true for several pending calls, both orders of the backward, both kinds of checkpoint,
+    and checkpoints within the layer or around it.
+    """
     given = [BELOW, BETWEEN, 1000.0, 63.0, 30.0, 10.0]
     for reentrant in (True, False):
         for within in (True, False):
@@ -428,13 +446,16 @@ def test_what_is_computed_again_takes_the_form_that_it_took_first() -> None:
                     assert all(
                         torch.equal(x[name].grad, g) for name, g in zip(NAMES, wanted, strict=True)
                     )
-                assert ranges.forms() == forms  # nothing of it was a call
+                assert ranges.forms() == forms  # a recomputation is not a call
 
 
 @pytest.mark.parametrize("how", ["reference", "triton"])
 @pytest.mark.parametrize("value_range", [10.0, 200.0], ids=["fast", "exact"])
 def test_the_host_waits_for_nothing_after_the_first_call(how: str, value_range: float) -> None:
-    """What a CUDA graph refuses, too. And what is computed again does not wait, while forms are the same."""
+    """After the first call, no operation waits for the device, as a CUDA graph requires.
+
+    A recomputation does not wait either, as long as the forms stay the same.
+    """
     ranges, x = Ranges(late=True), of_range(value_range)
 
     def layer(*given: Tensor) -> Tensor:
@@ -445,16 +466,15 @@ def test_the_host_waits_for_nothing_after_the_first_call(how: str, value_range: 
     with Waits() as steady:
         with_gradients(x, layer)
         with_gradients(x, lambda *given: checkpoint(layer, *given, use_reentrant=False))
-    assert (
-        len(first.found) == 1 + (value_range > 80) and steady.seen > 20 and steady.found == []
-    )  # the range, then the heads beyond it
+    # The first call waits for the range and, beyond it, for the heads.
+    assert len(first.found) == 1 + (value_range > 80) and steady.seen > 20 and steady.found == []
 
 
-# --- the running window of decoding ---------------------------------------------------------------------------------------------
+# --- the running window of decoding ---------------------------------------------------------------
 
 
 def decode(x: Inputs, pieces: list[int]) -> Tensor:
-    """(mu, F) piece by piece with a carried state."""
+    """Return (mu, F), computed in consecutive parts of the sequence with a carried state."""
     sums = state = None
     found, start, values = [], 0, x["v"].shape[3]
     for piece in pieces:
@@ -497,9 +517,8 @@ def test_decoding_equals_the_parallel_read(case: str, order: str, pieces: list[i
     truth = torch.stack(
         (read(wide, wide["v"], exact=True), read(wide, wide["v"], wide["beta"], exact=True))
     )
-    torch.testing.assert_close(
-        decode(x, pieces).double(), truth, rtol=1e-5, atol=2e-5
-    )  # float32 logs of sums, values up to 20
+    # float32 rounding of logarithms of sums, with values up to 20
+    torch.testing.assert_close(decode(x, pieces).double(), truth, rtol=1e-5, atol=2e-5)
 
 
 @every_order
@@ -513,5 +532,6 @@ def test_decoding_stays_finite_beyond_the_range(
     late = read(
         {name: t.double() for name, t in x.items()}, x["v"].double(), x["beta"].double(), exact=True
     )[:, :, -1]
-    # Where the greatest value so far is read at all, it rules F; float32 of values up to 300.
+    # A row that reads the greatest value so far has an F near it; float32 rounding of values up to
+    # 300.
     torch.testing.assert_close(free.double()[:, :, -1], late, rtol=1e-5, atol=2e-3)

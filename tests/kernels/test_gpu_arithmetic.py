@@ -1,6 +1,8 @@
-"""Every operation's cases as a GPU would run them: programs in any order, watched, with approximate instructions one unit off.
+"""Tests of every operation's cases under an emulation of a GPU.
 
-`make test` takes one case an operation; the others are slow. ``python -m tests.interpreter`` is the same by hand.
+Programs run in a shuffled order under the sanitizer, with approximate instructions that are off by
+up to one unit in the last place. `make test` runs one case per operation; the rest is slow.
+``python -m tests.interpreter`` runs the same cases from the command line.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ QUICK = {
 }
 
 
-# Bounds that are relative to rounding, which the approximate instructions move: a state of one number has a spread of rounding, divided by
-# the root of eps; of a lone token beta's gradient is 0, and the definition's own is rounding.
+# Cases whose bounds are relative to rounding, which the approximate instructions change. A state of
+# one number has only rounding as its spread, divided by the square root of eps. With one token, the
+# gradient of beta is 0, and the definition's value is only rounding.
 BEYOND = {
     ("conditioner_features", "vanishing", "float32"),
     *(("free_energy", "one token", kind) for kind in ("float32", "bfloat16")),
@@ -27,7 +30,7 @@ BEYOND = {
 
 
 def marks(run: Run) -> list[pytest.MarkDecorator]:
-    """Slow, but for one run an operation; expected to fail, where the bound is beyond reach."""
+    """Return the marks of a run: slow except for one run per operation, xfail for BEYOND."""
     beyond = [pytest.mark.xfail(reason="the bound is relative to rounding", strict=True)]
     return ([] if run in QUICK else [pytest.mark.slow]) + (
         beyond if (run.op, run.case, run.kind) in BEYOND else []

@@ -1,4 +1,7 @@
-"""How an implementation is chosen: by order, by the machine, by the call, by what is asked; and that it is said, once."""
+"""Tests of the choice of an implementation.
+
+The choice depends on the order, the machine, the call, and the request. It is logged once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def op(name: str = "sum") -> Op:
-    """Three implementations: one for a GPU, one that only runs where it is asked for, and the definition."""
+    """Return an operation with three implementations.
+
+    They are one for a GPU, one that runs only on request, and the definition.
+    """
     return Op(
         name,
         "adds",
@@ -98,7 +104,7 @@ def test_a_wrong_override_is_one_line_that_names_it(
 
 def test_every_operation_ends_in_its_definition_which_lacks_nothing_anywhere() -> None:
     found = operations()
-    assert set(found) == set(suites())  # every one has its cases
+    assert set(found) == set(suites())  # every operation has cases
     for name, each in found.items():
         assert each.name == name
         assert (
@@ -108,7 +114,7 @@ def test_every_operation_ends_in_its_definition_which_lacks_nothing_anywhere() -
         assert len({implementation.name for implementation in each.implementations}) == len(
             each.implementations
         )
-        # Triton's interpreter, on in this process, is for tests that ask for it.
+        # Triton's interpreter is on in this process, but auto must not choose it.
         assert each.choose("auto", CPU) not in {
             one.name for one in each.implementations if one.lacks is lacks_triton
         }

@@ -1,4 +1,7 @@
-"""Linear attention beyond the contract: decays of any strength beside each other, what was forgotten, exact logarithms, fla's layout."""
+"""Tests of linear attention beyond the contract of ``test_cases``.
+
+They cover weak decays next to strong ones, forgotten values, exact logarithms, and fla's layout.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def inputs(tokens: int, decay: str, dtype: torch.dtype = torch.float32, **size: 
 def test_a_weak_decay_behind_strong_ones_keeps_its_digits(
     decay: str, strong: float, implementation: str
 ) -> None:
-    """Seven strong ones and then weak ones, in one chunk: float32's cumulated sums would know the weights to 1e-5 at best."""
+    """Weak decays after seven strong ones in the same chunk keep float32's precision.
+
+    Differences of cumulative sums in float32 would give the weights to 1e-5 at best.
+    """
     x = inputs(16, decay) | {"normalise": False}
     x["log_decay"] = torch.full_like(x["log_decay"], -1e-3)
     x["log_decay"][:, :, :7] = strong
@@ -39,7 +45,7 @@ def test_a_weak_decay_behind_strong_ones_keeps_its_digits(
     for name, got in results(
         lambda given: SUITE.call(given, implementation), x, torch.float32, "cpu"
     ).items():
-        assert relative(got, truth[name]) < 1e-6, name  # float32 over sums of some terms
+        assert relative(got, truth[name]) < 1e-6, name  # float32 rounding of short sums
 
 
 @decaying
@@ -48,7 +54,11 @@ def test_a_weak_decay_behind_strong_ones_keeps_its_digits(
 def test_no_gradient_is_nan_where_huge_values_were_forgotten(
     decay: str, normalise: bool, implementation: str
 ) -> None:
-    """exp(40) before a hard decay, exp(-40) and faint keys after it, and gradients as large as the free energy's, exp(40)."""
+    """Gradients stay finite after a strong decay that forgets huge values.
+
+    Values are about exp(40) before the first strong decay and exp(-40) with small keys after it.
+    The output's gradients reach exp(40), as those of the free energy do.
+    """
     tokens, places = (
         (200, (30, 64, 100, 150)) if implementation == "reference" else (50, (8, 16, 25, 37))
     )
@@ -88,9 +98,8 @@ def test_a_state_is_what_the_tokens_add_to_what_they_leave_of_the_one_before(cas
     made = end + (x["initial"] if fading is None else Damp.apply(x["initial"], fading))
     weights = torch.linspace(-1, 1, state.numel(), dtype=torch.float64).view_as(state)
     found, wanted = ((t.detach(), *torch.autograd.grad(t, leaves, weights)) for t in (made, state))
-    torch.testing.assert_close(
-        found, wanted, rtol=1e-12, atol=1e-12
-    )  # float64 rounding, of sums of 37 terms
+    # float64 rounding of sums of 37 terms
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @every_decay
@@ -144,7 +153,7 @@ def test_log_weights_know_what_float_weights_have_lost(decay: str) -> None:
     exact = torch.log(x["q"][:, :, 49:].double() @ x["k"].double().mT) - 20.0 * torch.arange(
         49, -1, -1
     )
-    torch.testing.assert_close(rows.double(), exact, rtol=1e-6, atol=1e-6)  # float32 at up to -980
+    torch.testing.assert_close(rows.double(), exact, rtol=1e-6, atol=1e-6)  # float32, down to -980
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -158,9 +167,10 @@ def test_the_rows_alone_or_the_state_alone_are_differentiated(which: int) -> Non
 
     found = one("triton")
     for name, expected in one("reference").items():
+        # float32 rounding of sums up to 20
         torch.testing.assert_close(
             found.get(name, torch.zeros_like(expected)), expected, rtol=1e-5, atol=2e-5
-        )  # sums up to 20
+        )
 
 
 def test_one_key_for_all_heads_and_decays_in_float32_beside_bfloat16() -> None:
@@ -178,13 +188,15 @@ def test_one_key_for_all_heads_and_decays_in_float32_beside_bfloat16() -> None:
         y, state = linear_attention(**mixed | {"log_decay": leaf}, implementation=how)
         assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
         grads.append(torch.autograd.grad(y.float().square().sum(), leaf)[0])
-    assert (
-        grads[0].dtype == torch.float32 and relative(*grads) < 1e-2
-    )  # bfloat16's unit roundoff is 4e-3
+    # bfloat16's unit roundoff is 4e-3.
+    assert grads[0].dtype == torch.float32 and relative(*grads) < 1e-2
 
 
 def test_fla_is_given_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: its two entry points replaced by the reference, in their layout and with their names."""
+    """fla's two entry points get their layout and argument names.
+
+    The test needs no GPU: it replaces the entry points by the reference.
+    """
 
     def entry(
         q: Any,

@@ -1,4 +1,7 @@
-"""The conditioner's scan and features, FEM's projection, the delta rule beyond the contract: long sequences, resets, memories, layouts."""
+"""Tests of the scan, the conditioner's features, RoPE, FEM's projection, and the delta rule.
+
+They go beyond the contract of ``test_cases``: long sequences, resets, saved memory, and layouts.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ from kernels.rotary import rotary
 from kernels.time_decay_scan import time_decay_scan
 from kernels.time_decay_scan.cases import SUITE as SCAN
 
-rule: Any = module.gated_delta_rule  # dictionaries of tensors are unpacked into it
+rule: Any = module.gated_delta_rule  # Any: the tests unpack dictionaries into it
 every_form = pytest.mark.parametrize("implementation", ["reference", "triton"])
 
-# --- the scan --------------------------------------------------------------------------------------------------------------------
+# --- the scan -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["fast", "normal", "slow"])
@@ -40,8 +43,9 @@ def test_float32_to_4096_steps(case: str) -> None:
     for name, got in results(
         lambda given: SCAN.call(given, "reference"), x, torch.float32, "cpu"
     ).items():
-        # The stated bound: 12 rounds of pairing at eps 6e-8, random in sign; a loop of 4096 steps reaches 3e-6. Of da, which is
-        # a product of two such sums, one draw of the weighting reaches 1.68e-7.
+        # The documented bound: 12 rounds of pairing at eps 6e-8 with random signs. A loop of 4096
+        # steps reaches 3e-6. The gradient of a, a product of two of these sums, reaches 1.68e-7 for
+        # one seed.
         assert relative(got, truth[name]) < (2e-7 if name == "d a" else 1.6e-7), name
 
 
@@ -68,7 +72,7 @@ def test_a_logit_of_minus_infinity_keeps_the_state(implementation: str) -> None:
 
 @every_form
 def test_decays_close_to_one_keep_their_digits(implementation: str) -> None:
-    """softplus of -14 is 8e-7: taken as log(1 + e) in float32 it would be wrong by a tenth."""
+    """softplus(-14) = 8e-7 keeps its digits; log(1 + e) in float32 would be off by a tenth."""
     states = time_decay_scan(
         torch.full((128, 1), -14.0),
         torch.zeros(128, 1),
@@ -92,7 +96,7 @@ def test_rounds_grow_with_the_logarithm_of_the_steps(monkeypatch: pytest.MonkeyP
     assert calls == [4096 >> i for i in range(13)]
 
 
-# --- the conditioner's features --------------------------------------------------------------------------------------------------
+# --- the conditioner's features -------------------------------------------------------------------
 
 
 def test_the_features_weight_may_have_another_type() -> None:
@@ -108,11 +112,14 @@ def test_the_features_weight_may_have_another_type() -> None:
     )
 
 
-# --- RoPE ------------------------------------------------------------------------------------------------------------------------
+# --- RoPE -----------------------------------------------------------------------------------------
 
 
 def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_as_they_lie() -> None:
-    """Attention's gradients are permuted or expanded, and k may get none. The weights of both implementations are the same numbers."""
+    """The rotation saves only its angles and accepts gradients of any layout.
+
+    Attention's gradients are permuted or expanded, and k may have none.
+    """
     rng, kept, found = torch.Generator().manual_seed(0), list[Tensor](), []
     z = torch.randn(13, 2, 3, 18, generator=rng).requires_grad_()
     angles = torch.rand(13, 2, 1, 3, generator=rng)
@@ -131,17 +138,22 @@ def test_the_rotation_keeps_its_angles_alone_and_takes_gradients_as_they_lie() -
             torch.autograd.grad(loss, z, retain_graph=True)[0]
             for loss in ((q.contiguous() @ k.mT).square().sum(), q.sum())
         ]
+    # float32 rounding
     assert all(
         relative(fused, plain) < 1e-6 for plain, fused in zip(found[:2], found[2:], strict=True)
-    )  # float32's rounding
+    )
     assert {t.numel() for t in kept} == {angles.numel()} and len(kept) == 2
 
 
-# --- FEM's projection ------------------------------------------------------------------------------------------------------------
+# --- FEM's projection -----------------------------------------------------------------------------
 
 
 def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_as_they_lie() -> None:
-    """The read has heads first: its gradients are turned in memory, expanded, or with gaps; and not all are asked for."""
+    """The projection saves only its arguments and accepts gradients of any layout.
+
+    The read has heads first, so that its gradients are permuted, expanded, or strided. Some outputs
+    have no gradient.
+    """
     x: dict[str, Any] = {
         name: t.float() if isinstance(t, Tensor) else t
         for name, t in PROJECTION.cases["normal"](PROJECTION.small).items()
@@ -174,18 +186,17 @@ def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_as_they_li
         found.append(torch.autograd.grad(loss, (z, f, weight)))
     assert {t.data_ptr() for t in kept[:3]} == {z.data_ptr(), f.data_ptr(), weight.data_ptr()}
     assert all(t.shape == angles.shape for t in kept[3:])
-    assert all(
-        relative(got, plain) < 1e-5 for got, plain in zip(found[1], found[0], strict=True)
-    )  # float32's rounding in other orders
+    # float32 rounding of sums in another order
+    assert all(relative(got, plain) < 1e-5 for got, plain in zip(found[1], found[0], strict=True))
 
 
-# --- the delta rule --------------------------------------------------------------------------------------------------------------
+# --- the delta rule -------------------------------------------------------------------------------
 
 
 def inputs(
     tokens: int, dtype: torch.dtype = torch.float32, *, slowness: float = 1.0, b: int = 2
 ) -> dict[str, Tensor]:
-    """q, k (unit), v, beta in (0, 1), log-decays of about -exp(-slowness), the first state."""
+    """Return unit q and k, v, beta in (0, 1), log-decays near -exp(-slowness), and a state."""
     rng = torch.Generator().manual_seed(tokens)
 
     def normal(*size: int) -> Tensor:
@@ -205,7 +216,7 @@ def inputs(
 
 
 def test_orthonormal_keys_are_remembered_and_overwritten() -> None:
-    """beta = 1 and no decay: the state is a table; the last value written under a key is read back."""
+    """With beta = 1 and no decay, the state is a table of the last value written for each key."""
     k = torch.eye(4, dtype=torch.float64)[torch.tensor([0, 1, 2, 3, 1, 2, 1])][None, None]
     v = torch.arange(14, dtype=torch.float64).view(1, 1, 7, 2)
     _, state = rule(k, k, v, torch.ones(1, 1, 7, dtype=torch.float64), chunk=4)
@@ -217,20 +228,18 @@ def test_float32_over_1000_tokens(slowness: float) -> None:
     x = inputs(1000, slowness=slowness, b=1)
     exact = results(loop, x, torch.float64, "cpu", weighted_in=torch.float32)
     for name, got in results(lambda given: rule(**given), x, torch.float32, "cpu").items():
-        assert relative(got, exact[name]) < 1e-5, (
-            name
-        )  # float32's 6e-8 over chunks of 64 that amplify it by their solve
+        # float32's eps 6e-8, amplified by the triangular solve in chunks of 64
+        assert relative(got, exact[name]) < 1e-5, name
 
 
 def test_repeated_keys_and_beta_to_two_stay_bounded() -> None:
-    """The hardest triangular systems: one key all along, beta at its ends."""
+    """The hardest triangular systems keep the bound: one key for all tokens and beta up to 2."""
     x = inputs(200)
     x["k"] = torch.nn.functional.one_hot(torch.zeros(2, 2, 200, dtype=torch.long), 4).float()
     for beta in (1.0, 1.9, 2.0):
         x["beta"] = torch.full_like(x["beta"], beta)
-        assert (
-            relative(rule(**x)[0], loop({name: t.double() for name, t in x.items()})[0]) < 1e-4
-        )  # 200 sign flips of one direction
+        # Rounding of 200 sign flips of one direction.
+        assert relative(rule(**x)[0], loop({name: t.double() for name, t in x.items()})[0]) < 1e-4
 
 
 def test_strong_decays_and_resets_keep_the_digits_of_weak_ones() -> None:
@@ -238,17 +247,15 @@ def test_strong_decays_and_resets_keep_the_digits_of_weak_ones() -> None:
     x["log_decay"][:] = -1e-3
     x["log_decay"][:, :, 10] = -1e6
     exact = loop({name: t.double() for name, t in x.items()})[0]
-    assert (
-        relative(rule(**x)[0], exact) < 1e-6
-    )  # float32's rounding; a difference of long sums is off by 0.06
+    # float32 rounding; a difference of long sums would be off by 0.06.
+    assert relative(rule(**x)[0], exact) < 1e-6
     x["log_decay"][:, :, 15:30] = -1e4
     x["log_decay"][:, :, [7, 33]] = -torch.inf
     found = results(lambda given: rule(**given), x, torch.float32, "cpu")
     assert all(t.isfinite().all() for t in found.values())
     later = {name: t[:, :, 33:] for name, t in x.items() if name != "initial"}
-    torch.testing.assert_close(
-        found["output 0"][:, :, 33:], rule(**later)[0], rtol=1e-5, atol=1e-6
-    )  # the reset forgot all
+    # The reset removes all earlier tokens.
+    torch.testing.assert_close(found["output 0"][:, :, 33:], rule(**later)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_flops_grow_with_the_tokens() -> None:
@@ -261,7 +268,10 @@ def test_flops_grow_with_the_tokens() -> None:
 
 
 def test_fla_is_given_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: its two entry points replaced by the loop, in their layout and with their names."""
+    """fla's two entry points get their layout and argument names.
+
+    The test needs no GPU: it replaces the entry points by the loop.
+    """
 
     def entry(
         q: Tensor,
@@ -292,4 +302,4 @@ def test_fla_is_given_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in (given, given | {"log_decay": None}):
         expected = rule(**x, scale=0.7, implementation="reference")
         for got, right in zip(by_fla(*x.values(), 0.7), expected, strict=True):
-            torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)  # float32's rounding
+            torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)  # float32 rounding

@@ -1,4 +1,8 @@
-"""The Newton step by autograd's gradient and Hessian of the free energy, its limits, turned frames, systems that cannot be solved."""
+"""Tests of second-order attention, the Newton step.
+
+They cover its agreement with autograd's gradient and Hessian of the free energy, its limits,
+rotated frames, and systems that have no solution.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,11 @@ def inputs(
 
 
 def by_newton(x: dict[str, Any], order: Callable[[Tensor], Tensor], causal: bool = True) -> Tensor:
-    """-(G^-1 order(H) G) applied to minus the gradient, with autograd's gradient and Hessian H of a token's free energy in its q."""
+    """Return G^-1 order(H) G g for each token.
+
+    g and H are autograd's gradient and Hessian of the token's free energy with respect to its q; G
+    is the Gram matrix.
+    """
     q, k, gram, temperature, newton = x.values()
     out = torch.empty_like(q)
     for b, h, t in itertools.product(*map(range, q.shape[:3])):
@@ -54,7 +62,7 @@ def by_newton(x: dict[str, Any], order: Callable[[Tensor], Tensor], causal: bool
             torch.func.grad(energy)(q[b, h, t]),
             torch.func.hessian(energy)(q[b, h, t]),
         )
-        # The paper learns T' apart from T: I - H is C / T, here C / T'.
+        # The paper learns T' separately from T: C / T' replaces I - H = C / T.
         eye = torch.eye(len(hessian), dtype=q.dtype)
         hessian = eye - (eye - hessian) * temperature[h] / newton[h]
         out[b, h, t] = torch.linalg.solve(gram[h], order(hessian) @ (gram[h] @ gradient))
@@ -64,7 +72,7 @@ def by_newton(x: dict[str, Any], order: Callable[[Tensor], Tensor], causal: bool
 @BOTH
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_step_is_newtons_by_autograds_hessian(exact: bool, causal: bool) -> None:
-    """Or its first-order form, I + (I - H) in place of the inverse."""
+    """The step uses the inverse of H if ``exact``, else the first-order form I + (I - H)."""
     x = inputs(5)
     order = (
         torch.linalg.inv
@@ -79,7 +87,10 @@ def test_the_step_is_newtons_by_autograds_hessian(exact: bool, causal: bool) -> 
 
 
 def test_with_orthonormal_rows_it_is_newton_in_the_tokens_own_space() -> None:
-    """Equation 27: the pseudoinverse of the Hessian in z. The paper's formula for it holds where W_Q W_Q^T = I."""
+    """Equation 27: the step is the pseudoinverse of the Hessian in z times the gradient in z.
+
+    The paper's formula for it requires W_Q W_Q^T = I.
+    """
     x = inputs(4, b=1)
     w = torch.linalg.qr(
         torch.randn(11, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -103,7 +114,11 @@ def test_with_orthonormal_rows_it_is_newton_in_the_tokens_own_space() -> None:
 
 @BOTH
 def test_limits(exact: bool) -> None:
-    """The first token steps to its only key; at an infinite T' the bias is gone, as 1 / T'; repeated steps find a minimum."""
+    """The step has the right limits.
+
+    The first token steps to its only key. The bias vanishes as 1 / T' for T' to infinity. Repeated
+    steps find a minimum.
+    """
     x = inputs(6)
     found = second_order_attention(*x.values(), exact=exact)[:, :, 0]
     torch.testing.assert_close(found, x["q"][:, :, 0] - x["k"][:, :, 0], **ROUNDING)
@@ -121,7 +136,7 @@ def test_limits(exact: bool) -> None:
     )
     seen = allowed_pairs(torch.arange(6), 6, True, None)
     energies = [free_energy(x["q"], x["k"], x["temperature"], seen)]
-    for _ in range(6 if exact else 30):  # where C < T the Newton step is much the faster
+    for _ in range(6 if exact else 30):  # for C < T, the Newton step converges much faster
         x["q"] = x["q"] - second_order_attention(*x.values(), exact=exact)
         energies.append(free_energy(x["q"], x["k"], x["temperature"], seen))
     assert (energies[1] <= energies[0]).all() and (energies[-1] <= energies[0]).all()

@@ -1,4 +1,7 @@
-"""Hyper-SET's attention beyond the contract: energies and their gradients, measures of spread, what runs where."""
+"""Tests of Hyper-SET's attention beyond the contract of ``test_cases``.
+
+They cover energies and their gradients, measures of spread, and the choice of the implementation.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ KINDS = [
     ("sigmoid", True),
     ("sigmoid", False),
 ]
-ROUNDING: Any = {"rtol": 1e-12, "atol": 1e-12}  # float64, some hundreds of sums of terms of size 1
+# float64 rounding of some hundreds of sums of terms of size 1
+ROUNDING: Any = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def sphere(tokens: int, *, p: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
-    """z of norm about sqrt(p), as the layer's norm leaves it."""
+    """Return z with rows of norm 1.1 sqrt(p), close to the layer norm's sqrt(p)."""
     z = torch.randn(
         2, 3, tokens, p, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -38,7 +42,7 @@ def sphere(tokens: int, *, p: int = 4, dtype: torch.dtype = torch.float64) -> Te
 @pytest.mark.parametrize(("kind", "causal"), [*KINDS, ("linear", True), ("linear", False)])
 def test_is_the_gradient_of_its_energy(kind: str, causal: bool) -> None:
     z = sphere(9).requires_grad_()
-    alone = causal or kind == "softmax"  # each token's own energy, the keys held fixed
+    alone = causal or kind == "softmax"  # each token's energy, with the keys held fixed
     energy = attention_energy(z, z.detach() if alone else None, kind=kind, causal=causal)
     read = (
         symmetric_linear_attention(z, causal=causal)[0]
@@ -68,7 +72,7 @@ def test_softmax_stays_torch_s_own(causal: bool, valid: Tensor | None) -> None:
 
 
 def test_bisoftmax_moves_with_its_tokens() -> None:
-    """It is full: tokens in another order give the outputs in that order."""
+    """Bisoftmax is not causal: permuted tokens give permuted outputs."""
     z, order = (
         sphere(37, p=16, dtype=torch.float32),
         torch.randperm(37, generator=torch.Generator().manual_seed(0)),
@@ -77,9 +81,8 @@ def test_bisoftmax_moves_with_its_tokens() -> None:
         symmetric_attention(x, kind="bisoftmax", causal=False, implementation="triton")
         for x in (z, z[:, :, order])
     )
-    torch.testing.assert_close(
-        moved, plain[:, :, order], rtol=1e-6, atol=1e-6
-    )  # sums in another order
+    # float32 rounding of sums in another order
+    torch.testing.assert_close(moved, plain[:, :, order], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "causal"), KINDS[2:])
@@ -96,9 +99,10 @@ def test_triton_keeps_z_and_a_number_a_row(kind: str, causal: bool) -> None:
 
 def test_linear_over_4096_tokens() -> None:
     z = torch.randn(1, 1, 4096, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # float32 rounding of 64 chunks of positive terms
     assert (
         relative(symmetric_linear_attention(z.float())[0], symmetric_linear_attention(z)[0]) < 1e-6
-    )  # 64 chunks of positive terms
+    )
 
 
 def test_measures_of_spread() -> None:
@@ -109,9 +113,10 @@ def test_measures_of_spread() -> None:
     torch.testing.assert_close(
         effective_rank(torch.eye(5, dtype=torch.float64)), torch.tensor(5.0, dtype=torch.float64)
     )
+    # Rounding makes the other singular values positive.
     assert float(effective_rank(torch.ones(7, 3, dtype=torch.float64))) == pytest.approx(
         1.0, abs=1e-10
-    )  # rounding's singular values
+    )
     cosines = [
         torch.cosine_similarity(x[0, i], x[0, j], dim=0) for i in range(6) for j in range(i + 1, 6)
     ]

@@ -1,4 +1,4 @@
-"""Mutants: one-line faults that a careless hand could make. What share of them the tests notice is the tests' power."""
+"""Mutants: one-line faults that measure which share of faults the tests detect."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOT = LISTS.parents[1]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: the line that it replaces, and its replacement, both without indentation.
+    """A fault: the line that it replaces and the replacement, both without indentation.
 
-    line: one source line, or several consecutive ones. near: the line above, where `line` is not
-    unique in the file. slow: the slow test that detects the fault, where no quick test does.
+    line: one source line, or several consecutive lines. near: the line above, if ``line`` is not
+    unique in the file. slow: the slow test that detects the fault, if no quick test does.
     """
 
     id: str
@@ -29,8 +29,10 @@ class Mutant:
     slow: str | None = None
 
     def place(self, root: Path) -> int:
-        """Index of the first of its lines in the file below ``root``. Raises ValueError unless
-        the lines occur exactly once."""
+        """Return the index of the mutant's first line in the file below ``root``.
+
+        Raise ValueError unless the lines occur exactly once.
+        """
         lines = [
             line.strip() for line in (root / self.file).read_text(encoding="utf-8").splitlines()
         ]
@@ -47,7 +49,7 @@ class Mutant:
         return found[0]
 
     def text(self, root: Path) -> str:
-        """Content of the file below ``root`` with the fault in it."""
+        """Return the content of the file below ``root`` with the fault in it."""
         lines = (root / self.file).read_text(encoding="utf-8").splitlines(keepends=True)
         index = self.place(root)
         indent = lines[index][: len(lines[index]) - len(lines[index].lstrip())]
@@ -60,7 +62,7 @@ class Mutant:
 
 
 def read_mutants(folder: Path = LISTS) -> list[Mutant]:
-    """All lists of a folder. ValueError: an id that two of them have."""
+    """Load all lists of a folder. Raise ValueError if two mutants have the same id."""
     mutants = [
         Mutant(**entry)
         for path in sorted(folder.glob("*.yaml"))
@@ -73,9 +75,11 @@ def read_mutants(folder: Path = LISTS) -> list[Mutant]:
 
 
 def probed(source: str, lines: dict[str, int], log: Path) -> tuple[str, set[str]]:
-    """A source that writes ``id TAB test`` to ``log`` when the statement of one of ``lines`` (id -> index) runs; the ids that got none.
+    """Return the source with probes and the ids of the mutants that got none.
 
-    A statement at module or class level runs at import, for no test; a Triton kernel's source is compiled and may hold no such thing.
+    lines: id -> line index. When the statement at the line runs in a test, its probe appends ``id
+    TAB test`` to ``log``. A statement at module or class level gets no probe, because it runs at
+    import and not in a test. A Triton kernel gets none, because its source is compiled.
     """
     tree = ast.parse(source)
     parent = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -111,6 +115,7 @@ def probed(source: str, lines: dict[str, int], log: Path) -> tuple[str, set[str]
 
 
 def _above(node: ast.AST, parent: dict[ast.AST, ast.AST]) -> list[ast.AST]:
+    """Return the ancestors of a node, the nearest first."""
     above = []
     while node in parent:
         node = parent[node]

@@ -1,8 +1,10 @@
-"""What share of the mutants the tests notice: ``python -m tests.mutants [--sample N --seed S] [--only ID …] [--reach FILE] [-- TESTS …]``.
+"""Measure the share of the mutants that the tests detect.
 
-Each mutant is put into a copy of the working tree and judged by the tests that reach its line, the quickest first, until one fails.
-Which tests those are is learned by one run of all of them with a probe at every mutant's line (``--reach FILE`` keeps the answer), or
-they are named: ``-- tests/launch``.
+Usage: ``python -m tests.mutants [--sample N --seed S] [--only ID …] [--reach FILE] [-- TESTS …]``.
+
+Each mutant is put into a copy of the working tree. The tests that reach its line run, the quickest
+first, until one fails. One run of all tests with a probe at every mutant's line finds these tests
+(``--reach FILE`` saves the result), or the command line names them: ``-- tests/launch``.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from pathlib import Path
 from tests.mutants import ROOT, Mutant, probed, read_mutants
 
 QUICK = ["-m", "not slow and not slurm"]
-# A mutant may wait for ever where the code did not.
+# A mutant may hang, which the original code does not.
 LIMIT = 1200.0
 
 
 def copy_tree(folder: Path) -> Path:
-    """The files that git has or would take, in a folder of their own."""
+    """Copy the files that git tracks or would add into ``folder``, and return it."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(
         command, cwd=ROOT, check=True, capture_output=True, text=True
@@ -40,7 +42,10 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_tests(tree: Path, arguments: list[str], limit: float | None = None) -> int:
-    """pytest in a copy of the tree; its exit code. subprocess.TimeoutExpired after ``limit`` seconds."""
+    """Run pytest in a copy of the tree and return its exit code.
+
+    Raise subprocess.TimeoutExpired after ``limit`` seconds.
+    """
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(
@@ -54,7 +59,10 @@ def run_tests(tree: Path, arguments: list[str], limit: float | None = None) -> i
 
 
 def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
-    """Mutant -> the tests that reach its line, the quickest first; those of its room where a line has no place for a probe."""
+    """Return the tests that reach each mutant's line, the quickest first, by mutant id.
+
+    A mutant without a probe gets the test folder of its package, or all tests.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tree, log = copy_tree(Path(folder, "tree")), Path(folder, "reached")
         log.touch()
@@ -84,9 +92,8 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
         seconds = {
             f"{case.get('file')}::{case.get('name')}": float(case.get("time", 0)) for case in cases
         }
-        for file in {
-            test.partition("::")[0] for test in seconds
-        }:  # what a fixture of its module reaches
+        # All tests of a module judge a line that one of its fixtures reaches.
+        for file in {test.partition("::")[0] for test in seconds}:
             seconds[file] = sum(
                 time for test, time in seconds.items() if test.startswith(f"{file}::")
             )
@@ -99,9 +106,8 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
             )
     answer = {}
     for mutant in mutants:
-        found = (
-            reached.get(mutant.id, set()) & seconds.keys()
-        )  # tests run tests of their own, in copies
+        # Keep only tests of this run: some tests run further tests in copies.
+        found = reached.get(mutant.id, set()) & seconds.keys()
         rooms = [
             f"tests/{room}"
             for room in (os.path.dirname(mutant.file), mutant.file.split("/")[0])
@@ -113,7 +119,7 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
 
 
 def judge(mutant: Mutant, tests: list[str]) -> str:
-    """``killed``, ``slow`` (killed by its slow test alone), ``survived`` or ``unreached``."""
+    """Return ``killed``, ``slow`` (only its slow test kills it), ``survived``, or ``unreached``."""
     verdict = _judged(mutant, QUICK, tests) if tests else "unreached"
     if verdict != "killed" and mutant.slow:
         return "slow" if _judged(mutant, ["-m", "slow"], [mutant.slow]) == "killed" else "survived"
@@ -121,7 +127,7 @@ def judge(mutant: Mutant, tests: list[str]) -> str:
 
 
 def _judged(mutant: Mutant, which: list[str], tests: list[str]) -> str:
-    """``killed`` or ``survived``."""
+    """Return ``killed`` or ``survived``. Raise RuntimeError if pytest itself failed."""
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_tree(Path(folder, "tree"))
         (tree / mutant.file).write_text(mutant.text(ROOT), encoding="utf-8")

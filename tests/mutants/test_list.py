@@ -1,4 +1,4 @@
-"""The mutants are of today's sources: each line is there once, and its fault still parses."""
+"""Tests that each mutant's line occurs once in the current source and that its fault parses."""
 
 from __future__ import annotations
 
