@@ -21,7 +21,7 @@ VERBS = {
     "merge": Verb(
         "data_prep.verbs.merge", "merge a job array's units into train/valid/test .bin/.idx"
     ),
-    "verify": Verb("data_prep.verify", "check a data folder against its manifest"),
+    "verify": Verb("data_prep.verify.command", "check a data folder against its manifest"),
     "index": Verb(
         "data_prep.verbs.index", "build the sample indices that pretrain would build at its start"
     ),

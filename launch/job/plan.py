@@ -20,8 +20,9 @@ from fem_common import files
 from fem_common.errors import UserError
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
-from launch.job import Item, Job, attempts, launch_folder, load_job, snapshot
+from launch.job import snapshot
 from launch.job.item_state import Standing, counted, standings
+from launch.job.job import Item, Job, attempts, launch_folder, load_job
 from launch.job.request import Wanted, data_fault, pretrain, read_config
 
 ABSENT = "<absent>"

@@ -21,7 +21,7 @@ from fem_common.errors import UserError
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
 from launch.cluster.profile_values import CONTROL
-from launch.job import Job, launch_folder
+from launch.job.job import Job, launch_folder
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)
 

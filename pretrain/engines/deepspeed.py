@@ -27,7 +27,6 @@ from fem_megatron.megatron import platform
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import AroundUpdate, Beside, StepResult, StepTimes, Unwanted, unobserved
 from pretrain.engines.building import (
     LearningRates,
     delayed_scales,
@@ -40,6 +39,14 @@ from pretrain.engines.building import (
 )
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
+from pretrain.engines.engine import (
+    AroundUpdate,
+    Beside,
+    StepResult,
+    StepTimes,
+    Unwanted,
+    unobserved,
+)
 from pretrain.engines.muon import Muon
 from pretrain.engines.sharding import Read, places
 from pretrain.engines.zero_state import ZeroState

@@ -27,7 +27,6 @@ from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import AroundUpdate, Beside, StepResult, StepTimes, Unwanted, unobserved
 from pretrain.engines.building import (
     LearningRates,
     delayed_scales,
@@ -39,6 +38,14 @@ from pretrain.engines.building import (
     poisoned,
     summed_loss,
     summed_over_ranks,
+)
+from pretrain.engines.engine import (
+    AroundUpdate,
+    Beside,
+    StepResult,
+    StepTimes,
+    Unwanted,
+    unobserved,
 )
 from pretrain.engines.muon import Muon, Part
 from pretrain.engines.sharding import (

@@ -14,8 +14,8 @@ import time
 import warnings
 from typing import NamedTuple
 
-from tests.interpreter import interpret
 from tests.interpreter.gpu import gpu_arithmetic
+from tests.interpreter.run import interpret
 from tests.interpreter.sanitizer import Sanitizer
 
 PLAIN = ("fused", "reference")  # implementations without a Triton kernel
@@ -87,7 +87,8 @@ def main() -> int:
     chosen = [run for run in runs() if options.op in (None, run.op)]
     if not chosen:
         parser.error(
-            f"--op: no operation {options.op!r} with kernels; there are {', '.join(sorted({run.op for run in runs()}))}"
+            f"--op: no operation {options.op!r} with kernels; there are"
+            f" {', '.join(sorted({run.op for run in runs()}))}"
         )
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))

@@ -1,4 +1,4 @@
-"""One contract that every operation's cases must meet.
+"""One contract that every operation's cases must meet. Long, because every operation has cases.
 
 The tests compare the references with the definition in float64 and each implementation with the
 definition. They also check causality, calls in parts, padding, and memory layouts.

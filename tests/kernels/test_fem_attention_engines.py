@@ -36,7 +36,8 @@ from kernels.machine import without_cudnn_attention
 from kernels.pairs import document_bounds, readable_keys
 
 CALL = Call(
-    torch.device("cpu"), torch.bfloat16, batch=2, heads=4, kv_heads=2, tq=40, tk=40, dk=128, values=128,
+    torch.device("cpu"), torch.bfloat16, batch=2, heads=4, kv_heads=2, tq=40, tk=40, dk=128,
+    values=128,
     causal=True, positive=True, padding=False, documents=False, trains=True,
 )  # fmt: skip
 

@@ -22,7 +22,7 @@ import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants import ROOT, Mutant, probed, read_mutants
+from tests.mutants.mutant import ROOT, Mutant, probed, read_mutants
 
 QUICK = ["-m", "not slow and not slurm"]
 # A mutant may hang, which the original code does not.
@@ -184,7 +184,8 @@ def main() -> int:
             killed, slow = killed + (verdict in ("killed", "slow")), slow + (verdict == "slow")
             left = (time.monotonic() - began) / done * (len(mutants) - done)
             print(
-                f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(mutants)}, {left / 60:.0f} min left",
+                f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(mutants)},"
+                f" {left / 60:.0f} min left",
                 flush=True,
             )
     print(f"{killed} of {len(mutants)} mutants killed, {slow} of them by slow tests alone")

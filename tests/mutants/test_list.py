@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.mutants import ROOT, Mutant, read_mutants
+from tests.mutants.mutant import ROOT, Mutant, read_mutants
 
 
 @pytest.mark.parametrize("mutant", read_mutants(), ids=lambda mutant: mutant.id)

@@ -1,0 +1,388 @@
+"""Verb ``verify``: check a data folder against its manifest, plan and entries.
+
+In a merged folder it checks sizes and hashes of every file, the manifest against units and plan,
+each .idx against its .bin, EOD at the end of every document and only at these positions, ids within
+the vocabulary, and the tokenizer. In a folder that is not merged it checks each shard against its
+unit's entry. In both cases a sample of the documents is read from the inputs and encoded by Hugging
+Face tokenizers. The exit code is 1 with a line for each fault, or 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from data_prep.encode.splits import SPLITS
+from data_prep.encode.tokenizer import load_folder
+from data_prep.prepared.document_ids import IdsEntry
+from data_prep.prepared.entries import (
+    manifest_of,
+    missing_units,
+    ranges,
+    read_units,
+    shortened,
+    units_done,
+)
+from data_prep.prepared.indexed import dtype_name, index_bytes_of
+from data_prep.prepared.layout import (
+    KINDS,
+    MANIFEST,
+    PLAN,
+    SHARDS,
+    TOKENIZER,
+    Plan,
+    Unit,
+    entry_path,
+    read_plan,
+    shard_prefix,
+)
+from data_prep.prepared.manifest import (
+    Manifest,
+    MergedEntry,
+    TokenizerEntry,
+    UnitEntry,
+    read_manifest,
+)
+from data_prep.prepared.staging import existing_folder
+from data_prep.report.progress import Reading
+from data_prep.verify.cache import cache_bytes, check_caches
+from data_prep.verify.pairs import Ids, pair_faults
+from data_prep.verify.sample import check_sample
+from fem_common.errors import UserError
+from fem_common.text import count
+
+SAMPLE = 100
+PUT_BACK = "put it back, or plan and run again with --overwrite"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder that run wrote")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help=f"documents to read and encode again; 0: none (default: {SAMPLE})",
+    )
+    parser.add_argument(
+        "--index-cache",
+        type=Path,
+        metavar="FOLDER",
+        help="check the index caches in FOLDER against this data too",
+    )
+
+
+@dataclass
+class Report:
+    """Faults, checks that were not possible, and checks that succeeded."""
+
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    agree: list[str] = field(default_factory=list)
+
+    def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
+        """Add faults, each with the fix, and return True if the list of faults is empty."""
+        found = [f"{fault}; {fix}" if fix else fault for fault in faults]
+        self.faults += found
+        return not found
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Check a data folder. Return 0 and print a summary without faults; return 1 and print a line
+    for each fault.
+
+    Raises UserError if the folder contains no data.
+    """
+    folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
+    if arguments.sample < 0:
+        raise UserError(f"--sample is {arguments.sample}; it must be at least 0")
+    if (folder / MANIFEST).is_file() or not (folder / PLAN).is_file():
+        manifest = read_manifest(folder)
+        report = verify_merged(folder, manifest, arguments.sample, arguments.index_cache)
+        done = ", ".join(
+            f"{name} {count(entry.tokens)} tokens" for name, entry in manifest.splits.items()
+        )
+    elif arguments.index_cache:
+        raise UserError(
+            f"{folder} is not merged, so no index cache can belong to it; merge it with: "
+            f"python -m data_prep merge {folder}"
+        )
+    else:
+        report = verify_units(folder, arguments.sample)
+        done = f"not merged yet; continue with: python -m data_prep merge {folder}"
+    for note in report.notes:
+        print(f"not checked: {note}")
+    for fault in report.faults:
+        print(f"fault: {fault}")
+    if report.faults:
+        print(f"{folder}: {len(report.faults)} fault{'s' if len(report.faults) > 1 else ''}")
+        return 1
+    print(f"{folder}: complete; {done}; {', '.join(report.agree)} agree")
+    return 0
+
+
+def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
+    """Check a folder that has a manifest. Raises UserError if ``caches`` is not a folder."""
+    report = Report(agree=["hashes", "indices", "EOD"])
+    fix = (
+        f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
+    )
+    report.add(tokenizer_faults(folder / manifest.tokenizer.path, manifest.tokenizer), PUT_BACK)
+    plan, entries = None, list[UnitEntry]()
+    try:
+        plan = _sound_plan(folder)
+    except UserError as error:
+        report.add([str(error)])
+    try:
+        entries = read_units(folder, manifest)
+    except UserError as error:
+        report.add([str(error)], fix)
+    if plan and entries:
+        report.add(manifest_faults(folder, manifest, plan, entries), fix)
+    total = sum(sum(entry.sizes.values()) for entry in manifest.splits.values())
+    with Reading("verifying", total + (cache_bytes(caches) if caches else 0)) as reading:
+        ids = Ids(manifest.dtype, manifest.tokenizer.eod_id, manifest.tokenizer.vocab_size)
+        for name, part in manifest.splits.items():
+            report.add(pair_faults(folder / name, part, "the manifest", ids, reading.advance), fix)
+        known = {
+            f"{name}.{kind}" for name, entry in manifest.splits.items() for kind in entry.sizes
+        }
+        strays = [
+            folder / name
+            for name in (f"{split}.{kind}" for split in SPLITS for kind in KINDS)
+            if name not in known
+        ]
+        report.add(
+            [
+                f"{path} is not in the manifest; remove it, or {fix}"
+                for path in strays
+                if path.exists()
+            ]
+        )
+        if caches:
+            found = check_caches(caches, folder, manifest, reading.advance)
+            report.add(found.faults)
+            report.agree.append(
+                f"{found.ours} index caches ({found.others} of other data, "
+                f"{found.unfinished} unfinished)"
+            )
+    if (folder / SHARDS).exists():
+        report.notes.append(
+            f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} "
+            "removes it"
+        )
+    if plan:
+        _sample(report, folder, plan, entries, sample, fix, merged=True)
+    return report
+
+
+def verify_units(folder: Path, sample: int) -> Report:
+    """Check a folder whose shards are not merged."""
+    report = Report(agree=["hashes", "indices", "EOD"])
+    try:
+        plan = _sound_plan(folder)
+    except UserError as error:
+        report.add([str(error)])
+        return report
+    said = TokenizerEntry(
+        TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256
+    )
+    report.add(tokenizer_faults(folder / TOKENIZER, said), PUT_BACK)
+    entries, missing, faults = units_done(folder, plan)
+    report.add([*faults, *[missing_units(folder, plan, missing)] * bool(missing)])
+    parts = [part for entry in entries for part in entry.splits.values()]
+    with Reading(
+        f"verifying {folder / SHARDS}", sum(sum(part.sizes.values()) for part in parts)
+    ) as reading:
+        report.add(shard_faults(folder, plan, entries, reading.advance))
+    fix = (
+        f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep "
+        f"run --out {folder}"
+    )
+    _sample(report, folder, plan, entries, sample, fix, merged=False)
+    return report
+
+
+def _sound_plan(folder: Path) -> Plan:
+    """Return the plan. Raises UserError."""
+    if not (folder / PLAN).is_file():
+        raise UserError(f"{folder / PLAN} is missing; {PUT_BACK}")
+    return read_plan(folder)
+
+
+def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
+    """Yield the faults of the copy of the tokenizer."""
+    try:
+        tokenizer = load_folder(folder)
+    except UserError as error:
+        yield str(error)
+        return
+    if tokenizer.sha256 != said.sha256:
+        yield f"{tokenizer.path / 'tokenizer.json'}: content differs from the manifest's hash"
+    for what, found, wanted in (
+        ("EOD is", tokenizer.eod_id, said.eod_id),
+        ("entries are", tokenizer.vocab_size, said.vocab_size),
+    ):
+        if found != wanted:
+            yield f"{tokenizer.path}: its {what} {found}, the manifest says {wanted}"
+
+
+def manifest_faults(
+    folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]
+) -> Iterator[str]:
+    """Yield the differences of manifest.json from plan.json and units.jsonl."""
+    if manifest.source.fingerprint != plan.fingerprint:
+        yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
+        return
+    for entry in entries:
+        if entry.plan != plan.fingerprint:
+            yield f"{folder / manifest.units.file}: unit {entry.unit} is of another plan"
+            return
+    if len(entries) != len(plan.units):
+        yield (
+            f"{folder / manifest.units.file} has {len(entries)} units, {folder / PLAN} has "
+            f"{len(plan.units)}"
+        )
+        return
+    for unit, entry in zip(plan.units, entries, strict=True):
+        if unit.rows not in (None, entry.rows):
+            yield (
+                f"{folder / manifest.units.file}: unit {entry.unit} accounts for {entry.rows} "
+                f"rows, the plan for {unit.rows}"
+            )
+    splits = {
+        name: _summed(manifest.splits[name], name, entries)
+        for name in SPLITS
+        if name in manifest.splits
+    }
+    said, found = asdict(manifest), asdict(manifest_of(plan, entries, splits))
+    _forget_where_files_lie(said)
+    _forget_where_files_lie(found)
+    yield from _differences(said, found, str(folder / MANIFEST))
+    for name in sorted(
+        {name for entry in entries for name in entry.splits} - manifest.splits.keys()
+    ):
+        yield f"{folder / MANIFEST} lacks the split {name!r}, which units wrote"
+
+
+def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
+    """Remove the paths of inputs and mask from a manifest.
+
+    Paths are not part of a plan's identity: files may move, and a later plan of the same contents
+    contains the new paths.
+    """
+    for file in manifest["source"]["files"]:
+        file["path"] = None
+    mask = manifest["source"]["settings"].get("mask")
+    manifest["source"]["settings"]["mask"] = mask and mask.rpartition(":")[2]
+
+
+def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
+    """Return a split's entry with the sums of the units' entries."""
+    parts = [entry.splits[name] for entry in entries if name in entry.splits]
+    documents, tokens, text_bytes, bin_bytes = (
+        sum(getattr(part, what) for part in parts)
+        for what in ("documents", "tokens", "text_bytes", "bin_bytes")
+    )
+    sizes = [part.ids.bytes for part in parts if part.ids]
+    ids = (
+        IdsEntry(sum(sizes), said.ids.sha256 if said.ids else "")
+        if parts and len(sizes) == len(parts)
+        else None
+    )
+    sums = {
+        "documents": documents,
+        "tokens": tokens,
+        "text_bytes": text_bytes,
+        "bin_bytes": bin_bytes,
+    }
+    return replace(said, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
+
+
+def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
+    """Yield the differences of two JSON values, with their keys."""
+    if isinstance(said, dict) and isinstance(found, dict):
+        for name in dict.fromkeys([*said, *found]):
+            yield from _differences(
+                said.get(name), found.get(name), path, f"{key}.{name}" if key else str(name)
+            )
+    elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
+        for number, (one, other) in enumerate(zip(said, found, strict=True)):
+            yield from _differences(one, other, path, f"{key}.{number}")
+    elif said != found:
+        yield f"{path}: {key} is {said!r}, units and plan say {found!r}"
+
+
+def _sample(
+    report: Report,
+    folder: Path,
+    plan: Plan,
+    entries: list[UnitEntry],
+    number: int,
+    fix: str,
+    *,
+    merged: bool,
+) -> None:
+    if not number:
+        return
+    if report.faults or len(entries) != len(plan.units):
+        report.notes.append("a sample against the inputs: fix the faults first")
+        return
+    found = check_sample(folder, plan, entries, number, merged=merged)
+    report.add(found.faults, fix)
+    for reason, units in found.unchecked.items():
+        report.notes.append(
+            f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against "
+            f"the inputs: {reason}"
+        )
+    if found.compared:
+        report.agree.append(f"{found.compared} documents encoded again")
+
+
+SHARD = re.compile(rf"(\d+)-({'|'.join(SPLITS)})\.(?:{'|'.join(KINDS)})")
+ENTRY = re.compile(r"(\d+)\.json")
+
+
+def shard_faults(
+    out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]
+) -> Iterator[str]:
+    """Yield the faults of the shards that the entries list, and of files that no entry lists."""
+    vocab_size, eod_id = plan.tokenizer.vocab_size, plan.tokenizer.eod_id
+    ids = Ids(dtype_name(vocab_size), eod_id, vocab_size)
+    for entry in entries:
+        unit = plan.units[entry.unit]
+        for name, part in entry.splits.items():
+            for fault in pair_faults(
+                shard_prefix(out, unit, name), part, "its entry", ids, advance
+            ):
+                yield f"{fault}; {_again(out, unit)}"
+    yield from _strays(out, plan, {entry.unit: entry for entry in entries})
+
+
+def _again(out: Path, unit: Unit) -> str:
+    return (
+        f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run "
+        f"--out {out}"
+    )
+
+
+def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[str]:
+    known = {unit.name: unit for unit in plan.units}
+    for path in sorted((out / SHARDS).glob("[!.]*")):
+        if match := ENTRY.fullmatch(path.name):
+            if match[1] not in known:
+                yield f"{path} is the entry of a unit that the plan does not have; remove it"
+        elif not (match := SHARD.fullmatch(path.name)) or match[1] not in known:
+            yield f"{path} belongs to no unit of the plan; remove it"
+        elif not entry_path(out, known[match[1]]).is_file():
+            yield (
+                f"{path} has no entry, so its unit is not done; do it with: python -m data_prep "
+                f"run --out {out}"
+            )
+        elif (entry := entries.get(known[match[1]].number)) and match[2] not in entry.splits:
+            yield f"{path} is not named by its unit's entry; {_again(out, known[match[1]])}"

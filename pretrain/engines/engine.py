@@ -1,0 +1,116 @@
+"""Engines: the owners of gradients, optimizer and parallel schedule.
+
+The trainer uses only the interface defined in this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    # The configuration's checks import this package and need no torch.
+    from fem_megatron.megatron.fp8 import Delayed
+    from pretrain.data.datasets import Batch
+    from pretrain.engines.sharding import Held
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Results of one optimizer step, equal on every rank."""
+
+    loss: float  # mean over the step's tokens, nats
+    grad_norm: float  # global, before clipping
+    lr: float
+    skipped: bool  # not updated: loss or gradient was not finite, or the step was unwanted
+    times: StepTimes | None = None  # this rank's times, if requested
+    # Sums over the ranks of the additional numbers.
+    beside: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of a step on one rank, in seconds."""
+
+    # Forward and backward passes, until the gradients of all ranks are needed.
+    busy: float
+    # Reduction of the gradients: waiting for the other ranks, and the transfer.
+    waiting: float
+
+
+Beside = Callable[[], Iterable[float]]
+Unwanted = Callable[[float, float], bool]
+"""True if a step's loss and gradient norm, both finite, forbid its update; equal on every rank."""
+AroundUpdate = Callable[[Callable[[], "Iterable[Held]"]], AbstractContextManager[None]]
+"""Context around an update. Its argument returns this rank's parts of the parameters, ordered."""
+
+
+@contextmanager
+def unobserved(parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
+    """Run the block without observing the update: the default `AroundUpdate`."""
+    yield
+
+
+class Engine(Protocol):
+    """A model, its optimizer and its layout.
+
+    around_update: context manager around every update, entered when the gradients of all ranks are
+    summed (default: `unobserved`). DeepSpeed updates one group of parameters after another, so it
+    enters once per group, and not if the gradient is not finite. scales: scaling history of the
+    8-bit maps from earlier steps, stored in checkpoints next to ``sharded_state``
+    (train.fp8=delayed).
+    """
+
+    around_update: AroundUpdate
+    scales: Delayed | None
+
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        samples_after: int,
+        *,
+        timed: bool = False,
+        beside: Beside = tuple,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
+        """Take one optimizer step over ``global_batch_size`` sequences.
+
+        The learning rate is the schedule's at ``samples_after``. ``timed``: also return this rank's
+        times, which waits for the device and changes no number. ``unwanted``: decides by loss and
+        gradient norm if the update is skipped. The remaining callable returns additional numbers,
+        which are summed over the ranks in the loss's all-reduce. It is called once, before the
+        update, except under DeepSpeed without ``unwanted``, which calls it afterwards.
+        """
+
+    def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
+        """Return the mean loss over ``global_batches`` global batches in nats per token.
+
+        Computes no gradients.
+        """
+
+    @property
+    def models(self) -> list[Any]:
+        """This rank's model chunks without wrappers."""
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return model and optimizer as megatron.core.dist_checkpointing's sharded tensors.
+
+        All engines use the same names and shapes.
+        """
+
+    def restore(
+        self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False
+    ) -> None:
+        """Load a checkpoint.
+
+        ``read`` returns a dictionary of sharded tensors with their values, and may be called
+        repeatedly.
+        """
+
+    def close(self) -> None:
+        """Release what keeps the model, and with it its process groups and their threads, alive.
+
+        Call it after the last use.
+        """
