@@ -176,7 +176,7 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
     write(tmp_path, "a", "musr", 0.4, chance=None)  # of which nobody knows what guessing scores
     unknown = table_of(tmp_path, suite("gpqa", "musr", rescale="leaderboard"))
     assert unknown.rows[0].average is None and any(
-        "guessing scores is not known: MUSR" in note for note in unknown.notes
+        "the score of guessing is not known: MUSR" in note for note in unknown.notes
     )
 
 
@@ -219,7 +219,7 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
         write_heldout(tmp_path, "b", two, raw={**raw, **change})
         table = table_of(tmp_path)
         assert len(table.ranked) == 1 and any(
-            "their losses do not compare" in note for note in table.notes
+            "their losses are not comparable" in note for note in table.notes
         )
     write_heldout(tmp_path, "b", two, n=8)
     assert len(table_of(tmp_path).ranked) == 1
