@@ -103,8 +103,8 @@ def _owner(place: Mirror) -> dict[str, str] | None:
     """Return the run that owns a mirror, from its newest manifest if the record is lost; None if
     unknown.
     """
-    # The listing comes first: if the store refuses, its error contains the reason; that of a read
-    # does not.
+    # List first: if the store refuses, the error of a listing contains the reason, unlike that of a
+    # read.
     names = place.steps()[:1]
     with suppress(*_UNREADABLE):
         record = json.loads(place.fs.cat_file(f"{place.root}/{RECORDS}/{RUN_ID}"))

@@ -226,7 +226,7 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
     write_heldout(tmp_path, "b", two, tokens=1500)
     table = table_of(tmp_path)
     assert [column.name for column in table.ranked] == ["arc"] and any(
-        "bits a byte compare" in note for note in table.notes
+        "bits per byte are comparable" in note for note in table.notes
     )
     assert "**1.900**" not in markdown(table) and "2.000 ± 0.020 (0.667)" in markdown(table)
     points = heldout(table)["valid"]["b"]
