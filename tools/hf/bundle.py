@@ -45,7 +45,7 @@ OPTIONAL = {"fla", "triton"}
 LICENSE, LICENSE_ID = "LICENSE", "Apache-2.0"
 
 Edits = dict[tuple[int, int], list[str]]
-"""First and last line of a statement, from 1 -> the lines in its place."""
+"""First and last line of a statement, counted from 1 -> the lines that replace it."""
 
 
 class BundleError(ValueError):

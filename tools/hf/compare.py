@@ -25,7 +25,7 @@ TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.(.*))?$")
 
 Trace = dict[str, Tensor]
-"""Place -> what is computed there, without dimensions of size one, on the CPU; in the order of computation."""
+"""Place in the model -> its output on the CPU, without dimensions of size one; in the order of computation."""
 
 
 def place(path: str) -> str:

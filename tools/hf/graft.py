@@ -61,7 +61,7 @@ class Origin:
 
 
 Origins = dict[str, Origin]
-"""Name of a target's tensor -> its origin; those that are not there are new."""
+"""Name of a tensor of the target -> its origin. Tensors without an entry are new."""
 
 
 @dataclass(frozen=True)

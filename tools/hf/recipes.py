@@ -45,7 +45,7 @@ class Recipe:
 
 
 Recipes = dict[str, Recipe]
-"""Name in the target -> how it is made."""
+"""Name in the target -> recipe of the tensor."""
 
 
 def to_fem(model: ModelConfig) -> Recipes:

@@ -21,7 +21,7 @@ from fem_common.text import aligned
 from tools.scaling.pictures.style import headed, legend_below, log_axis, marked, titled_figure
 
 LIMIT = 2.0
-"""The greatest ratio between two widths that counts as flat."""
+"""Largest ratio between two widths that counts as flat."""
 
 
 @dataclass(frozen=True)
