@@ -13,7 +13,7 @@ not available if first tokens are not scored, whose bytes are unknown.
 
 A result is one file per task in the format of ``tools.evaluate``: ``value`` is nats per token at
 the longest context length, ``stderr`` over documents (``n``), ``subtasks`` one entry per context
-length ("@128", "@256") if there are several. ``raw`` contains, for the longest one, bits_per_byte,
+length ("@128", "@256") if it has several. ``raw`` contains, for the longest one, bits_per_byte,
 perplexity, nats, tokens, unscored (first tokens of documents without an end-of-document token
 before them), bytes, context, stride, per_document and data, and ``contexts`` the same for every
 length. The command writes one file per context length, ``valid_256.json`` with the label ``valid

@@ -149,7 +149,7 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
     return Difference(where, absolute, scale)
 
 
-# --- weights ---------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def exported(weights: Tensors, model: ModelConfig) -> Tensors:
@@ -198,7 +198,7 @@ def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
     )
 
 
-# --- activations and logits ------------------------------------------------------------------------
+# --- activations and logits -----------------------------------------------------------------------
 
 
 def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
@@ -241,7 +241,7 @@ class Predictions:
         )
 
 
-# --- settings and tokenizers -----------------------------------------------------------------------
+# --- settings and tokenizers ----------------------------------------------------------------------
 
 
 def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -164,7 +164,7 @@ def header(file: Path) -> dict[str, Stored]:
     """
     try:
         with files_told(), safe_open(file, framework="pt") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {
                 name: Stored(file, tuple(part.get_shape()), part.get_dtype())
                 for name, part in parts.items()

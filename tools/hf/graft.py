@@ -125,7 +125,7 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     )
 
 
-# --- table -----------------------------------------------------------------------------------------
+# --- table ----------------------------------------------------------------------------------------
 
 
 def described(plan: Graft) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-# --- one layer -------------------------------------------------------------------------------------
+# --- one layer ------------------------------------------------------------------------------------
 
 
 def _mixer(source: Shape, target: Shape) -> Origins:
@@ -298,7 +298,7 @@ def _mlp(source: Shape, target: Shape) -> Origins:
     return origins
 
 
-# --- tensors ---------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> dict[str, Tensor]:

@@ -315,7 +315,7 @@ def model_yaml(model: ModelConfig, source: Path) -> str:
     )
 
 
-# --- configurations --------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 
 def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
@@ -435,7 +435,7 @@ def _kept(source: Source) -> Kept:
     )
 
 
-# --- weights ---------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:

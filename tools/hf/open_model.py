@@ -213,7 +213,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-# --- Hugging Face folders --------------------------------------------------------------------------
+# --- Hugging Face folders -------------------------------------------------------------------------
 
 
 def check_architecture(folder: Folder) -> None:
@@ -303,7 +303,7 @@ def known_model(folder: Folder) -> ModelConfig | None:
         return None
 
 
-# --- checkpoints -----------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def _open_checkpoint(
@@ -328,7 +328,7 @@ def _open_checkpoint(
     )
 
 
-# --- tokenizers ------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokenizerBase | None:
@@ -432,7 +432,7 @@ def state_of(
     return state
 
 
-# --- fingerprint -----------------------------------------------------------------------------------
+# --- fingerprint ----------------------------------------------------------------------------------
 
 # Version of the code that converts files to token ids. Increase it with changes of that code, so
 # that earlier results are not reused.

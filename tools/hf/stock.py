@@ -266,7 +266,7 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
     return model
 
 
-# --- configurations --------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 
 def _family(model: ModelConfig) -> str:
@@ -335,7 +335,7 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
             )
 
 
-# --- tensors ---------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _stock_name(name: str) -> str:

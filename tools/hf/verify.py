@@ -186,8 +186,8 @@ TEXTS = (
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. 1 + 1 = 2; 你好。",
 )
 
-# Texts for the comparison of the tokenizers, with characters on which pre-tokenizers and normalizers
-# differ: digits, case, white space, scripts, composed characters.
+# Texts for the comparison of the tokenizers, with characters that pre-tokenizers and normalizers
+# treat differently: digits, case, white space, scripts, composed characters.
 READ = (
     "It's 7 o'clock, they'll have 12345678 of 3.14159265 and 1,000,000; WE'RE done... (2026-11-27T23:59:01Z)",
     "  two  spaces,\ta tab,\u00a0no break,\r\n\r\n\n   lines   \n",
@@ -337,7 +337,7 @@ def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
     return found
 
 
-# --- one model after the other ---------------------------------------------------------------------
+# --- one model after the other --------------------------------------------------------------------
 
 
 def _remember(

@@ -191,7 +191,8 @@ def finished(
                 for future in done:
                     del running[future]
                 yield from ended
-                # Only the pairs of the ended trials can have new trials: their rate may be known now.
+                # Only the pairs of the ended trials can have new trials, because their rate may now be
+                # known.
                 waiting = list(dict.fromkeys((trial.case, trial.row) for trial, _ in ended))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

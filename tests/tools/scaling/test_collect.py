@@ -366,9 +366,7 @@ def test_a_fork_is_collected_as_a_straight_run(
     ]
     (tmp_path / "export.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert main(["collect", str(path), "--wandb", "export.jsonl"]) == 1
-    assert (
-        f"{fork.name}: a fork of {trunk.name}, of which nothing is here" in capsys.readouterr().err
-    )
+    assert f"{fork.name}: a fork of {trunk.name}, which has no record" in capsys.readouterr().err
     write_run(plan, trunk)
     write_run(plan, straight[0])  # as it was trained before the study had trunks
     assert final_runs(collected(study)).drop(columns="train_loss").equals(last)
