@@ -566,5 +566,5 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: W
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"case": "T = 4"}\n{}\n')
-    with pytest.raises(ConfigError, match="results.jsonl, line 1: no trial"):
+    with pytest.raises(ConfigError, match="results.jsonl, line 1: not a trial"):
         read_results(tmp_path / "results.jsonl")

@@ -79,7 +79,7 @@ def _refuse(found: Found, out: Path) -> None:
         if number >= found.progress.step:
             older = "newer than" if number > found.progress.step else "at the same step as"
             raise ConfigError(
-                f"{there} is {older} {found.path}, and a run there would resume from it: choose another --out"
+                f"{there} is {older} {found.path}, and a run in this directory would resume from it: choose another --out"
             )
 
 

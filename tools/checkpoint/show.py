@@ -223,8 +223,8 @@ def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) 
 
 
 def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
-    """Return the faults of a checkpoint: the names of damaged tensors or, if no tensor is damaged, of
-    damaged files.
+    """Return the faults of a checkpoint: the names of damaged tensors or, if no tensor is
+    damaged, of damaged files.
     """
     wrong = flaw(step)
     if wrong:

@@ -355,7 +355,7 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
     ]
     if came:
         print(
-            f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command goes on",
+            f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command continues",
             flush=True,
         )
         return INTERRUPTED
@@ -372,7 +372,7 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
             file=sys.stderr,
         )
     else:
-        next_one = "the same command goes on"
+        next_one = "the same command continues"
         if not local:
             next_one = f"watch: python -m launch status --items {study.directory}"
         elif done == len(runs):

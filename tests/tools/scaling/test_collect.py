@@ -211,7 +211,7 @@ def test_what_cannot_be_compared_is_refused(
             and "cannot be compared" in message
         )
     write_run(plan, runs[2], words=("optimizer.weight_decay=0.3",))
-    assert f"trained with optimizer.weight_decay = 0.3, and {path} plans 0.1 now" in refused(
+    assert f"trained with optimizer.weight_decay = 0.3, but {path} now plans 0.1" in refused(
         study, capsys
     )
     # What changes nothing of what is learnt may differ, and two variants that differ in that alone are one run; in the sequences' length
