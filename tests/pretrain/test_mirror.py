@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
     shutil.rmtree(tmp_path / "run")
     assert pretrain(*mirrored, "train.steps=16") == 0
     assert (
-        "checkpoint step_00000012 brought from s3://" in pretrain.out
+        "checkpoint step_00000012 copied from s3://" in pretrain.out
         and "step_00000012 at step 12" in pretrain.out
     )
     assert losses(tmp_path / "run") == losses(tmp_path / "whole"), "those before the loss, too"
@@ -162,7 +162,7 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(
     code, said = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
     assert (
         code == 1
-        and "it is whole" in said
+        and "the local copy is complete" in said
         and not [name for name in store.names() if name.endswith(MANIFEST)]
     ), said
     tried.clear()
@@ -234,7 +234,7 @@ def test_what_a_place_keeps_otherwise_than_it_was_sent_is_found(
 
     assert place.put(tmp_path / "file", "whole")
     monkeypatch.setattr(place.fs, "open", forgetful)
-    with pytest.raises(OSError, match="cut is not there as it was sent"):
+    with pytest.raises(OSError, match="cut differs from the file that was sent"):
         place.put(tmp_path / "file", "cut")
 
 
@@ -307,7 +307,7 @@ def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: 
         in said
     )
     assert said.splitlines()[-1].endswith(
-        f"{step.name} came to harm there and could not be sent to {store.url}"
+        f"{step.name} is damaged in the run directory and was not sent to {store.url}"
     )
     assert {name.split("/")[1] for name in store.names()} == {
         good.name,

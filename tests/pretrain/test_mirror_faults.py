@@ -46,7 +46,7 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
         "step_00000016 is damaged (__0_0.distcp does not match its hash); passing over it"
         in pretrain.out
     )
-    assert "step_00000012 brought from" in pretrain.out
+    assert "step_00000012 copied from" in pretrain.out
     # Damage that is found only when tensors are read: the mirror's copy equals the local one before
     # the damage.
     local = tmp_path / "run/checkpoints/step_00000016/__0_0.distcp"
@@ -58,7 +58,7 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
     assert pretrain(*mirrored, "train.steps=16") == 0
     assert (
         f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out
-        and "step_00000016 brought from s3://" in pretrain.out
+        and "step_00000016 copied from s3://" in pretrain.out
     )
     assert "step_00000016 at step 16" in pretrain.out and local.read_bytes() == store_copy
     assert main(["verify", str(tmp_path)]) == 0
@@ -91,7 +91,7 @@ def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
     limited = ("checkpoint.interval=2", "checkpoint.max_unsaved_steps=5")
     assert pretrain("train.steps=40", *limited) == 1
     assert (
-        "what is there may be newer than" in pretrain.out
+        "it may contain a newer checkpoint than" in pretrain.out
         and "step_00000004 at step 4" in pretrain.out
     )
     assert (
@@ -198,7 +198,7 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
             and f"step_{expected:08d} at step {expected}\n" * bool(expected) in said
         ), said
         assert ("resumed from" in said) is bool(expected) and ("is damaged" in said) is harmed, said
-        assert "brought from" in said or number % 5 or not number, said
+        assert "copied from" in said or number % 5 or not number, said
         harmed = number % 5 == 2
         if harmed:  # flip a bit of a weight
             newest = newest_first(folder)[0]

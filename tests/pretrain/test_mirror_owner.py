@@ -58,7 +58,7 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
     assert pretrain(*mirrored) == 0, pretrain.err
     assert (mirror / "run" / RUN_ID).read_text() == (run / RUN_ID).read_text()
     assert run_of(mirror / "step_00000004" / MANIFEST) == run_of(run / RUN_ID)
-    assert f"belongs to another run, of run_dir {run}" in refused(*elsewhere, "optimizer.lr=1e-3")
+    assert f"belongs to another run, with run_dir {run}" in refused(*elsewhere, "optimizer.lr=1e-3")
     assert pretrain(*elsewhere, "--resolve") == 0 and f"  mirror: {mirror}\n" in pretrain.out
     fork = ("--fork", str(other), "train.steps=6")
     assert (
@@ -95,7 +95,7 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
         path.write_bytes(b"damaged")
     said = refused(*elsewhere, code=1)
     assert (
-        f"no checkpoint in {mirror} is good (step_00000006: " in said and "step_00000004: " in said
+        f"no checkpoint in {mirror} is valid (step_00000006: " in said and "step_00000004: " in said
     )
 
 
@@ -121,7 +121,7 @@ def test_a_place_is_claimed_by_one_run_directory(
             == main(["fetch", str(other), str(mirror)])
             == 2
         )
-        assert capsys.readouterr().err.count("belongs to another run, of run_dir") == 2
+        assert capsys.readouterr().err.count("belongs to another run, with run_dir") == 2
     assert identify(copy) != identify(one)
     one.rename(moved)
     write_step(moved, 4)
@@ -148,5 +148,5 @@ def test_a_place_is_claimed_by_one_run_directory(
         shutil.rmtree(step)
     assert (
         main(["fetch", str(tmp_path / "newer"), str(mirror)]) == 1
-        and "latest: what it names is not there" in capsys.readouterr().err
+        and "latest: the checkpoint that it names does not exist" in capsys.readouterr().err
     )

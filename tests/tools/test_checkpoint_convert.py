@@ -225,7 +225,7 @@ def test_weights_alone_stay_weights_alone(
     assert_same(step_of(out), step)
     assert main(["show", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "contents    weights alone, for checkpoint.load\n" in said
+    assert "contents    weights only, for checkpoint.load\n" in said
     assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in said
     # A run cannot resume from it.
     assert pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2
@@ -332,16 +332,11 @@ def test_show(
         "engine": "megatron with its plain optimizer",
         "layout": "1 process = TP 1 x PP 1 x DP 1",
         "precision": "fp32",
-        "weights": (
-            f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32"
-        ),
-        "optimizer": (
-            f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers,"
-            " float32"
-        ),
-        "contents": "a run's state: it resumes",
+        "weights": f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32",
+        "optimizer": f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers, float32",
+        "contents": "complete training state: a run can resume from it",
         "files": lines["files"],
-        "undamaged": "yes: every size is as it was written, every pickle's hash too",
+        "undamaged": "yes: all file sizes and the hashes of all pickles match",
     }
     step = altered(run_dir, tmp_path / "run")
     with (step / "common.pt").open("r+b") as file:

@@ -290,7 +290,9 @@ def test_ett_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = forecast.series("ETTh1")
     assert found.shape == (14400, 7) and found[-1].tolist() == [14399, 1, 2, 3, 4, 5, 0.5]
     file.write_text("date,HUFL\n2016-07-01,1\n")
-    with pytest.raises(UserError, match="1 lines of 1 series; ETTh1 has 14400 and more of 7"):
+    with pytest.raises(
+        UserError, match="1 lines of 1 series; ETTh1 needs at least 14400 lines of 7"
+    ):
         forecast.series("ETTh1")
     monkeypatch.setitem(
         forecast.SETS,
@@ -467,9 +469,9 @@ def test_intervals_and_verdicts() -> None:
     experiment, size = catalogue.experiment_of("lis"), catalogue.experiment_of("lis").sizes["quick"]
     for ours, said in (
         ([0.71, 0.81, 0.9], "agrees"),
-        ([0.9, 0.71, 0.81], "leans with it"),
-        ([0.5, 0.9, 0.6], "leans against it"),
-        ([0.5, 0.61, 0.7], "against it"),
+        ([0.9, 0.71, 0.81], "tends to agree"),
+        ([0.5, 0.9, 0.6], "tends to disagree"),
+        ([0.5, 0.61, 0.7], "disagrees"),
     ):
         results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": ours})
         assert (
@@ -481,7 +483,7 @@ def test_intervals_and_verdicts() -> None:
     results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": [0.7, 0.9]})
     assert (
         report.verdict(experiment, size, results, experiment.claims[0], size.cases[0])
-        == "leans with it"
+        == "tends to agree"
     )
     assert (
         report.verdict(
@@ -506,7 +508,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (tmp_path / "docs" / "papers.md").read_text()
     assert (
         "| FEM-SM | 1k | 51.0 ± 2.5 (53.1) |" in page
-        and "- FEM-SM better than softmax: agrees at compression, " in page
+        and "- FEM-SM better than softmax: agrees for compression, " in page
     )
     assert (tmp_path / "docs" / "papers" / "mad-quick.png").stat().st_size > 10_000
     # The page's copy of the results is sufficient, and results that no longer count are removed.
@@ -568,5 +570,5 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: W
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"case": "T = 4"}\n{}\n')
-    with pytest.raises(ConfigError, match="results.jsonl, line 1: no trial"):
+    with pytest.raises(ConfigError, match="results.jsonl, line 1: not a trial"):
         read_results(tmp_path / "results.jsonl")

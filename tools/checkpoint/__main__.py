@@ -12,7 +12,7 @@ from typing import Any
 from fem_common.cli import Parser, run
 from fem_common.errors import ConfigError
 
-CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
+CHECKPOINT = "a run directory (its newest valid checkpoint), or a step_NNNNNNNN"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,59 +26,59 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="tools.checkpoint",
-        description="What a checkpoint holds, and whether it is whole; the same one for another engine; several as one.",
+        description="Show, verify, convert, mirror, fetch and average checkpoints.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verb = verbs.add_parser(
         "convert",
-        help="write a checkpoint so that a run of another engine or optimizer resumes from it",
-        description="Writes RUN_DIR/checkpoints/step_NNNNNNNN, from which a run of the named engine with the same model continues: "
-        "weights, optimizer state, position in the data. Files of tensors are linked, or copied where that is not possible.",
+        help="convert a checkpoint, so that a run with another engine or optimizer can resume from it",
+        description="Write RUN_DIR/checkpoints/step_NNNNNNNN, from which a run of the same model with the named engine resumes: "
+        "weights, optimizer state, position in the data. Tensor files are hard links, or copies if links are not possible.",
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
     verb.add_argument(
         "--engine",
         required=True,
         choices=["megatron", "deepspeed"],
-        help="the engine that is to continue",
+        help="engine of the run that will resume",
     )
     verb.add_argument(
         "--plain-optimizer",
         action="store_true",
-        help="for Megatron's optimizer that is not split over ranks (parallel.use_distributed_optimizer=false)",
+        help="write for Megatron's optimizer without sharding over ranks (parallel.use_distributed_optimizer=false)",
     )
     verb.add_argument(
         "--out",
         required=True,
         type=Path,
         metavar="RUN_DIR",
-        help="run directory of the run that continues; not the source's",
+        help="run directory of the run that will resume; not the run directory of the source",
     )
     verb.set_defaults(run=_convert)
     _add_merge(verbs)
     verb = verbs.add_parser(
         "show",
-        help="what a checkpoint holds, and whether it is undamaged",
-        description="Says what a checkpoint holds. Exit code 1: it is damaged.",
+        help="show the contents of a checkpoint, and whether it is damaged",
+        description="Show the contents of a checkpoint. Exit code 1: it is damaged.",
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
     verb.set_defaults(run=_show)
     verb = verbs.add_parser(
         "verify",
-        help="read every byte of a checkpoint, or of all of a run, and compare it with its checksums",
-        description="Reads checkpoints whole and compares sizes, hashes and every tensor's checksum. Exit code 1: one is damaged.",
+        help="read every byte of a checkpoint, or of all checkpoints of a run, and compare it with the checksums",
+        description="Read checkpoints completely and compare sizes, hashes and the checksum of every tensor. Exit code 1: one is damaged.",
     )
     verb.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a run directory (all its checkpoints), a step_NNNNNNNN, or a mirror's URL",
+        help="a run directory (all its checkpoints), a step_NNNNNNNN, or the URL of a mirror",
     )
     verb.set_defaults(run=_verify)
     verb = verbs.add_parser(
         "mirror",
-        help="send a run's newest checkpoint to an object store or another file system",
-        description="Sends the newest checkpoint that is not there, reads it back, and then names it there. What was sent already is not "
-        "sent again. A run with checkpoint.mirror does so by itself.",
+        help="send the newest checkpoint of a run to an object store or another file system",
+        description="Send the newest checkpoint that the mirror lacks, read it back, and then mark it as the latest. Files that were sent are not "
+        "sent again. A run with checkpoint.mirror does this automatically.",
     )
     _add_places(verb)
     verb.add_argument(
@@ -86,18 +86,23 @@ def _parser() -> Parser:
         type=_whole,
         default=1,
         metavar="STEPS",
-        help="of which steps this divides; the last one always",
+        help="send only checkpoints of steps divisible by N; the last one is always sent",
     )
     verb.add_argument(
-        "--keep-last", type=_whole, metavar="N", help="checkpoints kept there (default: all)"
+        "--keep-last",
+        type=_whole,
+        metavar="N",
+        help="number of checkpoints kept in the mirror (default: all)",
     )
-    verb.add_argument("--follow", action="store_true", help="and each newer one, until stdin ends")
+    verb.add_argument(
+        "--follow", action="store_true", help="also send each newer checkpoint, until stdin ends"
+    )
     verb.set_defaults(run=_mirror)
     verb = verbs.add_parser(
         "fetch",
-        help="bring a mirror's newest good checkpoint into a run directory",
-        description="Brings the newest checkpoint there that matches its hashes, where it is newer than all good ones of the run. A run "
-        "directory without checkpoints takes over the mirror's run: a run with checkpoint.mirror does so by itself only at the same path.",
+        help="copy the newest valid checkpoint of a mirror into a run directory",
+        description="Copy the newest checkpoint of the mirror that matches its hashes, if it is newer than all valid ones of the run. A run "
+        "directory without checkpoints takes over the run of the mirror; with checkpoint.mirror this is automatic only at the same path.",
     )
     _add_places(verb)
     verb.add_argument(
@@ -105,12 +110,12 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="STEP",
-        help="a step_NNNNNNNN of the run that is no good",
+        help="a step_NNNNNNNN of the run to treat as damaged",
     )
     verb.add_argument(
         "--aside",
         action="store_true",
-        help="leave in RUN_DIR/.fetched, for the run to check, what may be another run's",
+        help="leave a checkpoint that may belong to another run in RUN_DIR/.fetched, where the run checks it",
     )
     verb.set_defaults(run=_fetch)
     return parser
@@ -119,16 +124,16 @@ def _parser() -> Parser:
 def _add_merge(verbs: Any) -> None:
     verb = verbs.add_parser(
         "merge",
-        help="write the average of checkpoints' weights",
-        description="Writes DIR/step_NNNNNNNN with the average of checkpoints of one model, of any layouts and engines: weights alone, to "
-        "evaluate, to export, and to start from with checkpoint.load.",
+        help="average the weights of several checkpoints",
+        description="Write DIR/step_NNNNNNNN with the average of checkpoints of one model, of any layouts and engines: weights only, to "
+        "evaluate, to export, or to start a training from with checkpoint.load.",
     )
     verb.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=CHECKPOINT)
     verb.add_argument(
         "--last",
         type=_whole,
         metavar="N",
-        help="the newest N good checkpoints of a run, instead of named ones",
+        help="average the newest N valid checkpoints of a run instead of named ones",
     )
     verb.add_argument("--of", type=Path, metavar="RUN_DIR", help="whose")
     shares = verb.add_mutually_exclusive_group()
@@ -137,20 +142,20 @@ def _add_merge(verbs: Any) -> None:
         type=_share,
         nargs="+",
         metavar="SHARE",
-        help="a share for each checkpoint, as named (default: equal)",
+        help="one weight per checkpoint, in the order of the checkpoints (default: equal)",
     )
     shares.add_argument(
         "--ema",
         type=_share,
         metavar="DECAY",
-        help="an exponential window: of two neighbours the older one has DECAY times the share, below 1",
+        help="exponential window: each checkpoint has DECAY (below 1) times the weight of the next newer one",
     )
     verb.add_argument(
         "--out",
         required=True,
         type=Path,
         metavar="DIR",
-        help="a folder that is not there yet, or is empty",
+        help="a folder that does not exist yet, or is empty",
     )
     verb.set_defaults(run=_merge)
 
@@ -165,13 +170,13 @@ def _add_places(verb: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long a fault is tried again (default: 600)",
+        help="seconds for which a failing transfer is retried (default: 600)",
     )
 
 
 def _whole(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: a whole number from 1 on is wanted")
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1 on")
     return int(text)
 
 
@@ -179,16 +184,17 @@ def _share(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text}: a number above 0 is wanted")
+    raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
 
 
-# Each imports its module when it is called: torch and Megatron-core take seconds, which --help and a wrong argument need not wait.
+# Each verb imports its module when it runs: torch and Megatron-core take seconds to import, and
+# --help and wrong arguments should be answered at once.
 
 
 def _convert(given: argparse.Namespace) -> None:
     if given.plain_optimizer and given.engine != "megatron":
         raise ConfigError(
-            f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}"
+            f"--plain-optimizer exists only for --engine megatron; leave it out for --engine {given.engine}"
         )
     from fem_megatron.megatron.platform import import_megatron
 
@@ -205,10 +211,10 @@ def _merge(given: argparse.Namespace) -> None:
     if given.weights and (last or len(given.weights) != len(named)):
         count = f"{last} of --last" if last else str(len(named))
         raise ConfigError(
-            f"--weights has {len(given.weights)} shares for {count} checkpoints: name as many checkpoints as shares"
+            f"--weights has {len(given.weights)} numbers for {count} checkpoints: give one number per checkpoint"
         )
     if given.ema and given.ema >= 1:
-        raise ConfigError(f"--ema {given.ema:g}: a share of the next checkpoint's, below 1")
+        raise ConfigError(f"--ema {given.ema:g}: expected a number below 1")
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()

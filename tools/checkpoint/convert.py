@@ -50,13 +50,13 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
         with claimed(out) as ours:
             if not ours:
                 raise InUse(
-                    f"{out} is in use by another process; wait for it, end it, or choose another --out"
+                    f"{out} is in use by another process; wait for it, stop it, or choose another --out"
                 )
             linked = _write(found, final, manifest, pickles)
     objection = None if why_alone else _objection(manifest, final)
     if objection:
         print(
-            f"tools.checkpoint: note: the run's other settings have to change, too: {objection}",
+            f"tools.checkpoint: note: other settings of the run must change, too: {objection}",
             file=sys.stderr,
         )
     print(
@@ -72,14 +72,14 @@ def _refuse(found: Found, out: Path) -> None:
     run_dir = step.parent.parent if in_a_run else step.parent
     if place == run_dir or place.is_relative_to(run_dir if in_a_run else step):
         raise ConfigError(
-            f"--out {out} lies in the run directory of {found.path}, whose own run would be confused by it: choose another one"
+            f"--out {out} is in the run directory of {found.path}, whose run must not find the converted checkpoint: choose another one"
         )
     for there in newest_first(out / "checkpoints"):
         number = int(there.name.removeprefix("step_"))
         if number >= found.progress.step:
-            older = "newer than" if number > found.progress.step else "of the same step as"
+            older = "newer than" if number > found.progress.step else "at the same step as"
             raise ConfigError(
-                f"{there} is {older} {found.path}, and a run there would resume from it: choose another --out"
+                f"{there} is {older} {found.path}, and a run in this directory would resume from it: choose another --out"
             )
 
 
@@ -89,7 +89,7 @@ def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
     The reason states why only the weights can be used; it is empty if the result can be resumed.
     """
     if found.manifest.get("contents") == WEIGHTS_ALONE:
-        return {}, "the source has no more"
+        return {}, "the source has no optimizer state"
     was_plain = not found.manifest["config"]["parallel"].get(SPLIT, True)
     if was_plain == plain:
         return {}, ""
@@ -176,12 +176,12 @@ def _last_line(found: Found, manifest: dict[str, Any], out: Path, why_alone: str
     start = f"torchrun --nproc-per-node {world}" if world > 1 else "python"
     engine = f"engine.name={config['engine']['name']} parallel.{SPLIT}={str(config['parallel'][SPLIT]).lower()}"
     if why_alone:
-        model = found.path.parent / "model.yaml"  # an import's
+        model = found.path.parent / "model.yaml"  # written by an import
         given = f"model={shlex.quote(str(model))} " if model.is_file() else ""
         command = (
             f"{start} -m pretrain RUN.yaml {given}checkpoint.load={shlex.quote(str(out))} {engine}"
         )
-        return f"weights alone ({why_alone}); start from them: {command}"
+        return f"weights only ({why_alone}); start from them: {command}"
     yaml = found.path.parent.parent / "config.yaml"
     run = shlex.quote(str(yaml)) if yaml.is_file() else "RUN.yaml"
-    return f"weights and optimizer state; continue: {start} -m pretrain {run} run_dir={shlex.quote(str(out))} {engine}"
+    return f"weights and optimizer state; resume: {start} -m pretrain {run} run_dir={shlex.quote(str(out))} {engine}"

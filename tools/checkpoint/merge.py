@@ -50,9 +50,9 @@ def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
             else:
                 good.insert(0, path)
     if len(good) < count:
-        there = f"{run} has {len(good)} good checkpoints{f' up to {last.name}' if last else ''}"
+        there = f"{run} has {len(good)} valid checkpoints{f' up to {last.name}' if last else ''}"
         raise ConfigError(
-            f"{count} are to be averaged: {there}; a run keeps as many as checkpoint.keep_last says"
+            f"cannot average {count} checkpoints: {there}; checkpoint.keep_last sets how many a run keeps"
         )
     return good
 
@@ -78,7 +78,7 @@ def merge(
         steps = [find(path).path for path in checkpoints]
     step, total = average(steps, out, shares), sum(shares)
     print(
-        f"wrote {step}: the average of {len(steps)} checkpoints, weights alone; checkpoint.load={out} starts from them"
+        f"wrote {step}: the average of {len(steps)} checkpoints, weights only; checkpoint.load={out} starts from them"
     )
     for path, share in zip(steps, shares, strict=True):
         print(f"  {share / total:7.2%}  {path}")
@@ -98,7 +98,7 @@ def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()
     shares = shares or [1.0] * len(checkpoints)
     with files_told():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out} is there already; choose another folder")
+            raise ConfigError(f"--out {out} already exists; choose another folder")
         found = [find(path) for path in checkpoints]
         sources = [Weights(each.path) for each in found]
         newest = max(range(len(found)), key=lambda n: found[n].progress.step)
@@ -138,16 +138,17 @@ def _check_alike(first: Found, weights: Weights, other: Found, others: Weights) 
         if change.rule not in (FREE, TOLD)
     ]
     differ += [
-        f"{name} has another shape"
+        f"{name} has a different shape"
         for name, shape in weights.shapes.items()
         if others.shapes.get(name, shape) != shape
     ]
     differ += [
-        f"{name} is in one alone" for name in sorted(weights.shapes.keys() ^ others.shapes.keys())
+        f"{name} is in only one of them"
+        for name in sorted(weights.shapes.keys() ^ others.shapes.keys())
     ]
     if differ:
         raise ConfigError(
-            f"checkpoint {other.path} is of another model than {first.path}: {differ[0]}"
+            f"checkpoint {other.path} is of a different model than {first.path}: {differ[0]}"
         )
 
 

@@ -49,12 +49,11 @@ from tools.checkpoint.records import admit, bring_records, claim, send_records
 
 HOLD = ".mirroring_"
 LATEST = "latest"
-_BLOCK = (
-    8 * 2**20
-)  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
+# Bytes of one block of a file that is sent or read. S3 accepts at most 10,000 parts per file.
+_BLOCK = 8 * 2**20
 _PARTS = 9000
 _AT_ONCE = 4  # files
-_LOOK = 0.5  # seconds between two looks at a run's folder
+_LOOK = 0.5  # seconds between two listings of the run directory
 
 
 class Mirror:
@@ -68,7 +67,8 @@ class Mirror:
         """Return the names of the complete checkpoints in the mirror, newest first. Raises any
         error of the store.
         """
-        try:  # not to be asked first whether it is there: of that a store says no reason
+        # No `exists` first: it would hide the reason if the store refuses the request.
+        try:
             names = {Path(entry["name"]).name for entry in self.fs.ls(self.root, detail=True)}
         except FileNotFoundError:
             return []
@@ -79,7 +79,7 @@ class Mirror:
         """Return the manifest of a checkpoint. Raises ValueError if it is not one."""
         manifest = json.loads(self.fs.cat_file(f"{self.root}/{name}/{MANIFEST}"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get(HASHES), dict):
-            raise ValueError(f"{MANIFEST} is no mirrored checkpoint's")
+            raise ValueError(f"{MANIFEST} is not the manifest of a mirrored checkpoint")
         return manifest
 
     def put(self, source: Path, name: str) -> str:
@@ -96,7 +96,7 @@ class Mirror:
                 remote.write(block)
         sent: str = hashed.hexdigest()
         if self.hash(name) != sent:
-            raise OSError(f"{name} is not there as it was sent")
+            raise OSError(f"{name} differs from the file that was sent")
         return sent
 
     def hash(self, name: str, take: Callable[[bytes], object] = lambda block: None) -> str:
@@ -115,7 +115,7 @@ class Mirror:
         """Send a small text file in one request and read it back."""
         self.fs.pipe_file(f"{self.root}/{name}", text.encode())
         if self.fs.cat_file(f"{self.root}/{name}") != text.encode():
-            raise OSError(f"{name} is not there as it was sent")
+            raise OSError(f"{name} differs from the file that was sent")
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint, its manifest first."""
@@ -132,15 +132,14 @@ class _State:
 
     file: Path
     url: str
-    newest: int | None = None  # step that is whole there
-    sent: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # of unfinished ones: checkpoint -> file -> hash
-    fault: str | None = None  # why nothing can be sent, at the last attempt
-    damaged: list[str] = field(
-        default_factory=list
-    )  # not in the file: checkpoints that came to harm here, which are not sent
-    looked_at: bool = False  # not in the file: the place was not another run's
+    newest: int | None = None  # newest step that is complete in the mirror
+    # Files sent of incomplete checkpoints: checkpoint -> file -> hash.
+    sent: dict[str, dict[str, str]] = field(default_factory=dict)
+    fault: str | None = None  # error of the last attempt; None if it succeeded
+    # Not in the file: local checkpoints that are damaged and therefore not sent.
+    damaged: list[str] = field(default_factory=list)
+    # Not in the file: True once the mirror has been checked not to belong to another run.
+    looked_at: bool = False
 
     @classmethod
     def of(cls, run_dir: Path, url: str) -> _State:
@@ -162,8 +161,8 @@ class _State:
 class Wanted:
     """Selection of the checkpoints that a mirror contains."""
 
-    interval: int = 1  # steps of which this is a divisor; the last one always
-    keep_last: int | None = None  # None: all
+    interval: int = 1  # only steps divisible by this number, and always the last one
+    keep_last: int | None = None  # None: keep all
 
 
 def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: float) -> None:
@@ -180,22 +179,20 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
     place = Mirror(url, run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such run directory")
-    # Another attempt's may still be at work: it ends soon, its stdin has.
+    # The mirror process of a previous attempt may still run: its stdin has ended, so it ends soon.
     with files_told(), locked(run_dir / ".mirror.lock", wait=True):
         state = _State.of(run_dir, place.url)
         for left in (run_dir / "checkpoints").glob(f"{HOLD}*"):
             shutil.rmtree(left, ignore_errors=True)
-        with suppress(
-            Exception
-        ):  # where it cannot be looked at, that is told when something is to be sent
+        # An unreadable store is reported later, when a checkpoint is sent.
+        with suppress(Exception):
             if state.newest is not None and f"step_{state.newest:08d}" not in place.steps():
                 state.newest = None
         retry = _Retry(state)
 
         def send(last: bool = False) -> None:
-            step = _next(
-                run_dir, state, wanted, last=last
-            )  # looked for at every attempt: the run may have deleted the last one
+            # Searched at every attempt: the run may have deleted the previous one.
+            step = _next(run_dir, state, wanted, last=last)
             if step or not state.looked_at:
                 claim(place, run_dir, step)
                 state.looked_at = True
@@ -215,15 +212,13 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
         if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
-            later = (
-                f"it is whole, and later python -m tools.checkpoint mirror {run_dir} {url} sends it"
-            )
+            later = f"the local copy is complete; python -m tools.checkpoint mirror {run_dir} {url} sends it later"
             raise kind_of(failed)(
                 f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; {later}"
             )
     if state.damaged:
         raise StorageError(
-            f"{run_dir}: {', '.join(state.damaged)} came to harm there and could not be sent to {url}"
+            f"{run_dir}: {', '.join(state.damaged)} is damaged in the run directory and was not sent to {url}"
         )
 
 
@@ -257,17 +252,17 @@ def fetch(
         )
     if failed and here is None:
         raise kind_of(failed)(
-            f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}"
+            f"{url} cannot be read, and {folder} has no valid checkpoint: {state.fault}"
         )
     if wrong and here is None:
         told = ", ".join(f"{name}: {what}" for name, what in wrong.items())
         raise StorageError(
-            f"no checkpoint in {url} is good ({told}), {folder} has none, and the run is not started anew over them; if the place had a "
-            "fault, the same command continues after it; else name another place to start anew"
+            f"no checkpoint in {url} is valid ({told}), {folder} has none, and the run does not start from step 0 over them; if the store had a "
+            "temporary fault, repeat the same command later; to start from step 0, name another mirror"
         )
     if failed:
         print(
-            f"{url} cannot be read ({state.fault}): what is there may be newer than {here.path if here else ''}",
+            f"{url} cannot be read ({state.fault}): it may contain a newer checkpoint than {here.path if here else ''}",
             flush=True,
         )
 
@@ -284,7 +279,7 @@ def _fetch_newest(
     wrong.clear()
     steps = place.steps()
     if not steps and not newest_here and place.fs.exists(f"{place.root}/{LATEST}"):
-        wrong[LATEST] = "what it names is not there"
+        wrong[LATEST] = "the checkpoint that it names does not exist"
     for name in steps:
         if name <= newest_here:
             break
@@ -295,7 +290,7 @@ def _fetch_newest(
             wrong.clear()
             bring_records(place, fetched)
             print(
-                f"checkpoint {name} brought from {place.url} ({time.monotonic() - began:.1f} s)",
+                f"checkpoint {name} copied from {place.url} ({time.monotonic() - began:.1f} s)",
                 flush=True,
             )
             break
@@ -358,7 +353,7 @@ def verify_mirror(url: str) -> bool:
     try:
         names = place.steps()
         if not names:
-            raise ConfigError(f"{url}: no checkpoint there")
+            raise ConfigError(f"{url}: no checkpoint found")
         for name in names:
             wrong, manifest = _compared(
                 place,
@@ -367,12 +362,12 @@ def verify_mirror(url: str) -> bool:
             )
             size = sum(manifest.get("files", {}).values())
             print(
-                f"{url}/{name}: {f'damaged: {wrong}' if wrong else f'whole, {size / 1e9:.2f} GB in {len(manifest[HASHES])} files'}"
+                f"{url}/{name}: {f'damaged: {wrong}' if wrong else f'undamaged, {size / 1e9:.2f} GB in {len(manifest[HASHES])} files'}"
             )
             good = good and wrong is None
     except ConfigError:
         raise
-    except Exception as error:  # what fsspec's file systems raise has no common kind
+    except Exception as error:  # the file systems of fsspec share no base class of errors
         raise kind_of(error)(f"{url} cannot be read: {said(error)}") from None
     return good
 

@@ -77,7 +77,7 @@ def renamed(
         )
     except (KeyError, IndexError, TypeError) as error:
         raise ConfigError(
-            f"common.pt holds no groups and step of Megatron's optimizers ({error!r})"
+            f"common.pt lacks the parameter groups and step of Megatron's optimizers ({error!r})"
         ) from None
     return moved, {**common, "optimizer": optimizer}
 
@@ -90,14 +90,14 @@ def _sources(metadata: Metadata, *, plain: bool, muon: bool) -> dict[str, str]:
     sources = {name: name for name in stored if not name.startswith((DISTRIBUTED, PLAIN))}
     for weight in [name for name in stored if not name.startswith(NOT_WEIGHTS)]:
         here, there = (DISTRIBUTED, PLAIN) if plain else (PLAIN, DISTRIBUTED)
-        full = _is_fp32(metadata, weight)  # then the weight is its own fp32 main weight
+        full = _is_fp32(metadata, weight)  # an fp32 weight is its own main weight
         main = weight if full and here + weight not in stored else here + weight
         for name in (main, *(f"{STATE}{moment}.{weight}" for moment in MOMENTS)):
             if not _is_fp32(metadata, name) and not (
                 muon and name.startswith(f"{STATE}{MOMENTS[1]}.")
             ):
                 raise ConfigError(
-                    f"the optimizer's state is not one of Megatron's in fp32: {name} is {'' if name in stored else 'not '}there"
+                    f"the optimizer state is not Megatron's fp32 state: {name} is {'not fp32' if name in stored else 'missing'}"
                 )
         if not (plain and full):
             sources[there + weight] = main

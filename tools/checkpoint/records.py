@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RECORDS = "run"
 _UNREADABLE = (FileNotFoundError, ValueError, KeyError, TypeError)
-_CHOOSE = "choose another place"
+_CHOOSE = "choose another mirror"
 
 
 def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bool]:
@@ -75,7 +75,7 @@ def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
         key = "training_data" if "training_data" in theirs.keys() & ours.keys() else "data"
         if (theirs[key], theirs["config"]["model"]) != (ours[key], ours["config"]["model"]):
             raise ConfigError(
-                f"{place.url} holds checkpoints of another run, of another model or other data: {_CHOOSE}"
+                f"{place.url} contains checkpoints of another run, with another model or other data: {_CHOOSE}"
             )
     if owner is None or owner["run_dir"] != str(run_dir.resolve()):
         place.put_text(record_of(run, run_dir), f"{RECORDS}/{RUN_ID}")
@@ -103,9 +103,9 @@ def _owner(place: Mirror) -> dict[str, str] | None:
     """Return the run that owns a mirror, from its newest manifest if the record is lost; None if
     unknown.
     """
-    names = place.steps()[
-        :1
-    ]  # first: where a store refuses, a listing says why, and reading a file does not
+    # List first: if the store refuses, the error of a listing contains the reason, unlike that of a
+    # read.
+    names = place.steps()[:1]
     with suppress(*_UNREADABLE):
         record = json.loads(place.fs.cat_file(f"{place.root}/{RECORDS}/{RUN_ID}"))
         return {key: str(record[key]) for key in ("run", "run_dir")}
@@ -122,5 +122,5 @@ def _owner(place: Mirror) -> dict[str, str] | None:
 
 def _another(place: Mirror, owner: dict[str, str], way: str = "") -> ConfigError:
     return ConfigError(
-        f"{place.url} belongs to another run, of run_dir {owner['run_dir']}: {_CHOOSE}{way}"
+        f"{place.url} belongs to another run, with run_dir {owner['run_dir']}: {_CHOOSE}{way}"
     )

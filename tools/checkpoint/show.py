@@ -36,7 +36,7 @@ from pretrain.checkpoint.folder import (
 )
 from pretrain.checkpoint.reader import damaged_tensors, read_metadata
 
-WORD_SECONDS = 10.0  # between lines that say how far it is
+WORD_SECONDS = 10.0  # between two lines that report the progress
 
 
 def show(checkpoint: Path) -> bool:
@@ -89,12 +89,14 @@ def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
         ("optimizer", optimizer),
         (
             "contents",
-            f"{contents} alone, for checkpoint.load" if contents else "a run's state: it resumes",
+            f"{contents} only, for checkpoint.load"
+            if contents
+            else "complete training state: a run can resume from it",
         ),
         ("files", f"{len(files)} of {gib(sum(files.values()))}"),
         (
             "undamaged",
-            "yes: every size is as it was written, every pickle's hash too"
+            "yes: all file sizes and the hashes of all pickles match"
             if wrong is None
             else f"no: {wrong}",
         ),
@@ -173,7 +175,7 @@ def verify(checkpoint: Path) -> bool:
         steps = steps or [step for folder in _below(checkpoint) for step in newest_first(folder)]
         if not steps:
             raise ConfigError(
-                f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some"
+                f"{checkpoint}: no checkpoint found; expected a folder step_NNNNNNNN or a run directory with checkpoints"
             )
         return [_verified(step, partial(_faults, step)) for step in steps].count(False) == 0
 
@@ -221,8 +223,8 @@ def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) 
 
 
 def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
-    """Return the faults of a checkpoint: damaged tensors by name if there are any, else damaged
-    files.
+    """Return the faults of a checkpoint: the names of damaged tensors or, if no tensor is
+    damaged, of damaged files.
     """
     wrong = flaw(step)
     if wrong:

@@ -2,7 +2,7 @@
 scores and a table into one folder.
 
 Exit codes: those of every command (``fem_common/README.md``). 1: a task failed, the others have
-results; 2: invalid input or missing data, nothing was evaluated.
+results; 2: invalid input or missing data, and no task was evaluated.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m tools.evaluate",
-        description="Scores of models on a suite of tasks, in one table.",
+        description="Evaluate models on a suite of tasks and write their scores into one table.",
     )
-    model = "a run directory, a checkpoint, an exported folder or another Hugging Face folder; NAME=MODEL names it in the table"
+    model = "a run directory, a checkpoint, an exported folder or another Hugging Face folder; NAME=MODEL sets its name in the table"
     suites = ", ".join(sorted(path.stem for path in SUITES.glob("*.yaml")))
     parser.add_argument("models", nargs="*", metavar="MODEL", help=model)
     parser.add_argument(
         "--suite",
         default="quick",
         metavar="NAME|FILE",
-        help=f"one of {suites}, or the path of a YAML (default: quick)",
+        help=f"one of {suites}, or the path of a YAML file (default: quick)",
     )
     parser.add_argument(
         "--out",
@@ -64,66 +64,66 @@ def _parser() -> cli.Parser:
         "--batch-size",
         type=_positive,
         metavar="N",
-        help="requests a call (default: 8 on a CPU, else as many as fit)",
+        help="requests per call of the model (default: 8 on a CPU, else as many as fit)",
     )
     parser.add_argument(
         "--max-length",
         type=_positive,
         metavar="N",
-        help="tokens a prompt may have (default: the training's context length)",
+        help="longest prompt in tokens (default: the context length of the training)",
     )
     parser.add_argument(
         "--limit",
         type=_positive,
         metavar="N",
-        help="the first N examples of each task alone: to try things out",
+        help="evaluate only the first N examples of each task, for a quick trial",
     )
     parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="folder of the tokenizer (default: the model's)",
+        help="folder of the tokenizer (default: the tokenizer of the model)",
     )
     parser.add_argument(
         "--seed",
         type=_seed,
         metavar="N",
-        help="of the order of choices and examples (default: the harness's)",
+        help="seed of the order of choices and examples (default: the seeds of the harness)",
     )
     parser.add_argument(
         "--cache",
         type=Path,
         metavar="DIR",
-        help="folder of data sets (default: the libraries' own)",
+        help="folder of data sets (default: the folders of the libraries)",
     )
     network = parser.add_mutually_exclusive_group()
     network.add_argument(
         "--online", action="store_true", help="download data sets that are not in the cache"
     )
     network.add_argument(
-        "--offline", action="store_false", dest="online", help="ask no network (default)"
+        "--offline", action="store_false", dest="online", help="use no network (default)"
     )
     parser.add_argument(
         "--download",
         action="store_true",
-        help="fill the cache with the suite's data sets, and stop",
+        help="download the data sets of the suite into the cache, and stop",
     )
     parser.add_argument(
         "--retry",
         action="store_true",
-        help="ask again where a result is of another model, suite or setting",
+        help="evaluate again where a result belongs to another model, suite or setting",
     )
     parser.add_argument(
         "--merge",
         type=_positive,
         metavar="N",
-        help="ask also the average of N checkpoints of the run, the newest ones up to MODEL",
+        help="also evaluate the average of the newest N checkpoints of the run, up to MODEL",
     )
-    parser.add_argument("--list", action="store_true", help="show the suite's tasks, and stop")
+    parser.add_argument("--list", action="store_true", help="list the tasks of the suite, and stop")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check data and results, show what would be asked, and stop",
+        help="check data and existing results, list the tasks to be evaluated, and stop",
     )
     return parser
 
@@ -159,15 +159,12 @@ def _command(given: argparse.Namespace) -> int:
     if tasks is not None and all(path.is_dir() for _, path in models):
         catalogue.require(tasks, download, sys.stderr)
 
-    from tools.hf.open_model import (
-        device_named,
-        weights_at,
-    )  # torch and transformers take seconds: not for missing data
+    # torch and transformers take seconds to import: missing data is reported before.
+    from tools.hf.open_model import device_named, weights_at
 
     device_named(given.device)
-    models = [
-        (name, weights_at(path)) for name, path in models
-    ]  # a run that goes on gets newer ones while others are asked
+    # Fix the checkpoints now: a run that is still training writes newer ones in the meantime.
+    models = [(name, weights_at(path)) for name, path in models]
     out = given.out or DEFAULT_OUT / suite.name
     with _with_averages(models, given.merge, out) as all_models:
         return _ask(all_models, suite, tasks, out, given)
@@ -186,7 +183,7 @@ def _with_averages(
     from tools.checkpoint.merge import average, newest
 
     folder = out / ".averages"
-    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     try:
         yield [
             each
@@ -215,14 +212,17 @@ def _ask(
     keyed = [run.Model(name, path, fingerprint(path, given.tokenizer)) for name, path in models]
     plan = run.plan(suite, keyed, out, settings, tasks, given.retry)
     print(
-        f"{suite.name}: {plan.done} of {plan.done + len(plan.jobs)} tasks have their results in {out}",
+        f"{suite.name}: {plan.done} of {plan.done + len(plan.jobs)} tasks have results in {out}",
         file=sys.stderr,
     )
     if given.dry_run:
         print("".join(f"{job.model.name}: {job.columns[0].task}\n" for job in plan.jobs), end="")
         return 0
     if given.limit is not None:
-        print(f"--limit {given.limit}: these are not the tasks' scores", file=sys.stderr)
+        print(
+            f"--limit {given.limit}: scores of a part of the examples, not of the complete tasks",
+            file=sys.stderr,
+        )
     runner = run.Runner(out, tasks, settings, given, sys.stderr)
     runner.run(plan)
     for line in runner.skipped:
@@ -233,7 +233,8 @@ def _ask(
         print(f"failed: {line}", file=sys.stderr)
     if runner.failed:
         print(
-            "tools.evaluate: some tasks failed; the same command asks them again", file=sys.stderr
+            "tools.evaluate: some tasks failed; the same command evaluates them again",
+            file=sys.stderr,
         )
     return Exit.FAULT if runner.failed else 0
 
@@ -270,7 +271,7 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
     for name in names:
         if not name or name.startswith(".") or "/" in name or names.count(name) > 1:
             raise ConfigError(
-                f"{name!r}: a model's name is a folder's name, and each has its own: give NAME=MODEL"
+                f"{name!r} is not a valid name of a folder, or two models have it: give NAME=MODEL"
             )
     return [(name, path) for name, (_, path) in zip(names, found, strict=True)]
 
@@ -279,9 +280,13 @@ def listing(suite: Suite) -> str:
     """Return the columns of the suite as text."""
     rows = [("column", "task", "examples", "metric", "chance", "rescaled")]
     for task in suite.tasks:
-        shots = "as the task says" if task.fewshot is None else str(task.fewshot)
+        shots = "set by the task" if task.fewshot is None else str(task.fewshot)
         chance = (
-            "a part" if task.subtask_chance else "" if task.chance is None else f"{task.chance:g}"
+            "per sub-task"
+            if task.subtask_chance
+            else ""
+            if task.chance is None
+            else f"{task.chance:g}"
         )
         rows.append(
             (

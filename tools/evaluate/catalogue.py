@@ -157,7 +157,7 @@ def find_tasks(suite: Suite) -> Tasks:
     for name in wanted:
         if name not in places:
             raise ConfigError(
-                f"the suite {suite.name} asks for {name}, which is no task{_meant(name, sorted(places))}"
+                f"the suite {suite.name} contains {name}, which is not a task{_meant(name, sorted(places))}"
             )
     of_harness = {
         theirs / places[name].relative_to(theirs).parts[0]
@@ -215,7 +215,7 @@ def _leaves(index: dict[str, Any], name: str) -> list[Leaf]:
     for child in children(index, name):
         entry = index.get(child)
         if entry is None or entry.yaml_path is None or entry.cfg is None:
-            raise ConfigError(f"{name}: its part {child} is no task with a YAML of its own")
+            raise ConfigError(f"{name}: its part {child} is not a task with a separate YAML file")
         found.append(Leaf(child, entry.cfg, Path(entry.yaml_path).resolve().parent))
     return found
 
@@ -241,7 +241,7 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
         )
     if group and not listed:
         raise ConfigError(
-            f"{task.name}: the group {task.task} has no score of its own: name its tasks one by one"
+            f"{task.name}: the group {task.task} has no aggregate score: list its tasks separately"
         )
     if known.get(metric) is not None and known[metric] != task.higher_is_better:
         raise ConfigError(
@@ -251,12 +251,12 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
     if unknown:
         meant = _meant(unknown[0], [leaf.name for leaf in leaves])
         raise ConfigError(
-            f"{task.name}: subtask_chance.{unknown[0]} is no part of {task.task}{meant}"
+            f"{task.name}: subtask_chance.{unknown[0]} is not a part of {task.task}{meant}"
         )
     fixed = [leaf.name for leaf in leaves if leaf.config.get("num_fewshot") == 0]
     if task.fewshot and fixed:
         raise ConfigError(
-            f"{task.name}: fewshot = {task.fewshot}, but {fixed[0]} is asked without examples alone (num_fewshot: 0 in its YAML)"
+            f"{task.name}: fewshot = {task.fewshot}, but {fixed[0]} accepts no examples (num_fewshot: 0 in its YAML)"
         )
 
 
@@ -278,8 +278,9 @@ def settle(online: bool, cache: Path | None) -> None:
     the libraries' default folders.
     """
     os.environ["TQDM_DISABLE"] = "1"
-    # lm-eval's bootstrap forks a process that has threads, and ends its workers by SIGTERM. Python forgets a signal that reaches a child
-    # before its first instruction where SIGTERM has a handler, as it has in every command: the pool then waits for ever.
+    # lm-eval's bootstrap forks a process that has threads, and ends its workers with SIGTERM. If
+    # SIGTERM has a handler, as in every command of this project, Python drops a signal that reaches
+    # a child before its first instruction, and the pool waits indefinitely.
     os.environ["DISABLE_MULTIPROC"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
@@ -316,11 +317,11 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
     ]
     if os.environ["HF_HUB_OFFLINE"] == "0":
         raise ConfigError(
-            f"{len(absent)} of what the suite needs could not be downloaded: the list above says what{''.join(gated)}"
+            f"{len(absent)} data sets or files of the suite could not be downloaded: see the list above{''.join(gated)}"
         )
     raise ConfigError(
-        f"{len(absent)} of what the suite needs are not on this machine (data sets are looked for in {cache_folder()}); on a machine with "
-        f"a network: {command} --cache DIR{''.join(gated)}; then bring DIR here and give --cache DIR"
+        f"{len(absent)} data sets or files of the suite are not on this machine (folder of data sets: {cache_folder()}); on a machine with "
+        f"a network: {command} --cache DIR{''.join(gated)}; then copy DIR to this machine and give --cache DIR"
     )
 
 
@@ -351,7 +352,10 @@ def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
             if data.path in LOCAL_FORMATS:
                 gone = [file for file in local_files(data) if not Path(file).is_file()]
                 if gone:
-                    key = f"the file {gone[0]}", "a relative path starts at the working directory"
+                    key = (
+                        f"the file {gone[0]}",
+                        "a relative path is relative to the working directory",
+                    )
                     found.setdefault(key, {}).setdefault(None, {}).update(names)
             elif (why := why_not_loaded(data, stream)) is not None:
                 found.setdefault((data.path, why), {}).setdefault(data.config, {}).update(names)
@@ -390,11 +394,12 @@ def why_not_loaded(data: DataSet, stream: TextIO) -> str | None:
         datasets.load_dataset(path=data.path, name=data.config, **json.loads(data.options))
     except ConnectionError as error:
         if online:
-            raise ConfigError(f"{data}: the network does not answer: {error}") from None
+            raise ConfigError(f"{data}: the network does not respond: {error}") from None
         return ""
     except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
         return "no access" if "gated" in str(error) else ""
-    except Exception as error:  # the library raises what it likes; the task would fail on it later
+    # The library raises errors of any class; the task would fail with the same error later.
+    except Exception as error:
         text = " ".join(str(error).split())
         return "" if text.startswith("Couldn't find cache") else text[:160]
     return None

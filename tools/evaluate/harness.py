@@ -139,8 +139,8 @@ def sampled(arguments: Any) -> bool:
     )
 
 
-BOOTSTRAPS = 1000  # draws of a standard error that has no formula
-SEED = 1234  # the harness's own, but of the order of choices, which is 0
+BOOTSTRAPS = 1000  # resamples for a standard error that has no formula
+SEED = 1234  # default of the harness, except for the order of choices, where it is 0
 
 
 class Adaptor(HFLM):
@@ -164,7 +164,7 @@ class Adaptor(HFLM):
         if opened.config is not None:
             if not opened.config.causal:
                 raise ConfigError(
-                    f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token"
+                    f"{opened.name} is not causal (model.causal = false): it cannot predict the next token"
                 )
             if (
                 max_length is not None
@@ -172,7 +172,7 @@ class Adaptor(HFLM):
                 and max_length > opened.max_length
             ):
                 raise ConfigError(
-                    f"--max-length {max_length} is more than {opened.name} takes: {opened.max_length} tokens at most"
+                    f"--max-length {max_length} is more than {opened.name} accepts: {opened.max_length} tokens at most"
                 )
         ours = opened.trained_here
         self._encode = opened.encode if ours else None
@@ -313,7 +313,7 @@ class Adaptor(HFLM):
 
 @dataclass(frozen=True)
 class Asked:
-    """Numbers of a task. scores: metrics of the task and its parts, by name. chance: score of
+    """Numbers of a task. scores: name of the task or part -> its metrics. chance: score of
     guessing, for tasks with choices.
     """
 
@@ -347,7 +347,8 @@ def ask(
     np.random.seed(others)
     torch.manual_seed(others)
     with quiet():
-        datasets.disable_caching()  # what a task makes of its data depends on the seeds, which the library's cache does not know
+        # The processed data of a task depends on the seeds, which are not in the cache's key.
+        datasets.disable_caching()
         loaded = tasks.manager.load([column.task])
         for task in loaded["tasks"].values():
             if column.fewshot is not None or task.get_config("num_fewshot") is None:

@@ -24,7 +24,7 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import DataFacts, check_data
 
-FORMAT = 1  # of what is kept of a measurement
+FORMAT = 1  # format of the file of partial sums
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -160,8 +160,8 @@ class Sums:
 
 @dataclass(frozen=True)
 class Text:
-    """A memory-mapped pair. ``ids`` [n] as stored; ``starts`` int64 [documents + 1]: the first
-    token of each document, and n.
+    """Tokens of a memory-mapped pair. ``ids`` [n] as stored; ``starts`` int64 [documents + 1]: the
+    first token of each document, and n.
 
     ``eod``: the id that ends a document; ``whole_bytes``: UTF-8 bytes of all documents;
     ``tokenizer``: the folder of its tokenizer. These are None without a manifest.
@@ -271,11 +271,11 @@ def open_text(prefix: Path) -> Text:
         ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
         if not np.array_equal(found.pointers, ends[:-1] * np.dtype(found.dtype).itemsize):
             raise ConfigError(
-                f"data {prefix}: the sequences of its .idx do not follow each other in its .bin; write the pair anew"
+                f"data {prefix}: the sequences of its .idx are not consecutive in its .bin; write the pair again"
             )
         if found.document_indices[-1] != len(found.lengths):
             raise ConfigError(
-                f"data {prefix}: its .idx names other sequences as documents than it has; write the pair anew"
+                f"data {prefix}: the documents in its .idx do not match its sequences; write the pair again"
             )
         ids = np.memmap(
             with_ending(prefix, "bin"), dtype=np.dtype(found.dtype).newbyteorder("<"), mode="r"
@@ -294,17 +294,18 @@ def open_text(prefix: Path) -> Text:
 def _facts(prefix: Path) -> DataFacts:
     """Return the facts that training would read about the pair."""
     key, any_vocabulary = "data.train.0.prefix = ", 2**31
+    # A sequence length of 1 needs two tokens.
     settings = RunConfig(
         model=ModelConfig(vocab_size=any_vocabulary),
         data=DataConfig(train=(Source(prefix=str(prefix)),), seq_length=1),
-    )  # two tokens
+    )
     try:
         with files_told():
             return check_data(settings)
     except ConfigError as error:
         if str(error).startswith("data.seq_length"):
             raise ConfigError(
-                f"data {prefix} has fewer than two tokens: nothing to predict; name another .bin/.idx pair"
+                f"data {prefix} has fewer than two tokens, so no token can be predicted; name another .bin/.idx pair"
             ) from None
         raise ConfigError(str(error).replace(key, "data ")) from None
 
@@ -315,7 +316,7 @@ def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None
     """
     if text.vocab_size is not None and text.vocab_size > vocab_size:
         raise ConfigError(
-            f"data {text.prefix} is of a tokenizer of {text.vocab_size} entries, but the model knows {vocab_size}: name data of its own "
+            f"data {text.prefix} is of a tokenizer with {text.vocab_size} entries, but the model has {vocab_size}: name data of the model's "
             "tokenizer with --data PREFIX"
         )
     file = None if text.tokenizer is None else text.tokenizer / "tokenizer.json"
@@ -326,8 +327,8 @@ def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None
         if ours.get(token) != number:
             there = "is not in" if token not in ours else f"has the id {ours[token]} in"
             raise ConfigError(
-                f"data {text.prefix} was made with another tokenizer, {text.tokenizer}: its token {token!r} (id {number}) {there} the "
-                "model's; name data of the model's own tokenizer with --data PREFIX"
+                f"data {text.prefix} was created with another tokenizer, {text.tokenizer}: its token {token!r} (id {number}) {there} the "
+                "model's tokenizer; name data of the model's tokenizer with --data PREFIX"
             )
 
 
@@ -370,7 +371,7 @@ class Kept:
                 else {}
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self.sums = {}  # nothing is lost but time
+            self.sums = {}  # costs only time: the measurement starts from the first token
 
     def keep(self, key: str, sums: Sums) -> None:
         """Store sums, atomically."""

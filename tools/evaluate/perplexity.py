@@ -13,7 +13,7 @@ not available if first tokens are not scored, whose bytes are unknown.
 
 A result is one file per task in the format of ``tools.evaluate``: ``value`` is nats per token at
 the longest context length, ``stderr`` over documents (``n``), ``subtasks`` one entry per context
-length ("@128", "@256") if there are several. ``raw`` contains, for the longest one, bits_per_byte,
+length ("@128", "@256") if it has several. ``raw`` contains, for the longest one, bits_per_byte,
 perplexity, nats, tokens, unscored (first tokens of documents without an end-of-document token
 before them), bytes, context, stride, per_document and data, and ``contexts`` the same for every
 length. The command writes one file per context length, ``valid_256.json`` with the label ``valid
@@ -55,14 +55,14 @@ from .heldout import (
 from .suite import SuiteTask
 
 if TYPE_CHECKING:
-    from tools.hf.open_model import OpenModel  # with torch: not for --help
+    from tools.hf.open_model import OpenModel  # imports torch, which --help does not need
 
 FORMAT = 1
 METRIC = "nats_per_token"
 SAVE_SECONDS = 30.0
 _TOKENS_A_BATCH = 8192
-_LOGITS_BYTES = 1 << 28  # of a batch, in fp32; a single window may take more
-_LOSS_ELEMENTS = 1 << 24  # logits looked at together when their losses are taken
+_LOGITS_BYTES = 1 << 28  # for the fp32 logits of a batch; a single window may need more
+_LOSS_ELEMENTS = 1 << 24  # number of logits from which losses are computed in one call
 
 
 def measure(
@@ -103,7 +103,9 @@ def measure(
     )
     try:
         for batch in batched((window for window in cut if window.end >= sums.position), size):
-            after = replace(sums)  # so that an interruption finds whole batches
+            after = replace(
+                sums
+            )  # a copy, so that an interruption leaves the sums of complete batches
             for window, losses in zip(batch, _losses(opened, text, batch), strict=True):
                 after.add(window.first, losses, text.starts)
             sums = after
@@ -129,8 +131,8 @@ def _losses(
         ids = text.ids[window.begin : window.end + 1].astype(np.int64)
         if len(wrong := np.flatnonzero((ids >= vocabulary(opened)) | (ids < 0))):
             raise ConfigError(
-                f"data {text.prefix} has the token {ids[wrong[0]]} at {window.begin + int(wrong[0])}, but the model knows "
-                f"{vocabulary(opened)}: name data of its own tokenizer with --data PREFIX"
+                f"data {text.prefix} has the token {ids[wrong[0]]} at {window.begin + int(wrong[0])}, but the model has "
+                f"{vocabulary(opened)}: name data of the model's tokenizer with --data PREFIX"
             )
         read[row, : len(window)] = ids[:-1]
         wanted.append(ids[window.first - window.begin :])
@@ -154,7 +156,7 @@ def _losses(
         if not np.isfinite(losses).all():
             place = window.first + int(np.flatnonzero(~np.isfinite(losses))[0])
             raise ConfigError(
-                f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: are the model's weights?"
+                f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: check that the model's weights are finite"
             )
     return found
 
@@ -253,7 +255,7 @@ def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
     section = manifest.get("config", {}).get("data")
     if section is None:
         raise ConfigError(
-            f"{name}: nothing tells its held-out data: name a .bin/.idx pair with --data PREFIX (a suite: data: PREFIX)"
+            f"{name}: no held-out data is recorded for it: name a .bin/.idx pair with --data PREFIX (in a suite: data: PREFIX)"
         )
     if not section["valid"]:
         raise ConfigError(
@@ -298,7 +300,7 @@ def training_length(opened: OpenModel) -> int:
     )
     if length is None:
         raise ConfigError(
-            f"{opened.name}: nothing tells its context length: give --context TOKENS (a suite: context_lengths)"
+            f"{opened.name}: no context length is recorded for it: give --context TOKENS (in a suite: context_lengths)"
         )
     return int(length)
 
@@ -309,25 +311,24 @@ def _check(opened: OpenModel, settings: Settings) -> None:
         raise ConfigError(f"--context {settings.context}: must be at least 2")
     if not 1 <= settings.stride <= settings.context:
         raise ConfigError(
-            f"--stride {settings.stride}: must be from 1 to the context length {settings.context}, or tokens are never scored"
+            f"--stride {settings.stride}: must be from 1 to the context length {settings.context}, else some tokens are never scored"
         )
     if opened.config is not None and not opened.config.causal:
         raise ConfigError(
-            f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token"
+            f"{opened.name} is not causal (model.causal = false): it cannot predict the next token"
         )
     longest = opened.max_length
     if longest is not None and settings.context > longest:
         raise ConfigError(
-            f"--context {settings.context} is more than {opened.name} takes: {longest} tokens at most"
+            f"--context {settings.context} is more than {opened.name} accepts: {longest} tokens at most"
         )
 
 
 def _raw(
     sums: Sums, settings: Settings, texts: Sequence[Text], text_bytes: int | None
 ) -> dict[str, Any]:
-    unscored = (
-        sum(len(text.ids) - 1 for text in texts) - sums.tokens
-    )  # first tokens of documents; of each text one is given
+    # First tokens of documents. The first token of each text is never scored and not counted.
+    unscored = sum(len(text.ids) - 1 for text in texts) - sums.tokens
     text_bytes = None if unscored else text_bytes
     return {
         METRIC: sums.mean,
@@ -349,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write results below --out, and return the exit code."""
     parser = cli.Parser(
         prog="python -m tools.evaluate.perplexity",
-        description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair.",
+        description="Measure held-out perplexity: nats per token and bits per byte on any .bin/.idx pair.",
     )
     parser.add_argument(
         "model",
@@ -360,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--data",
         metavar="PREFIX",
-        help="a .bin/.idx pair without its ending; default: the run's validation data",
+        help="path of a .bin/.idx pair without its suffix; default: the validation data of the run",
     )
     parser.add_argument(
         "--context",
@@ -368,48 +369,50 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="TOKENS",
-        help="window lengths; default: the training's",
+        help="window lengths; default: the sequence length of the training",
     )
     parser.add_argument(
         "--stride",
         type=int,
         metavar="TOKENS",
-        help="tokens a window moves on; default: a whole window, as in training",
+        help="tokens between the starts of two windows; default: the window length, as in training",
     )
     parser.add_argument(
-        "--per-document", action="store_true", help="no window sees a document before its own"
+        "--per-document", action="store_true", help="no window extends over the start of a document"
     )
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="read a sample of N tokens, documents spread over the data; default: all",
+        help="read a sample of N tokens from documents spread over the data; default: all",
     )
     parser.add_argument(
         "--batch-size",
         type=int,
         metavar="N",
-        help="windows a call; default: as memory allows. Changes no number",
+        help="windows per call of the model; default: as memory allows. Does not change the results",
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as stored")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's own")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="default: the tokenizer of the model"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="write DIR/MODEL/valid_256.json; an interrupted measurement goes on from there",
+        help="write DIR/MODEL/valid_256.json; the same command resumes an interrupted measurement",
     )
     given = parser.parse_args(arguments)
     for name in ("max_tokens", "batch_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1 + (name == "max_tokens"):
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: too few")
     again = (
-        "the same command goes on where it stopped"
+        "the same command resumes where it stopped"
         if given.out
-        else "with --out DIR it could have gone on where it stopped"
+        else "with --out DIR the same command could have resumed"
     )
 
     def measured() -> None:
@@ -425,7 +428,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _command(given: argparse.Namespace) -> None:
-    import torch  # takes seconds, as transformers does: not for --help or a wrong argument
+    import torch  # takes seconds, which --help and wrong arguments should not need
 
     from tools.hf.open_model import fingerprint, open_model
 
@@ -470,7 +473,7 @@ def _command(given: argparse.Namespace) -> None:
             flush=True,
         )
     if raw["unscored"]:
-        why = f"{raw['unscored']:,} documents follow no end-of-document token, so that their first tokens are not scored"
+        why = f"{raw['unscored']:,} documents have no end-of-document token before them, so that their first tokens are not scored"
         print(f"tools.evaluate.perplexity: no bits/byte: {why}", file=sys.stderr)
 
 

@@ -15,7 +15,7 @@ from .table import Column, Point, Table, printed
 
 BEST, OTHER = COLOURS[1], COLOURS[0]
 ACROSS = 6  # panels side by side, at most
-ROW, HEAD = 0.24, 0.95  # inches of a model in a panel, and of a panel's title and axis
+ROW, HEAD = 0.24, 0.95  # inches per model in a panel, and for the title and axis of a panel
 
 
 def scores(table: Table) -> Any:
@@ -160,7 +160,8 @@ def _limits(
             y=0.03, s=told, transform=axes.transAxes, fontsize=7, color=QUIET, va="bottom", **here
         )
     edge = max(0.06 * (most - least), (span - most + least) / 2)
-    # Where no score is below zero, nothing is drawn there but the end of a whisker and a margin.
+    # If no score is negative, the axis extends below zero only for the end of a whisker and a
+    # margin.
     left = least - edge if floor is None else max(least - edge, min(least, floor) - 0.06 * span)
     _ticks(axes, left, most + edge, floor)
 
@@ -230,7 +231,7 @@ def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
         axes.set_title(f"Held-out loss: {text}", loc="left", fontsize=10.5)
-        plain_axes(axes, "context length, tokens", "nats a token", grid="y")
+        plain_axes(axes, "context length, tokens", "nats per token", grid="y")
         axes.legend(frameon=False, fontsize=9)
     return figure
 

@@ -30,7 +30,7 @@ from .table import Point, Table, build, heldout, printed
 
 MISSING = "–"
 NAME_WIDTH = 28
-HEADING = 12  # of a model over its column, on a terminal
+HEADING = 12  # width of a model's heading on a terminal
 AVERAGE = "Leaderboard average, rescaled"
 
 
@@ -55,7 +55,7 @@ def markdown(table: Table) -> str:
     if len(table.rows) > 1:
         blocks.append(
             "± is one standard error. **Best** and <u>second</u> of each column. Avg Rank and #Top1 are over the columns that every model "
-            "has; models of the same printed score share the better rank."
+            "has; models with the same printed score share the better rank."
         )
     blocks += [*_rescaled(table), *_heldout(table), "## Columns", _columns(table)]
     blocks += ["## Notes", "\n".join(f"- {note}" for note in table.notes)] if table.notes else []
@@ -98,8 +98,8 @@ def _rescaled(table: Table) -> list[str]:
         for row in table.rows
     ]
     told = (
-        "0 is guessing, 100 everything right, below guessing is 0; BBH's and MuSR's sub-tasks are rescaled before they are averaged. "
-        "Average: of the tasks, IFEval's two numbers as one."
+        "0 is guessing or worse, 100 is all answers right; the sub-tasks of BBH and MuSR are rescaled before they are averaged. "
+        "Average: mean over the tasks, with the two numbers of IFEval as one task."
     )
     return ["## Rescaled as the Open LLM Leaderboard does", told, _grid_markdown(heads, rows)]
 
@@ -116,7 +116,7 @@ def _heldout(table: Table) -> list[str]:
             rows.append([_escaped(model), *cells])
         blocks += [
             f"## Held-out loss: {text}",
-            "By context length; nats a token (bits a byte).",
+            "By context length; nats per token (bits per byte).",
             _grid_markdown(heads, rows),
         ]
     return blocks
@@ -177,7 +177,7 @@ def console(table: Table, width: int = 120) -> str:
         max(HEADING, len(name), *(len(row[place]) for row in grid))
         for place, name in enumerate(names, 1)
     ]
-    # The column beside each number is for the star, so headings end one place before it.
+    # The character after each number is for the star, so headings end one character earlier.
     heads = [
         f"{f'{name} ' if len(name) < wide else name:>{wide}}"
         for name, wide in zip(names, widths, strict=True)
@@ -290,13 +290,13 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     """Read FOLDER/MODEL/NAME.json of the folders (default: ``out``), write the report into ``out``
     and print the table.
 
-    suite: the columns and their order; None: all results, by name.
+    suite: the columns and their order; None: all results, sorted by name.
 
     Raises:
         ScoreError: a file is not a result, or the results cannot share one table.
         ConfigError, StorageError: files cannot be read or written.
     """
-    from . import picture  # matplotlib takes a second: not for --help or a wrong argument
+    from . import picture  # imports matplotlib, which takes a second
 
     table = build(read(folders or [out]), suite)
     curves = picture.heldout(heldout(table))
@@ -323,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Report on folders of results and return the exit code."""
     parser = cli.Parser(
         prog="python -m tools.evaluate.report",
-        description="One table of the results in one or several folders.",
+        description="Write one table of the results in one or several folders.",
     )
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="DIR", help="a folder that tools.evaluate wrote"
@@ -331,17 +331,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--suite",
         metavar="NAME|FILE",
-        help="columns, order, groups, rescaling; default: all results, by name",
+        help="columns, order, groups, rescaling; default: all results, sorted by name",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where the report goes; of one DIR: that one by default",
+        help="folder of the report; default for one DIR: DIR",
     )
     given = parser.parse_args(arguments)
     if given.out is None and len(given.folders) > 1:
-        parser.error("--out DIR: say where the report of several folders goes")
+        parser.error("several folders need --out DIR for the report")
     suite, out = given.suite, given.out or given.folders[0]
     return cli.run(
         "tools.evaluate.report",

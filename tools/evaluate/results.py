@@ -54,7 +54,7 @@ def rescale(score: Score) -> Score:
         ValueError: the score of guessing is unknown.
     """
     if score.chance is None:
-        raise ValueError("what guessing scores is not known")
+        raise ValueError("the score of guessing is not known")
     stretch = 100.0 / (1.0 - score.chance)
     stderr = None if score.stderr is None else stretch * score.stderr
     return Score(max(0.0, stretch * (score.value - score.chance)), stderr, score.n, 0.0)
@@ -115,9 +115,8 @@ class Settings:
                 "stride": column.stride,
                 "max_tokens": column.max_tokens,
             }
-            sample = (
-                {"sample": "spread"} if column.max_tokens else {}
-            )  # earlier results are of the first tokens
+            # Results without this entry are of the first tokens of the data.
+            sample = {"sample": "spread"} if column.max_tokens else {}
             return {
                 "kind": "heldout",
                 "dtype": self.dtype,
@@ -160,9 +159,10 @@ def fitting(
     ):
         return f"{file} is not a result of this version"
     if there.get("model_key") != key:
-        return f"{file} is of other weights than {model} has now"
+        return f"{file} belongs to other weights than {model} has now"
     made = there["settings"]
-    # What the tokens are says more than where they lie; where they are not here, their place has to do.
+    # If both have a digest of the tokens, the path of the data is not compared; else the digest is
+    # not.
     passed = "data" if made.get("data_digest") and settings.get("data_digest") else "data_digest"
     differing = [
         name
@@ -171,9 +171,9 @@ def fitting(
     ]
     if differing:
         name = differing[0]
-        return f"{file} was made with {name} {shown(made.get(name))}, now it is {shown(settings.get(name))}"
+        return f"{file} was created with {name} {shown(made.get(name))}, now it is {shown(settings.get(name))}"
     if there.get("metric") != column.metric:
-        return f"{file} is {there.get('metric')}, the suite now wants {column.metric}"
+        return f"{file} contains {there.get('metric')}, but the suite now requires {column.metric}"
     return ""
 
 
@@ -191,7 +191,7 @@ def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> 
 
 
 def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
-    """Return the numbers of a column from those of its task (an ``Asked``), without the names of
+    """Return the numbers of a column from those of its task (class Asked), without the names of
     the model.
 
     Raises:
@@ -255,7 +255,7 @@ class ScoreError(UserError, ValueError):
 
 
 def _text(value: str) -> str | None:
-    return None if value else "expected a text"
+    return None if value else "expected a non-empty text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +317,7 @@ def read(folders: Sequence[Path]) -> list[Result]:
             )
             if not same and other.model_key == result.model_key:
                 raise ScoreError(
-                    f"{other.file} and {file} give other numbers for the same model and task: keep one of them"
+                    f"{other.file} and {file} have different numbers for the same model and task: keep one of them"
                 )
             _one_model(other, result)
     results = list(found.values())
@@ -340,7 +340,7 @@ def read_one(file: Path) -> Result:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         told = raw.get("format") if isinstance(raw, dict) else None
         raise ScoreError(
-            f"{file}: not a result of an evaluation, or of another version of it (format {told!r}, expected {FORMAT})"
+            f"{file}: not a result of an evaluation, or a result of another version (format {told!r}, expected {FORMAT})"
         )
     scores, texts = (tuple(item.name for item in fields(kind)) for kind in (Score, Written))
     missing = [key for key in (*texts[:7], *scores) if key not in raw]
@@ -375,14 +375,14 @@ def check(results: Iterable[Result]) -> None:
             if ours != theirs:
                 raise ScoreError(
                     f"{result.name}: {what} is {ours} for {result.model} ({result.file}), but {theirs} for {first.model} ({first.file}): "
-                    "evaluate both alike"
+                    "evaluate both with the same settings"
                 )
 
 
 def _one_model(first: Result, result: Result) -> None:
     if first.model_key != result.model_key:
         raise ScoreError(
-            f"{first.file} and {result.file} are of different weights, but both of a model called {result.model}: give one another name"
+            f"{first.file} and {result.file} belong to different weights, but both have the model name {result.model}: give one of them another name"
         )
 
 
@@ -402,6 +402,6 @@ def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
     ]
     numbers = [
         ("the number of examples", ours.score.n, theirs.score.n),
-        ("what guessing scores", ours.score.chance, theirs.score.chance),
+        ("the score of guessing", ours.score.chance, theirs.score.chance),
     ]
     return [*named, *told, *numbers]

@@ -91,7 +91,7 @@ def plan(
     if complaints and not retry:
         more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
         raise ConfigError(
-            f"{complaints[0]}{more}: --retry asks again and replaces, --out names another folder, NAME=MODEL another name"
+            f"{complaints[0]}{more}: --retry evaluates again and replaces it, --out sets another folder, NAME=MODEL another name"
         )
     return Plan(tuple(jobs), done)
 
@@ -154,9 +154,8 @@ class Runner:
 
         from tools.hf.open_model import open_model
 
-        self._opened = self._adaptor = (
-            None  # the last one's memory is free before the next one's is taken
-        )
+        # Free the memory of the previous model before the next one is loaded.
+        self._opened = self._adaptor = None
         dtype = None if self.options.dtype is None else getattr(torch, self.options.dtype)
         opened = open_model(
             model.path, dtype=dtype, device=self.options.device, tokenizer=self.options.tokenizer
@@ -177,7 +176,8 @@ class Runner:
             )
         except (StorageError, KeyboardInterrupt):
             raise
-        except Exception as error:  # a task's code, its data and the libraries raise what they like; the other tasks go on
+        # The task's code and the libraries raise errors of any class; the other tasks still run.
+        except Exception as error:
             first = " ".join(str(error).split())[:300] or "no message"
             kind = (
                 "" if isinstance(error, CommandError | NotANumber) else f"{type(error).__name__}: "
@@ -247,7 +247,9 @@ class Runner:
                     for prefix in prefixes
                     if not prefix.with_name(f"{prefix.name}.idx").is_file()
                 ]
-                why = f"its run's validation data, {absent[0]}, is not here" if absent else ""
+                why = (
+                    f"the validation data of its run, {absent[0]}, does not exist" if absent else ""
+                )
             except ConfigError as error:
                 why = str(error)
             if why:
@@ -274,7 +276,7 @@ def _cut(content: dict[str, Any]) -> str:
     """Return the text about prompts of a result that did not fit into the context."""
     cut = content.get("truncated")
     return (
-        f" ({cut} of {content['requests']} prompts were longer than the context and lost their beginning)"
+        f" ({cut} of {content['requests']} prompts were longer than the context and were cut at the beginning)"
         if cut
         else ""
     )

@@ -23,7 +23,7 @@ def _names_a_file(name: str) -> str | None:
     return (
         None
         if not name or NAME.fullmatch(name)
-        else "names a file: letters, digits, ., - and _ alone"
+        else "is not a valid file name: use only letters, digits, ., - and _"
     )
 
 
@@ -37,16 +37,16 @@ class SuiteTask:
 
     task: str = setting(
         "",
-        "Name of a task or group of the harness, or of an own YAML under task_paths; held-out data: any name.",
+        "Name of a task or group of the harness, or of a YAML file in task_paths; held-out data: any name.",
     )
-    label: str = setting("", "The column's heading; empty: the name.")
+    label: str = setting("", "Heading of the column; empty: the name.")
     metric: str = setting(
         "acc",
-        "The harness's name of the number; METRIC,FILTER where its filter is not none. Held-out data: nats_per_token.",
+        "Name of the metric in the harness; METRIC,FILTER if its filter is not none. Held-out data: nats_per_token.",
     )
     name: str = setting(
         "",
-        "Name of the result's file; empty: the task's. Must differ where two columns share a task.",
+        "Name of the result file; empty: the name of the task. Must differ if two columns share a task.",
         check=_names_a_file,
     )
     kind: str = setting(
@@ -54,43 +54,45 @@ class SuiteTask:
         "harness: a task of lm-evaluation-harness; heldout: perplexity on a .bin/.idx pair.",
         choices=("harness", "heldout"),
     )
-    group: str = setting("", "Heading over neighbouring columns.")
+    group: str = setting("", "Common heading of adjacent columns.")
     fewshot: int | None = setting(
-        None, "Examples in the prompt; null: as the task's own YAML says.", least=0
+        None, "Examples in the prompt; null: the number in the YAML file of the task.", least=0
     )
     rescale: str = setting(
         "none",
-        "leaderboard: the report also gives (value - chance) / (1 - chance), sub-tasks first where they have chances of their own.",
+        "leaderboard: the report also gives (value - chance) / (1 - chance), per sub-task if subtask_chance is given.",
         choices=("none", "leaderboard"),
     )
     higher_is_better: bool = setting(True, "False for perplexities.")
     chance: float | None = setting(
         None,
-        "What guessing scores; null: of multiple choice the mean of 1/choices, else unknown.",
+        "Score of guessing; null: for multiple choice the mean of 1/choices, else unknown.",
         least=0,
         below=1,
     )
     subtask_chance: dict[str, float] = setting(
         dict,
-        "What guessing scores in each sub-task of a group, by the harness's names.",
+        "Score of guessing in each sub-task of a group, with the names of the harness.",
         least=0,
         below=1,
     )
     data: str | None = setting(
         None,
-        "Held-out data: path of the .bin/.idx pair without its suffix; null: the run's own validation data.",
+        "Held-out data: path of the .bin/.idx pair without its suffix; null: the validation data of the run.",
         path=True,
     )
     context_lengths: tuple[int, ...] = setting(
-        (), "Held-out data: tokens a window; empty: the training's context length.", least=2
+        (),
+        "Held-out data: window lengths in tokens; empty: the context length of the training.",
+        least=2,
     )
     stride: int | None = setting(
         None,
-        "Held-out data: tokens a window moves on; null: a whole window, as in training.",
+        "Held-out data: tokens between the starts of two windows; null: the window length, as in training.",
         least=1,
     )
     max_tokens: int | None = setting(
-        None, "Held-out data: tokens of a sample of its documents; null: all.", least=2
+        None, "Held-out data: tokens in a sample of its documents; null: all.", least=2
     )
 
 
@@ -98,11 +100,11 @@ class SuiteTask:
 class Suite:
     """Columns in the order of the table."""
 
-    name: str = setting("", "Name of the suite; empty: the file's.")
-    title: str = setting("", "One line above the table.")
+    name: str = setting("", "Name of the suite; empty: the name of the file.")
+    title: str = setting("", "Title line above the table.")
     task_paths: tuple[str, ...] = setting(
         (),
-        "Folders of own task YAMLs of the harness; relative ones start at this file's folder.",
+        "Folders with task YAML files for the harness; relative paths are relative to the folder of this file.",
         path=True,
     )
     tasks: tuple[SuiteTask, ...] = setting((), "The columns.")
@@ -129,7 +131,7 @@ def load_suite(word: str) -> Suite:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"{path}: two tasks have the name {name}: give one of them another with name:"
+                f"{path}: two tasks have the name {name}: give one of them another name with name:"
             )
     folders = tuple(str((path.parent / folder).resolve()) for folder in suite.task_paths)
     for folder in folders:
@@ -144,10 +146,10 @@ def _named(task: SuiteTask, at: str) -> SuiteTask:
         raise ConfigError(f"{at}.task: expected the name of a task")
     name = task.name or task.task
     if wrong := _names_a_file(name):
-        raise ConfigError(f"{at}: {name!r} {wrong}; give one with name:")
+        raise ConfigError(f"{at}: {name!r} {wrong}; set a valid one with name:")
     held = [
         key for key in ("data", "context_lengths", "stride", "max_tokens") if getattr(task, key)
     ]
     if held and task.kind != "heldout":
-        raise ConfigError(f"{at}.{held[0]}: only of a task with kind: heldout")
+        raise ConfigError(f"{at}.{held[0]}: valid only for a task with kind: heldout")
     return replace(task, name=name, label=task.label or name)

@@ -98,11 +98,11 @@ class Table:
                 continue
             if len({repr(_cut(result)) for result in here}) > 1:
                 found[column.name] = (
-                    "the models read other texts, or cut them otherwise: their losses do not compare"
+                    "the models read different texts, or the same text in different windows: their losses are not comparable"
                 )
             elif len({result.raw.get("tokens") for result in here}) > 1:
                 found[column.name] = (
-                    "the models' tokenizers cut the text differently: bits a byte compare, nats a token do not"
+                    "the models' tokenizers split the text differently: bits per byte are comparable, nats per token are not"
                 )
         return found
 
@@ -202,7 +202,7 @@ def _text(raw: dict[str, Any]) -> str:
     """Return the name of the text, with its windows if they differ from training."""
     name = " + ".join(Path(prefix).name for prefix in raw["data"])
     stride = "" if raw["stride"] == raw["context"] else f", stride {raw['stride']}"
-    return name + stride + (", each document alone" if raw["per_document"] else "")
+    return name + stride + (", each document separately" if raw["per_document"] else "")
 
 
 def printed(value: float, places: int = PLACES) -> Decimal:
@@ -238,7 +238,8 @@ def summary(
 
 
 def build(results: Sequence[Result], suite: Suite | None) -> Table:
-    """Return the table of a suite with its columns in order; without a suite, all results by name.
+    """Return the table of a suite with its columns in order; without a suite, all results sorted by
+    name.
 
     Raises:
         ScoreError: no results, or one whose settings differ from the suite.
@@ -276,7 +277,9 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
     )
     others = sorted({result.name for result in results} - known)
     if not table.rows:
-        raise ScoreError(f"no results of the suite {table.suite}: only of {', '.join(others)}")
+        raise ScoreError(
+            f"no results of the suite {table.suite}: only results of {', '.join(others)}"
+        )
     return Table(table.suite, table.title, columns, table.rows, tuple(_notes(table, others)))
 
 
@@ -302,12 +305,12 @@ def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str
         for what, (here, there) in told.items():
             if here != there:
                 raise ScoreError(
-                    f"{result.file}: {what} is {here}, but the suite {suite} asks for {there}: evaluate again"
+                    f"{result.file}: {what} is {here}, but the suite {suite} requires {there}: evaluate again"
                 )
         absent = sorted(set(task.subtask_chance) - set(result.subtasks))
         if absent:
             raise ScoreError(
-                f"{result.file}: no score of the sub-task {absent[0]}, of which the suite {suite} tells: evaluate again"
+                f"{result.file}: no score of the sub-task {absent[0]}, which the suite {suite} contains: evaluate again"
             )
 
 
@@ -349,9 +352,8 @@ def _row(model: str, results: Sequence[Result], columns: Sequence[Column]) -> Ro
     for column in columns:
         result = by_name.get(column.name)
         if result and column.rescaled:
-            with contextlib.suppress(
-                ValueError
-            ):  # what guessing scores is not known: the notes tell
+            # Without a known score of guessing the value is left out; a note reports it.
+            with contextlib.suppress(ValueError):
                 rescaled[column.name] = leaderboard(result.score, list(result.subtasks.values()))
     return Row(
         model,
@@ -394,7 +396,7 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     ]
     if len(table.rows) > 1 and len(table.ranked) < len(table.columns):
         notes.append(
-            f"Ranks count the {len(table.ranked)} of {len(table.columns)} columns that every model has and that compare."
+            f"Ranks count the {len(table.ranked)} of {len(table.columns)} columns that every model has and that are comparable."
         )
     notes += [
         f"{column.label}: {table.unlike[column.name]}."
@@ -409,13 +411,13 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     ]
     if unknown:
         notes.append(
-            f"Not rescaled, since what guessing scores is not known: {', '.join(unknown)}."
+            f"Not rescaled, because the score of guessing is not known: {', '.join(unknown)}."
         )
     keys: dict[str, list[str]] = {}
     for row in table.rows:
         keys.setdefault(row.model_key, []).append(row.model)
     notes += [
-        f"{' and '.join(models)} are the same weights."
+        f"{' and '.join(models)} have the same weights."
         for models in keys.values()
         if len(models) > 1
     ]
@@ -427,7 +429,7 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     }
     if len(versions) > 1:
         notes.append(
-            f"Columns were measured by more than one version: {', '.join(sorted(versions))}."
+            f"Columns were measured with more than one version: {', '.join(sorted(versions))}."
         )
     limits = {
         c.label: row.results[c.name].settings.get("limit")
@@ -438,7 +440,7 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     limited = [f"{label} (the first {limit} examples)" for label, limit in limits.items() if limit]
     if limited:
         notes.append(
-            f"Not the tasks' scores, but those of a part of their examples: {', '.join(limited)}."
+            f"Scores of a part of the examples, not of the complete task: {', '.join(limited)}."
         )
     for row in table.rows:
         lost = [
@@ -447,10 +449,8 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
         cut = [f"{label} {number}" for label, number in lost if number]
         if cut:
             notes.append(
-                f"{row.model}: prompts that were longer than its context and lost their beginning: {', '.join(cut)}."
+                f"{row.model}: prompts longer than its context, cut at the beginning: {', '.join(cut)}."
             )
     if others:
-        notes.append(
-            f"Results that are no columns of this table are left out: {', '.join(others)}."
-        )
+        notes.append(f"Results without a column in this table are left out: {', '.join(others)}.")
     return notes

@@ -19,28 +19,28 @@ def main(arguments: list[str] | None = None) -> int:
     module, function = given.pop("place")
 
     def called() -> int:
-        # Torch and transformers take seconds, which --help and a wrong argument need not wait.
+        # torch and transformers take seconds to import, which --help and wrong arguments avoid.
         found = getattr(importlib.import_module(f"tools.hf.{module}"), function)(**given)
         return 1 if found is False else 0
 
-    return run("tools.hf", called, kept="nothing was left behind")
+    return run("tools.hf", called, kept="no partial output was kept")
 
 
 def _parser() -> Parser:
-    """Build the command's parser. Long, because every verb declares its options here."""
+    """Build the command's parser. Long, because it declares the options of all verbs."""
     parser = Parser(
         prog="python -m tools.hf",
-        description="Checkpoints to the Hugging Face format and back; whether two are one model.",
+        description="Convert checkpoints to the Hugging Face format and back, and compare two models.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
 
     verb = verbs.add_parser(
         "export",
         help="write a checkpoint as a folder that transformers loads",
-        description="Writes a checkpoint, of any layout, as a folder that transformers loads: weights (safetensors), configuration, "
-        "tokenizer, model card, and training.json, from which import restores the run. The plain Transformer becomes transformers' own "
-        "Llama, Qwen2, Qwen3 or Mistral class; every other mixer brings the code that trained it (trust_remote_code=True). Needs no GPU, "
-        "and the memory of two tensors. OUT appears when it is complete.",
+        description="Write a checkpoint of any layout as a folder that transformers loads: weights (safetensors), configuration, "
+        "tokenizer, model card, and training.json, from which import restores the run. The plain Transformer uses transformers' class "
+        "for Llama, Qwen2, Qwen3 or Mistral; for every other mixer the folder contains its code (trust_remote_code=True). Needs no GPU, "
+        "and memory for two tensors. OUT appears only when it is complete.",
     )
     verb.add_argument(
         "checkpoint",
@@ -60,32 +60,32 @@ def _parser() -> Parser:
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="folder of the tokenizer; default: the checkpoint's own",
+        help="folder of the tokenizer; default: the tokenizer of the checkpoint",
     )
     verb.add_argument(
         "--license",
         metavar="ID",
         dest="license_id",
-        help="license of the weights, which the model card states: one that the Hub knows "
-        "(apache-2.0, cc-by-4.0), or NAME=LINK; default: none is stated",
+        help="license of the weights, for the model card: an id of the Hub "
+        "(apache-2.0, cc-by-4.0), or NAME=LINK; default: the card states none",
     )
     verb.add_argument(
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
-        help="cut the weights into files of this size; default: 5GB",
+        help="largest size of one file of weights; default: 5GB",
     )
     verb.add_argument(
-        "--overwrite", action="store_true", help="replace OUT if an earlier export is there"
+        "--overwrite", action="store_true", help="replace OUT if it is an earlier export"
     )
     verb.set_defaults(place=("export", "export_checkpoint"))
 
     verb = verbs.add_parser(
         "import",
-        help="write a Hugging Face folder as a checkpoint that training starts from",
-        description="Writes a Hugging Face folder (an export, or a stock Llama, Mistral, Qwen2 or Qwen3) as a checkpoint of weights, which "
-        "`python -m pretrain RUN.yaml model=CHECKPOINT/model.yaml checkpoint.load=CHECKPOINT` starts from at any layout. With --mixer the "
-        "weights start a model of another mixer where shapes allow; what is copied and what is new is listed.",
+        help="convert a Hugging Face folder to a checkpoint from which training starts",
+        description="Write a Hugging Face folder (an export, or a stock Llama, Mistral, Qwen2 or Qwen3) as a checkpoint of weights, from which "
+        "`python -m pretrain RUN.yaml model=CHECKPOINT/model.yaml checkpoint.load=CHECKPOINT` starts at any layout. With --mixer the "
+        "weights initialise a model with another mixer where shapes allow; the command lists copied and new weights.",
     )
     verb.add_argument(
         "hf_dir",
@@ -102,7 +102,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--mixer",
         metavar="NAME",
-        help="start this mixer's model from the weights (names: python -m pretrain --list-mixers)",
+        help="initialise a model with this mixer from the weights (names: python -m pretrain --list-mixers)",
     )
     verb.add_argument(
         "--dtype",
@@ -124,36 +124,36 @@ def _parser() -> Parser:
 
     verb = verbs.add_parser(
         "verify",
-        help="compare two models: weights, activations, logits; name where they part",
-        description="Compares two models: configuration, tokenizers, weights, the activations of every layer and the logits of fixed "
-        "prompts; names the first layer that differs. Exit code 0: they are the same model; 1: they are not.",
+        help="compare two models: weights, activations, logits; find the first difference",
+        description="Compare two models: configuration, tokenizers, weights, the activations of every layer and the logits of fixed "
+        "prompts; report the first layer that differs. Exit code 0: they are the same model; 1: they are not.",
     )
     verb.add_argument("a", type=Path, metavar="A", help=MODEL)
-    verb.add_argument("b", type=Path, metavar="B", help="the same, of the other model")
+    verb.add_argument("b", type=Path, metavar="B", help="the second model, in the same form")
     verb.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="prompts, one a line; default: built-in texts and token ids",
+        help="file of prompts, one per line; default: built-in texts and token ids",
     )
     verb.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="allowed difference, relative to the largest; default: 1e-4, 2e-2 where one is bf16",
+        help="allowed difference, relative to the largest value; default: 1e-4, or 2e-2 if one model is bf16",
     )
     verb.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
         dest="json_out",
-        help="write the findings for machines, too",
+        help="also write the results as JSON",
     )
     verb.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="default: auto, a GPU where there is one",
+        help="default: auto, a GPU if one is available",
     )
     verb.set_defaults(place=("verify", "verify"))
     return parser

@@ -39,12 +39,13 @@ COPIED = ("fem_common.", "fem_megatron.", "kernels.", HERE)
 OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools", "data_prep")
 GIVEN = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
 
-# Engines of some operations, used on a GPU where they are installed; torch's forms of the operations run without them.
+# Optional engines of some operations, used on a GPU if they are installed; without them the torch
+# implementations run.
 OPTIONAL = {"fla", "triton"}
 LICENSE, LICENSE_ID = "LICENSE", "Apache-2.0"
 
 Edits = dict[tuple[int, int], list[str]]
-"""First and last line of a statement, from 1 -> the lines in its place."""
+"""First and last line of a statement, counted from 1 -> the lines that replace it."""
 
 
 class BundleError(ValueError):
@@ -69,7 +70,7 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
             raise BundleError(f"{module} and another module would both be {name}")
         path = module_file(module)
         if path is None:
-            raise BundleError(f"{module} is no file that an export may copy")
+            raise BundleError(f"{module} is not a file that an export may copy")
         files[name], needed[module] = flatten(module, path.read_text(encoding="utf-8"))
         if module == MODELING:
             needed[module] |= layers
@@ -112,7 +113,7 @@ def packages(files: dict[str, str]) -> list[str]:
 
 def license_text() -> str:
     """Return the text of this project's license, which applies to the files."""
-    file = ROOT / LICENSE  # absent from a wheel's folder of packages
+    file = ROOT / LICENSE  # absent if the project is installed from a wheel
     return (
         file.read_text(encoding="utf-8")
         if file.is_file()
@@ -168,7 +169,7 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
         ):
             if module_file(source) is None:
                 raise BundleError(
-                    f"{module}, line {node.lineno}: {source} is no file that an export may copy"
+                    f"{module}, line {node.lineno}: {source} is not a file that an export may copy"
                 )
             edits[_lines(node)], imported = _flat_import(source, node)
             wanted |= imported
@@ -193,7 +194,7 @@ def _flat_import(source: str, node: ast.ImportFrom) -> tuple[list[str], set[str]
             names.append(alias)
             continue
         wanted.add(module)
-        # transformers does not follow the second form, so the first shows it the file.
+        # transformers finds files only through the first form of import.
         lines += [
             f"{space}from .{flat(module)} import __name__ as _",
             f"{space}from . import {flat(module)} as {alias.asname or alias.name}",

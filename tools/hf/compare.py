@@ -25,7 +25,7 @@ TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.(.*))?$")
 
 Trace = dict[str, Tensor]
-"""Place -> what is computed there, without dimensions of size one, on the CPU; in the order of computation."""
+"""Place in the model -> its output on the CPU, without dimensions of size one; in the order of computation."""
 
 
 def place(path: str) -> str:
@@ -82,7 +82,7 @@ def trace(model: Any, ids: list[int]) -> Trace:
     finally:
         for handle in handles:
             handle.remove()
-    seen.pop(LOGITS, None)  # last, and as the model gives them
+    seen.pop(LOGITS, None)  # replaced by the logits that the model returns, as the last entry
     return {**seen, LOGITS: answer.logits[0].detach().to("cpu", copy=True)}
 
 
@@ -95,13 +95,14 @@ def _tensor(value: Any) -> Tensor | None:
     return None
 
 
+# Configuration keys of the training, without influence on the computed values.
 NOT_COMPUTED = (
     "make_vocab_size_divisible_by",
     "init_std",
     "initializer_range",
     "attention_backend",
-)  # of how a model was trained
-CHUNK = 1 << 22  # numbers that are compared at once: 32 MB in float64
+)
+CHUNK = 1 << 22  # numbers compared in one step: 32 MB in float64
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
     return Difference(where, absolute, scale)
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def exported(weights: Tensors, model: ModelConfig) -> Tensors:
@@ -197,7 +198,7 @@ def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
     )
 
 
-# --- activations and logits ------------------------------------------------------------------------------------------------------
+# --- activations and logits -----------------------------------------------------------------------
 
 
 def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
@@ -210,10 +211,9 @@ def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
             if where == LOGITS:
                 entries = min(value.shape[-1], other.shape[-1])
                 value, other = value[..., :entries], other[..., :entries]
-                if not (
-                    value.isfinite().all() and other.isfinite().all()
-                ):  # two broken models are not equal ones
-                    yield Difference(where, math.inf, 1.0, "they are no finite numbers")
+                # Two models with non-finite logits do not count as equal.
+                if not (value.isfinite().all() and other.isfinite().all()):
+                    yield Difference(where, math.inf, 1.0, "not all numbers are finite")
                     continue
             yield difference(where, value, other)
 
@@ -241,7 +241,7 @@ class Predictions:
         )
 
 
-# --- what is no tensor -----------------------------------------------------------------------------------------------------------
+# --- settings and tokenizers ----------------------------------------------------------------------
 
 
 def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -306,7 +306,7 @@ class First:
             )
         if self.computed is not None:
             parts.append(
-                f"{number(self.computed.absolute)} in what it computes"
+                f"{number(self.computed.absolute)} in its output"
                 + (f" ({self.computed.note})" if self.computed.note else "")
             )
         blame = (
@@ -343,7 +343,7 @@ class Findings:
     def logits(self) -> Difference:
         """Difference of the logits over all prompts."""
         return self.differences.get(
-            LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models take")
+            LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models accept")
         )
 
     @property

@@ -16,12 +16,10 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.rope import KINDS, Rope, RopeScaling
 
 DEFAULT_VOCABULARY = 32000
-ROPE_NAMES = {
-    "original_length": "original_max_position_embeddings"
-}  # the others are transformers', too
-ROPE_PARAMETERS = isinstance(
-    getattr(PretrainedConfig, "rope_scaling", None), property
-)  # since transformers 5
+# Names that differ in transformers; all others are the same.
+ROPE_NAMES = {"original_length": "original_max_position_embeddings"}
+# True since transformers 5.
+ROPE_PARAMETERS = isinstance(getattr(PretrainedConfig, "rope_scaling", None), property)
 
 
 def named_rope(model: ModelConfig) -> dict[str, Any]:
@@ -57,21 +55,23 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
     given = {key: value for key, value in parameters.items() if value is not None}
     kind, base = given.get("rope_type", given.get("type", "default")), given["rope_theta"]
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise ValueError("rope_parameters differ from layer to layer; here all layers share them")
+        raise ValueError(
+            "rope_parameters differ between layers; this model needs the same for all layers"
+        )
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"partial_rotary_factor is {given['partial_rotary_factor']}; here RoPE turns whole heads"
+            f"partial_rotary_factor is {given['partial_rotary_factor']}; this model applies RoPE to all channels of a head"
         )
     if base != int(base):
-        raise ValueError(f"rope_theta is {base}; model.rope_base is a whole number")
+        raise ValueError(f"rope_theta is {base}; model.rope_base must be a whole number")
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(f"rope_type is {kind!r}; here are default, linear, llama3 and yarn")
+        raise ValueError(f"rope_type is {kind!r}; supported are default, linear, llama3 and yarn")
     if kind == "default":
         return {"rope_base": int(base), "rope_scaling": RopeScaling()}
     if kind == "yarn":
         if not given.get("truncate", True):
             raise ValueError(
-                "truncate is false; here yarn's ramp begins and ends at whole pairs of channels"
+                "truncate is false; this model supports only truncate: true (a yarn ramp between whole channel pairs)"
             )
         given = {"original_max_position_embeddings": length} | given
         if "attention_factor" not in given and given.get("mscale") and given.get("mscale_all_dim"):
@@ -84,7 +84,7 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
         for name in ("factor", *ROPE_NAMES.values())
         if name not in given and (name == "factor" or kind != "linear")
     ]:
-        raise ValueError(f"{missing[0]} is missing, which rope_type {kind} needs")
+        raise ValueError(f"{missing[0]} is missing; rope_type {kind} requires it")
     read = {
         name: given[ROPE_NAMES.get(name, name)]
         for name in KINDS[kind]
@@ -210,7 +210,8 @@ class FemLMConfig(PretrainedConfig):
             eos_token_id,
             pad_token_id,
         )
-        # Assigned as well as passed on: which of these the base class keeps depends on the version of transformers.
+        # Assigned above and passed on: the versions of transformers differ in which of these ids
+        # the base class stores.
         tokens = {
             "bos_token_id": bos_token_id,
             "eos_token_id": eos_token_id,

@@ -115,7 +115,8 @@ def export(
             source, recipes, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True)
         )
         _write_json(folder / CONFIG, _config_values(config))
-        # Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``.
+        # Greedy by default, as in the project's tools. No maximum length: with one, transformers
+        # warns at every ``max_new_tokens``.
         GenerationConfig(
             **{name: getattr(config, name, None) for name in SPECIAL_IDS}
         ).save_pretrained(folder)
@@ -155,7 +156,7 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
         )
     if Path.cwd().is_relative_to(out.resolve()):
         raise ConfigError(
-            f"{out} holds the working directory, which --overwrite does not replace: choose another folder"
+            f"{out} contains the working directory, which --overwrite does not replace: choose another folder"
         )
 
 
@@ -165,24 +166,24 @@ def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Non
     """
     if model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size is not known: the checkpoint's configuration must hold it"
+            "model.vocab_size is unknown: it must be in the checkpoint's configuration"
         )
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
         if block.mixer.external:
             raise ConfigError(
-                f"model.mixer={name} is another package's layer, which a folder cannot carry: save it with that package"
+                f"model.mixer={name} is a layer of another package, which cannot be exported: save the model with that package"
             )
     shapes = parameter_shapes(model)
     for complaint, names in (
         ("lacks", shapes.keys() - held.keys()),
-        ("holds, besides the model's,", held.keys() - shapes.keys()),
+        ("contains tensors that the model lacks:", held.keys() - shapes.keys()),
     ):
         if names:
             raise ConfigError(f"the checkpoint {complaint} {first_of(names)}")
     for name, shape in shapes.items():
         if held[name] != shape:
             raise ConfigError(
-                f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration"
+                f"{name} has shape {held[name]} in the checkpoint, but {shape} according to its configuration"
             )
 
 
@@ -218,9 +219,8 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
     values = {
         key: value for key, value in config.to_dict().items() if key in ours or key in changed
     }
-    if (
-        "rope_parameters" in values or "rope_theta" in values
-    ):  # both, since an export is for every version
+    # Write the names of all supported versions of transformers.
+    if "rope_parameters" in values or "rope_theta" in values:
         values |= {"rope_parameters": named_rope(config.model())} | older_names(
             named_rope(config.model())
         )
@@ -318,16 +318,16 @@ def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
         raise ConfigError(f"there is no checkpoint {checkpoint}")
     if not checkpoint.is_dir():
         raise ConfigError(
-            f"{checkpoint} is a file: a checkpoint is a folder step_NNNNNNNN, or a run directory that has some"
+            f"{checkpoint} is a file: expected a folder step_NNNNNNNN, or a run directory with checkpoints"
         )
     if is_folder(checkpoint):
         raise ConfigError(
-            f"{checkpoint} is a Hugging Face folder already, so there is nothing to export: transformers loads it as it is"
+            f"{checkpoint} is already a Hugging Face folder, which transformers can load: no export is needed"
         )
     _refuse_overlap(checkpoint, out, inside=False)
     if out.exists() and any(out.iterdir()) and not (out / CONFIG).is_file():
         raise ConfigError(
-            f"{out} is no earlier export ({CONFIG} is missing), and nothing else is replaced: choose another folder"
+            f"{out} is not an earlier export ({CONFIG} is missing), and --overwrite replaces only exports: choose another folder"
         )
 
 
@@ -336,7 +336,7 @@ def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None
     place, target = checkpoint.resolve(), out.resolve()
     if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
         relation = (
-            "is" if place == target else "holds" if place.is_relative_to(target) else "lies in"
+            "is" if place == target else "contains" if place.is_relative_to(target) else "is inside"
         )
         raise ConfigError(
             f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside"
@@ -353,11 +353,11 @@ def _tokenizer(
     folder = given or next((folder for folder in usual if folder.is_dir()), None)
     if folder is None and len(usual) > 1:
         raise ConfigError(
-            f"the tokenizer of the training, {usual[-1]}, is not there: {NAME_A_TOKENIZER}"
+            f"the tokenizer of the training, {usual[-1]}, does not exist: {NAME_A_TOKENIZER}"
         )
     if folder is None:
         print(
-            "tools.hf: note: the checkpoint names no tokenizer, so none is exported; name one with --tokenizer DIR",
+            "tools.hf: note: no tokenizer is recorded for the checkpoint, so none is exported; name one with --tokenizer DIR",
             file=sys.stderr,
         )
         return None
@@ -367,6 +367,6 @@ def _tokenizer(
         if tokenizer.sha256 is not None and tokenizer.sha256 != recorded:
             raise ConfigError(
                 f"the tokenizer in {folder} (sha256 {tokenizer.sha256[:12]}, {tokenizer.entries} entries) is not the one that {prefix} was "
-                f"made with ({recorded[:12]}, {manifest.tokenizer['vocab_size']} entries): not the model's"
+                f"created with ({recorded[:12]}, {manifest.tokenizer['vocab_size']} entries), so it is not the model's tokenizer"
             )
     return tokenizer

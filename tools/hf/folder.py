@@ -84,7 +84,7 @@ class Folder:
         try:
             with safe_open(self.tensors[name].file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
-        except Exception as error:  # also of a type of numbers that torch does not have
+        except Exception as error:  # includes a dtype that torch lacks
             raise ConfigError(
                 f"{self.tensors[name].file}: {name} cannot be read ({error}): fetch the file again"
             ) from error
@@ -126,7 +126,7 @@ def read_folder(path: Path) -> Folder:
     """
     if not (path / CONFIG).is_file():
         raise ConfigError(
-            f"{path} is half a model: {CONFIG} is missing; copy the whole folder again"
+            f"{path} is an incomplete model: {CONFIG} is missing; copy the complete folder again"
         )
     config = json_object(path / CONFIG)
     if (path / INDEX).is_file():
@@ -137,7 +137,7 @@ def read_folder(path: Path) -> Folder:
         absent = [name for name in names if not (path / name).is_file()]
         if absent:
             raise ConfigError(
-                f"{path} is half a model: {absent[0]} is missing ({len(absent)} of {len(names)} files of weights)"
+                f"{path} is an incomplete model: {absent[0]} is missing ({len(absent)} of {len(names)} files of weights)"
             )
     elif (path / WEIGHTS).is_file():
         listed, names = None, [WEIGHTS]
@@ -145,15 +145,15 @@ def read_folder(path: Path) -> Folder:
         pickled = [name for name in PICKLES if (path / name).is_file()]
         if pickled:
             raise ConfigError(
-                f"{path}: {pickled[0]} is a pickle, which is not read here: save the model as safetensors with transformers"
+                f"{path}: {pickled[0]} is a pickle, which this tool does not read: save the model as safetensors with transformers"
             )
-        raise ConfigError(f"{path} is half a model: {CONFIG} is there, {WEIGHTS} is not")
+        raise ConfigError(f"{path} is an incomplete model: it contains {CONFIG}, but not {WEIGHTS}")
     files = tuple(path / name for name in names)
     tensors = {name: stored for file in files for name, stored in header(file).items()}
     for name, file_name in (listed or {}).items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise ConfigError(
-                f"{path / INDEX} says that {name} is in {file_name}, which does not hold it: fetch both again"
+                f"{path / INDEX} lists {name} in {file_name}, which does not contain it: fetch both again"
             )
     return Folder(path, config, files, tensors)
 
@@ -164,7 +164,7 @@ def header(file: Path) -> dict[str, Stored]:
     """
     try:
         with files_told(), safe_open(file, framework="pt") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {
                 name: Stored(file, tuple(part.get_shape()), part.get_dtype())
                 for name, part in parts.items()
@@ -180,13 +180,14 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is damaged: no JSON ({error}); fetch it again") from None
+        raise ConfigError(f"{path} is damaged: not JSON ({error}); fetch it again") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} is damaged: it holds no JSON object; fetch it again")
+        raise ConfigError(f"{path} is damaged: it is not a JSON object; fetch it again")
     return value
 
 
-# Of config.json: who wrote it and where, in which type it is to be opened; nothing that is computed.
+# Keys of config.json that are not compared: origin of the file, dtype for loading, and other keys
+# without influence on the computed values.
 UNREAD = (
     "_name_or_path",
     "transformers_version",
@@ -209,7 +210,7 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-PIECE = 2**22  # elements that change their type at once
+PIECE = 2**22  # elements whose dtype is converted in one step
 
 
 def byte_count(text: str | int) -> int:
@@ -219,7 +220,7 @@ def byte_count(text: str | int) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", str(text).strip().upper())
     size = int(float(found[1]) * UNITS[found[2] or "B"]) if found else 0
     if size < 1:
-        raise ValueError(f"{text} is no size of a file: write it as 5GB or 500MB")
+        raise ValueError(f"{text} is not a file size: write it as 5GB or 500MB")
     return size
 
 
@@ -231,8 +232,8 @@ def write_shards(
     max_shard_size: int,
     progress: Progress,
 ) -> None:
-    """Write ``model*.safetensors``, a file with the hash of each, and the index if there are
-    several.
+    """Write ``model*.safetensors``, a file with the hash of each, and the index if the weights need
+    several files.
 
     A tensor larger than ``max_shard_size`` has its own file.
 
@@ -252,7 +253,7 @@ def write_shards(
             for _, tensor in made(source, {name: recipes[name] for name in sorted(names)}):
                 _write(file, tensor, dtype)
                 progress.advance(tensor.numel() * dtype.itemsize)
-                del tensor  # before the next is read
+                del tensor  # free it before the next one is read
     if len(split.filename_to_tensors) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(

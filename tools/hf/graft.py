@@ -61,7 +61,7 @@ class Origin:
 
 
 Origins = dict[str, Origin]
-"""Name of a target's tensor -> its origin; those that are not there are new."""
+"""Name of a tensor of the target -> its origin. Tensors without an entry are new."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,18 @@ def check_target(source: ModelConfig, target: ModelConfig) -> None:
         ours, theirs = getattr(target, key), getattr(source, key)
         if ours != theirs:
             raise ConfigError(
-                f"--mixer: model.{key} is {ours} here and {theirs} in the folder; weights are copied where the widths agree"
+                f"--mixer: model.{key} is {ours}, but {theirs} in the folder; both must be equal for weights to be copied"
             )
     for layer, (have, want, name) in enumerate(
         zip(source.blocks(), target.blocks(), mixer_names(target), strict=True)
     ):
         if want.mixer.external:
             raise ConfigError(
-                f"--mixer {name}: another package's layer, whose parameters that package alone knows"
+                f"--mixer {name}: a layer of another package, whose parameters this tool cannot initialise"
             )
         if have.mixer != want.mixer and not isinstance(have.mixer, AttentionShape):
             raise ConfigError(
-                f"--mixer starts from a Transformer's weights, and layer {layer} of the folder is {mixer_names(source)[layer]}; "
+                f"--mixer requires the weights of a Transformer, but layer {layer} of the folder is {mixer_names(source)[layer]}; "
                 "import it without --mixer"
             )
 
@@ -108,7 +108,7 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     )
     for name in {embedding, output, norm} & want.keys():
         theirs = name if name in have else embedding
-        # All rows, and zeros below them where the vocabulary is padded further.
+        # Copy all rows; rows of further padding of the vocabulary are zero.
         fill: Fill = lambda _, tensors, rows=want[name].shape[0]: padded(tensors[0][:rows], rows)  # type: ignore[misc]  # noqa: E731
         origins[name] = Origin((theirs,), want[name].size, fill, taken=frozenset({theirs}))
     for layer, (ours, block) in enumerate(zip(source.blocks(), target.blocks(), strict=True)):
@@ -125,7 +125,7 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     )
 
 
-# --- the table -----------------------------------------------------------------------------------------------------------------
+# --- table ----------------------------------------------------------------------------------------
 
 
 def described(plan: Graft) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def table(found: dict[str, Any]) -> list[str]:
         )
     return [
         *aligned(cells, (0, 1, 2)),
-        f"left behind of the folder's: {'; '.join(found['left_behind']) or 'nothing'}",
+        f"weights of the folder that are not used: {'; '.join(found['left_behind']) or 'none'}",
     ]
 
 
@@ -204,7 +204,7 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-# --- one layer -----------------------------------------------------------------------------------------------------------------
+# --- one layer ------------------------------------------------------------------------------------
 
 
 def _mixer(source: Shape, target: Shape) -> Origins:
@@ -298,7 +298,7 @@ def _mlp(source: Shape, target: Shape) -> Origins:
     return origins
 
 
-# --- tensors -------------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> dict[str, Tensor]:

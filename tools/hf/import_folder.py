@@ -1,10 +1,10 @@
 """Verb ``import``: convert a Hugging Face folder, our export or a stock Transformer, to a
 checkpoint of weights for ``checkpoint.load``.
 
-    OUT/step_NNNNNNNN   the checkpoint, usable at any layout; the step comes from the folder's
-    training.json, else 0 OUT/tokenizer       the folder's tokenizer, if it has one OUT/model.yaml
-    the model section, for model=OUT/model.yaml OUT/grafted.json    with another mixer: copied and
-    new weights (see ``graft``)
+    OUT/step_NNNNNNNN   the checkpoint, usable at any layout; step of training.json, else 0
+    OUT/tokenizer       the folder's tokenizer, if it has one
+    OUT/model.yaml      the model section, for model=OUT/model.yaml
+    OUT/grafted.json    with another mixer: copied and new weights (see ``graft``)
 
 If config.json and training.json disagree on the model, config.json is used: transformers reads it,
 so users edit it. Peak memory: the weights once in their stored dtype, and the sources of one
@@ -130,16 +130,15 @@ def import_folder(
         for wrong in damaged_beside(hf_dir, lambda count: None):
             name = wrong.split()[0]
             raise ConfigError(
-                f"{hf_dir / name} is damaged ({wrong}); if it was written anew since, remove {name}.{HASHES}"
+                f"{hf_dir / name} is damaged ({wrong}); if the file was rewritten deliberately, remove {name}.{HASHES}"
             )
     with quiet_transformers():
         tokenizer = None if config.data.tokenizer is None else Tokenizer.load(hf_dir, config.model)
     plan = graft(source.model, config.model) if mixer else None
     source = source if plan else replace(source, model=config.model)
     kept = _kept(source) if plan is None else Kept()
-    from pretrain.checkpoint.writer import (
-        save_weights,
-    )  # Megatron-core takes seconds to import: not for a wrong argument
+    # Megatron-core takes seconds to import: wrong arguments are reported before.
+    from pretrain.checkpoint.writer import save_weights
 
     with beside(out) as folder:
         weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))
@@ -190,7 +189,7 @@ def read_source(path: Path) -> Source:
     ):
         fix = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safetensors')"
         raise ConfigError(
-            f'{path}: {pickled} is a pickle, which is not read here; write safetensors first: python -c "{fix}"'
+            f'{path}: {pickled} is a pickle, which this tool does not read; write safetensors first: python -c "{fix}"'
         )
     folder = read_folder(path)
     training = folder.training()
@@ -205,7 +204,7 @@ def read_source(path: Path) -> Source:
         raise ConfigError(f"{path}: {error}") from None
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{path / CONFIG}: {error}; is it of another version of this code?"
+            f"{path / CONFIG}: {error}; it may be of another version of this code"
         ) from None
     return Source(folder, model, training)
 
@@ -225,7 +224,7 @@ def run_config(
     folder, model, notes = source.folder, source.model, []
     values = dict(source.training.get("config") or _defaults(folder, dtype))
     if changed := _differing(plain(model), values.get("model") or {}):
-        notes.append(f"{CONFIG} and {TRAINING} differ, and {CONFIG} is taken: {'; '.join(changed)}")
+        notes.append(f"{CONFIG} and {TRAINING} differ, and {CONFIG} is used: {'; '.join(changed)}")
     values["model"] = plain(replace(model, pattern=None, mlp=None) if mixer else model)
     values["data"] = {
         **values.get("data", {}),
@@ -236,21 +235,20 @@ def run_config(
         settings = [f"model.mixer={mixer}", *settings]
     config = run_of(values, folder.path / (TRAINING if source.training else CONFIG), settings)
     others = ConfigError(
-        "--set changes what weights the model has: start another mixer with --mixer NAME, and leave the rest out"
+        "--set changes the weights of the model: use --mixer NAME for another mixer, and leave the other keys out"
     )
     try:
         if not mixer and mixer_names(config.model) != mixer_names(model):
-            raise others  # before what that mixer says of the folder's keys
+            raise others  # before the notes about the keys of the folder
         for key in unread(config.model) if mixer else []:
             section, _, name = key.rpartition(".")
             ours, theirs = (
                 getattr(given, section) if section else given for given in (config.model, model)
             )
-            if getattr(ours, name) == getattr(
-                theirs, name
-            ):  # the folder's, not one of ``settings``
+            # The value is from the folder, not from ``settings``.
+            if getattr(ours, name) == getattr(theirs, name):
                 notes.append(
-                    f"{mixer} has no model.{key}; the folder's {getattr(ours, name)} is left behind"
+                    f"{mixer} has no model.{key}; the folder's value {getattr(ours, name)} is not used"
                 )
                 cleared: Any = replace(ours, **{name: getattr(type(ours)(), name)})
                 whole: dict[str, Any] = {section: cleared}
@@ -279,7 +277,7 @@ def check_tensors(source: Source) -> None:
     )
     if absent := sorted(shapes.keys() - tensors.keys()):
         raise ConfigError(
-            f"{path} lacks {first_of(absent)}, which its {CONFIG} asks for: half of a model, or another one's weights"
+            f"{path} lacks {first_of(absent)}, which its {CONFIG} requires: an incomplete model, or the weights of another one"
         )
     others = sorted(
         name
@@ -288,46 +286,48 @@ def check_tensors(source: Source) -> None:
     )
     if others:
         raise ConfigError(
-            f"{path} holds {first_of(others)}, which a model of its {CONFIG} has not: another architecture's weights"
+            f"{path} contains {first_of(others)}, which a model of its {CONFIG} lacks: weights of another architecture"
         )
     for name, shape in shapes.items():
         found = tensors[name]
         if found.dtype not in STORED:
             raise ConfigError(
-                f"{found.file}: {name} is {found.dtype}; readable: {', '.join(STORED)}, no quantised weights"
+                f"{found.file}: {name} is {found.dtype}; supported: {', '.join(STORED)}; quantised weights are not supported"
             )
         if found.shape != shape:
             raise ConfigError(
-                f"{found.file}: {name} has shape {found.shape}, and {shape} by {CONFIG}: they are not of one model"
+                f"{found.file}: {name} has shape {found.shape}, but {shape} according to {CONFIG}: they belong to different models"
             )
     again = head in tensors.keys() - shapes.keys()
     if again and not torch.equal(
         source.folder.get(head), source.folder.get("model.embed_tokens.weight")
     ):
         raise ConfigError(
-            f"{path}: {CONFIG} ties the output layer to the embedding, but {head} is another: set tie_word_embeddings"
+            f"{path}: {CONFIG} ties the output layer to the embedding, but {head} differs from it: set tie_word_embeddings"
         )
 
 
 def model_yaml(model: ModelConfig, source: Path) -> str:
     """Return the model section as a file for ``model=PATH``."""
     text = yaml.safe_dump(plain(model), sort_keys=False, allow_unicode=True, width=120)
-    return f"# The model of {source.resolve().name}, as python -m tools.hf import found it.\n{text}"
+    return (
+        f"# Model section of {source.resolve().name}, written by python -m tools.hf import.\n{text}"
+    )
 
 
-# --- configurations ------------------------------------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 
 def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
     """Raise ConfigError if the checkpoint cannot be written to ``out``."""
     if hf_dir.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
-            f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'holds'} the folder to import: choose another one"
+            f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'contains'} the folder to import: choose another one"
         )
     refuse_occupied(out, overwrite)
     if out.exists() and any(out.iterdir()) and not (out / MODEL).is_file():
         raise ConfigError(
-            f"{out} is no earlier import ({MODEL} is missing), and nothing else is replaced: choose another folder"
+            f"{out} is not an earlier import ({MODEL} is missing), and --overwrite replaces only imports: choose another folder"
         )
 
 
@@ -336,13 +336,13 @@ def _no_folder(path: Path) -> str:
     if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")) or any(
         path.glob("step_*")
     ):
-        return f"{path} is a checkpoint already, or a run with some: there is nothing to import (export makes a folder of it)"
+        return f"{path} is already a checkpoint, or a run directory with checkpoints: no import is needed (export converts it to a folder)"
     adapter = (
-        " (an adapter alone: merge it into its model first)"
+        " (only an adapter: merge it into its model first)"
         if (path / "adapter_config.json").is_file()
         else ""
     )
-    return f"{path} holds no Hugging Face model: {CONFIG} is missing{adapter}"
+    return f"{path} is not a Hugging Face model: {CONFIG} is missing{adapter}"
 
 
 def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
@@ -354,9 +354,7 @@ def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
         return model
     try:
         known = ModelConfig.from_dict(trained)
-    except (
-        TypeError
-    ):  # written by a version that knows more: nothing but its padding is of use here
+    except TypeError:  # written by a newer version: only its padding is used
         known = replace(model, **{key: trained[key] for key in _padding(model) if key in trained})
     alike = [
         getattr(known, key) == getattr(model, key)
@@ -430,14 +428,14 @@ def _kept(source: Source) -> Kept:
     if not (whole and isinstance(data, str) and isinstance(loss, int | float | None)):
         path = source.folder.path / TRAINING
         raise ConfigError(
-            f"{path} is damaged: its progress, data or heldout_loss is of a wrong type; export again, or remove the file"
+            f"{path} is damaged: its progress, data or heldout_loss has a wrong type; export again, or remove the file"
         )
     return Kept(
         Kept().progress | {key: progress[key] for key in PROGRESS if key in progress}, data, loss
     )
 
 
-# --- weights -------------------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
@@ -466,7 +464,7 @@ def _grafted(
                 DTYPES[dtype] if dtype else kind
             )
         else:
-            fresh = torch.empty(weight.shape, dtype=kind)  # all of it is copied
+            fresh = torch.empty(weight.shape, dtype=kind)  # every element is overwritten
         yield (
             name,
             fresh

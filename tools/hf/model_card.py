@@ -31,26 +31,24 @@ from pretrain.plan.run_plan import flops_per_token
 from .bundle import LICENSE, LICENSE_ID
 from .encoding import trained_here
 
-TESTED = (
-    "4.57.6",
-    "5.23.0",
-)  # the oldest and the newest transformers that an exported folder is tested with
+# Oldest and newest version of transformers with which exported folders are tested.
+TESTED = ("4.57.6", "5.23.0")
 TEMPLATE, PAPERS_FILE = (
     (Path(__file__).parent / name).read_text(encoding="utf-8")
     for name in ("model_card.md.j2", "papers.yaml")
 )
-PAPERS: dict[str, str] = yaml.safe_load(PAPERS_FILE)  # by the catalogue's name: BibTeX, or a line
+PAPERS: dict[str, str] = yaml.safe_load(PAPERS_FILE)  # paper in the catalogue -> BibTeX, or a line
 ROWS = {
     "data": "Data",
     "tokens": "Tokens seen",
     "steps": "Optimizer steps",
-    "batch": "Tokens a step",
+    "batch": "Tokens per step",
     "seq_length": "Context length",
     "optimizer": "Optimizer",
     "precision": "Precision",
     "flops_per_token": "Training FLOPs per token",
     "flops": "Training FLOPs",
-    "documents": "Documents of a sequence",
+    "documents": "Documents in a sequence",
     "heldout_loss": "Held-out loss (nats per token)",
     "bits_per_byte": "Held-out bits per byte",
     "revision": "Code revision",
@@ -74,7 +72,7 @@ class License:
             or text == "other"
         ):
             raise ConfigError(
-                f"--license {text}: write an id of the Hub's, as apache-2.0, or NAME=LINK for another license, as my-license=URL"
+                f"--license {text}: expected an id of the Hub, such as apache-2.0, or NAME=LINK for another license, such as my-license=URL"
             )
         return cls(name, link or None)
 
@@ -107,21 +105,23 @@ def model_card(
     """Return the card as Markdown.
 
     ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers
-    builds. whole_tokenizer: the folder has a tokenizer.json. packages: requirements of the model's
-    code besides torch and transformers; None: transformers' own class. has_code: the folder has
+    builds. whole_tokenizer: True if the folder has a tokenizer.json. packages: requirements of the
+    model's code besides torch and transformers; None: a class of transformers. has_code: the folder has
     Python files of the model or the tokenizer.
     """
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
     depth = f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
-    code = f"The model is transformers' own `{architecture}`: nothing of this folder is run."
+    code = (
+        f"The model is the class `{architecture}` of transformers: no code of this folder is run."
+    )
     if packages is not None:
         needs = (
             f"torch, transformers and {', '.join(packages)}"
             if packages
-            else "torch and transformers alone"
+            else "only torch and transformers"
         )
-        code = f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; it needs {needs}."
+        code = f"The code of the model is in the Python files of this folder, starting with `modeling_fem.py`; it needs {needs}."
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(TEMPLATE)
@@ -133,7 +133,8 @@ def model_card(
         depth="." if model.recurrence == 1 else depth,
         has_tokenizer=has_tokenizer,
         has_training=has_training,
-        # Of the tokenizer, too: transformers 5 reads the model's configuration first, and asks whether to run its code.
+        # Also needed for the tokenizer: transformers 5 first reads the configuration of the model,
+        # which has code.
         trust="" if packages is None else ", trust_remote_code=True",
         notes=[] if packages is None else _notes(model, whole_tokenizer),
         license={} if weights_license is None else weights_license.metadata(),
@@ -157,19 +158,17 @@ def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
     """Return notes for users of the folder's code that do not apply to transformers' own models."""
     gated = any(isinstance(block.mlp, SwiGluShape) for block in model.blocks())
     lora = 'target_modules="all-linear"' + (', target_parameters=["mlp.gate_up"]' if gated else "")
-    notes = [
-        f"LoRA: peft does not know this model's layers by name; `LoraConfig({lora})` finds them."
-    ]
+    notes = [f"LoRA: peft has no default target modules for this model; use `LoraConfig({lora})`."]
     if whole_tokenizer:
         notes.insert(
             0,
-            "The tokenizer has no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`.",
+            "The tokenizer needs no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`.",
         )
     blocks = zip(mixer_names(model), model.blocks(), strict=True)
     if counting := dict.fromkeys(f"`{name}`" for name, block in blocks if block.counts_padding()):
         notes.append(
-            f"Pad only before or after a row's text: {', '.join(counting)} counts places, not tokens, so padding between two turns of a "
-            "conversation would change the result; it raises an error."
+            f"Pad only before or after the text of a row: {', '.join(counting)} counts positions including padding, so that padding between two turns of a "
+            "conversation would change the result. The model raises an error for it."
         )
     return notes
 
@@ -183,7 +182,7 @@ def _licenses(weights: License | None, has_code: bool) -> list[str]:
     )
     if weights is not None:
         return [*code, f"The weights are under {weights}."]
-    return [*code, "No license of the weights is stated."] if code else []
+    return [*code, "No license is stated for the weights."] if code else []
 
 
 def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any]]:
@@ -197,7 +196,7 @@ def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any
         ("Weights", str(dtype).removeprefix("torch.")),
     ]
     if model.pattern:
-        rows.append(("Mixers of the layers, repeated", " ".join(model.pattern)))
+        rows.append(("Mixers of the layers, repeated in this order", " ".join(model.pattern)))
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
         rows.append(
             (
@@ -263,7 +262,7 @@ def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
     """
     if manifest.get("heldout_loss") is not None:
         return float(manifest["heldout_loss"])
-    place = step.resolve()  # checkpoints/ may be a link to another run's
+    place = step.resolve()  # checkpoints/ may be a link to the folder of another run
     log = place.parents[1] / METRICS
     if place.parent.name != "checkpoints" or not log.is_file():
         return None
@@ -274,9 +273,8 @@ def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
                 '"valid_loss"' in line
                 and (record := _record(line)).get("step") == manifest["progress"]["step"]
             ):
-                found = record.get(
-                    "valid_loss", found
-                )  # a resumed run says it again: the last counts
+                # A resumed run may log the step again: the last record counts.
+                found = record.get("valid_loss", found)
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
 
 
@@ -324,10 +322,9 @@ def training_card(
                 "flops_per_token": flops_per_token(config),
                 "flops": flops_per_token(config) * tokens,
             }
-            if (
-                config.data.documents == "separate"
-            ):  # the data may be gone that tells the documents' lengths
-                card["documents"] = "read apart; FLOPs are counted over whole sequences"
+            # The FLOPs per document are unknown: the data with the lengths may have been deleted.
+            if config.data.documents == "separate":
+                card["documents"] = "separate; FLOPs are counted for complete sequences"
     return {key: value for key, value in card.items() if value not in (None, "")}
 
 
@@ -367,6 +364,6 @@ def _split(source: Source, manifests: dict[str, Manifest]) -> dict[str, Any] | N
 def _record(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:  # the last line of a killed run
+    except ValueError:  # incomplete last line of a killed run
         return {}
     return record if isinstance(record, dict) else {}

@@ -74,12 +74,12 @@ class FemCacheLayer(DynamicLayer):
         recovered from a later one.
         """
         if tokens_to_remove != 0:
-            raise ValueError("this model's cache cannot go back to an earlier step")
+            raise ValueError("this model's cache cannot return to an earlier step")
 
     def offload(self) -> None:
         """Raise ValueError: the state stays on the layer's device."""
         raise ValueError(
-            "this model's cache cannot be offloaded; its state is as `python -m pretrain --plan` says"
+            "this model's cache cannot be offloaded; `python -m pretrain --plan` reports its size"
         )
 
     prefetch = offload
@@ -87,7 +87,7 @@ class FemCacheLayer(DynamicLayer):
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise ValueError: the blocks write their states themselves."""
         raise ValueError(
-            "this model's blocks keep their own states: a FemCache has no keys and values to update"
+            "this model's blocks update their states themselves: a FemCache has no keys and values to update"
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -309,7 +309,7 @@ class FemLMPreTrainedModel(PreTrainedModel):
         """
         if getattr(self.base_model, "embed_velocities", None) is not None:
             raise ValueError(
-                "this model's velocities have an embedding of their own, which is not resized: train with all tokens"
+                "this model has a separate embedding for velocities, which is not resized: train with all tokens"
             )
         made: nn.Embedding = super().resize_token_embeddings(*given, **named)
         return made
@@ -326,9 +326,7 @@ class FemLMModel(FemLMPreTrainedModel):
         super().__init__(config)
         model = ModelConfig.from_dict(config.model_fields())
         if config.recurrence < 1:
-            raise ValueError(
-                f"recurrence={config.recurrence}: every block is applied at least once"
-            )
+            raise ValueError(f"recurrence={config.recurrence}: expected at least 1")
         self.causal, shapes = model.causal, model.blocks()
         self.counts_padding = any(shape.counts_padding() for shape in shapes)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -383,7 +381,7 @@ class FemLMModel(FemLMPreTrainedModel):
         if self.embed_velocities is not None:
             if input_ids is None:
                 raise ValueError(
-                    "inputs_embeds: this model's tokens have velocities, too, from an embedding of their own; give input_ids"
+                    "inputs_embeds: this model also needs velocities, from a separate embedding of the tokens; give input_ids"
                 )
             x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
         borders = _borders(kwargs, x)
@@ -412,7 +410,7 @@ class FemLMModel(FemLMPreTrainedModel):
         for block in self.layers:
             if wanted:
                 states.append(x[..., : self.config.hidden_size].transpose(0, 1))
-                # The block reads what is returned, so that it has a gradient.
+                # The block reads the tensor that is returned, so that it receives a gradient.
                 shown = states[-1].transpose(0, 1)
                 x = (
                     shown
@@ -437,9 +435,9 @@ class FemLMModel(FemLMPreTrainedModel):
             return FemCache(self.config) if use_cache and self.causal else None
         if not self.causal:
             raise ValueError(
-                "this model sees all tokens at once, so it has no cache: leave past_key_values out"
+                "this model is not causal, so it has no cache: leave past_key_values out"
             )
-        # By what it has: one that is used with the model of another folder has a class of that folder's.
+        # Checked by attributes: a cache created by another folder's code has a different class.
         if not given.layers or not all(hasattr(layer, "state") for layer in given.layers):
             raise ValueError(
                 f"past_key_values is a {type(given).__name__}; this model needs its own FemCache(config)"
@@ -474,7 +472,7 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         blocks have their own states.
         """
         raise ValueError(
-            "continuous batching needs a paged cache of keys and values, which this model lacks: call generate() with a padded batch"
+            "continuous batching needs a paged cache of keys and values, which this model does not have: call generate() with a padded batch"
         )
 
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -494,18 +492,18 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         kind, given = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if generation_mode in ("assisted_generation", "contrastive_search", "dola_generation"):
             raise ValueError(
-                f"this model's cache cannot go back to an earlier step, which {generation_mode.value} asks for"
+                f"this model's cache cannot return to an earlier step, which {generation_mode.value} requires"
             )
         if given is not None:
             if kind is not None:
                 raise ValueError(
                     f"cache_implementation={kind!r} and past_key_values: give one of them"
                 )
-            self.model._cache(given, True)  # before a mask is made for it
+            self.model._cache(given, True)  # check it before a mask is created for it
             return
         if kind not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation={kind!r}: this model has 'dynamic' (the default) and 'static'"
+                f"cache_implementation={kind!r}: this model supports 'dynamic' (the default) and 'static'"
             )
         if generation_config.use_cache is not False and self.model.causal:
             longest = max(
@@ -515,9 +513,8 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
             )
             model_kwargs["past_key_values"] = self.new_cache(longest if kind == "static" else None)
             if kind == "static":
-                self.largest_static_cache = (
-                    longest  # the next one has this size, too: a compiled step knows it
-                )
+                # Later caches have at least this size, so that the compiled step can be reused.
+                self.largest_static_cache = longest
 
     def _prepare_position_ids_for_generation(self, *_: Any, **__: Any) -> None:
         """Pass no positions (hook of transformers since 5.0): ``forward`` counts the tokens of the
@@ -534,7 +531,7 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         """Widen the mask to the size of a static cache (hook of transformers), so that it has the
         same shape at every step.
 
-        transformers 5 passes no mask if there is no padding; then a mask of ones is created.
+        transformers 5 passes no mask for a batch without padding; then a mask of ones is created.
         """
         if attention_mask is None and inputs_embeds is None:
             return None
@@ -597,7 +594,8 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
 
-# By class name transformers' Trainer finds out whether it is to shift the labels itself (label_smoothing_factor).
+# The Trainer of transformers decides by the class name whether it must shift the labels itself
+# (label_smoothing_factor).
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FemLMConfig.model_type] = FemLMForCausalLM.__name__
 
 
@@ -622,7 +620,7 @@ def _placed(
             f"attention_mask has shape {tuple(attention_mask.shape)}; this model needs [{batch}, {past + length}] (past and new tokens)"
         )
     valid = None if attention_mask is None else attention_mask.to(torch.bool)
-    # A compiled step is the same with padding and without.
+    # A compiled step must be the same with and without padding.
     if valid is not None and not torch.compiler.is_compiling() and bool(valid.all()):
         valid = None
     if gapless and valid is not None:
@@ -655,7 +653,7 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
                 or bool((ends.diff() < 0).any())
             ):
                 raise ValueError(
-                    f"{name} does not rise from 0 to the {length} tokens of one row: flatten the batch without padding"
+                    f"{name} does not increase from 0 to the {length} tokens of one row: flatten the batch without padding"
                 )
             found[name] = torch.zeros(1, length, dtype=torch.bool).index_fill_(
                 1, ends[(ends > 0) & (ends < length)], True
@@ -669,7 +667,7 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
     borders = list(found.values())
     if any(not torch.equal(borders[0], other) for other in borders):
         raise ValueError(
-            f"{' and '.join(found)} begin documents in different places: give one of them"
+            f"{' and '.join(found)} start documents at different positions: give only one of them"
         )
     return borders[0] if borders else None
 
@@ -692,7 +690,7 @@ def _packed(
             begins = jumps if borders is None else borders
             if bool((jumps & ~begins).any()):
                 raise ValueError(
-                    "position_ids do not go on by one inside a document of cu_seq_lens_q or seq_idx: leave one of them out"
+                    "position_ids do not increase by one inside a document of cu_seq_lens_q or seq_idx: leave one of them out"
                 )
         return (
             Documents.of(begins).to(x.device) if begins is not None and bool(begins.any()) else None
@@ -747,11 +745,11 @@ def _check_gaps(valid: Tensor) -> None:
         ((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()
     ):
         raise ValueError(
-            "attention_mask has padding between two tokens of a row, which this model's mixer counts as distance: pad on the left only, "
-            "and begin a new cache with the text without that padding"
+            "attention_mask has padding between two tokens of a row, which this model's mixer counts as positions: pad only on the left, "
+            "and start a new cache with the text without that padding"
         )
 
 
 def _by_token(position_ids: Tensor) -> Tensor:
-    """Convert [b or 1, t] to [t] if there is one row, else to [t, b]."""
+    """Convert [b or 1, t] to [t] for one row, else to [t, b]."""
     return position_ids[0] if position_ids.shape[0] == 1 else position_ids.T.contiguous()

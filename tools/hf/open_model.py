@@ -89,7 +89,7 @@ class OpenModel:
 
     @property
     def trained_here(self) -> bool:
-        """True if its training data came from ``data_prep`` (see ``encoding``)."""
+        """True if its training data was prepared by ``data_prep`` (see ``encoding``)."""
         return trained_here(self.manifest)
 
     @cached_property
@@ -166,7 +166,7 @@ def device_named(name: str) -> torch.device:
     if name == "cuda" and platform.has_cuda():
         return platform.device()
     raise ConfigError(
-        f"--device {name}: this machine has no such device; auto takes the one that it has"
+        f"--device {name}: this machine has no such device; auto selects the available one"
     )
 
 
@@ -179,7 +179,7 @@ def check_there(path: Path) -> None:
         return
     if path.exists():
         raise ConfigError(
-            f"{path} is a file: a model is a folder (a run directory, a checkpoint, or a Hugging Face folder)"
+            f"{path} is a file: expected a folder (a run directory, a checkpoint, or a Hugging Face folder)"
         )
     text = str(path)
     if (
@@ -189,7 +189,7 @@ def check_there(path: Path) -> None:
         and not path.parent.is_dir()
     ):
         raise ConfigError(
-            f"there is no folder {text}, and no model is downloaded here: fetch it (hf download {text} --local-dir DIR) and name DIR"
+            f"there is no folder {text}, and models are not downloaded automatically: fetch it (hf download {text} --local-dir DIR) and name DIR"
         )
     raise ConfigError(f"there is no folder {text}")
 
@@ -213,7 +213,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-# --- Hugging Face folders --------------------------------------------------------------------------------------------------------
+# --- Hugging Face folders -------------------------------------------------------------------------
 
 
 def check_architecture(folder: Folder) -> None:
@@ -228,23 +228,23 @@ def check_architecture(folder: Folder) -> None:
             what = (
                 f"{absent[0]} is missing"
                 if absent
-                else f"auto_map in {CONFIG} is not that of an export"
+                else f"auto_map in {CONFIG} is not the one of an export"
             )
             raise ConfigError(
-                f"{folder.path} is half an export: {what}; export the checkpoint again"
+                f"{folder.path} is an incomplete export: {what}; export the checkpoint again"
             )
         return
     if kind not in CONFIG_MAPPING:
         if wanted:
             raise ConfigError(
-                f"{folder.path} (model_type {kind}) wants to run code of its own, which only exports of this project may"
+                f"{folder.path} (model_type {kind}) requires code from its folder, which is run only for exports of this project"
             )
         raise ConfigError(
-            f"{folder.path}: model_type {kind} is no architecture that transformers {transformers_version} knows"
+            f"{folder.path}: transformers {transformers_version} does not support model_type {kind}"
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"{folder.path}: model_type {kind} is no causal language model, so it has no next-token probabilities"
+            f"{folder.path}: model_type {kind} is not a causal language model, so it has no next-token probabilities"
         )
 
 
@@ -261,22 +261,21 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception as error:  # transformers and the code in the folder raise what they like
+    except Exception as error:  # transformers and the code in the folder raise errors of any class
         raise ConfigError(
             f"{folder.path} cannot be opened: {type(error).__name__}: {first_line(error)}"
         ) from error
     wrong_shape = [entry[0] for entry in told["mismatched_keys"]]
-    unknown = [
-        name for name in told["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")
-    ]  # a constant that old files keep
+    # Old files contain the constant inv_freq.
+    unknown = [name for name in told["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")]
     for complaint, names in (
         ("lacks", told["missing_keys"]),
-        ("has another shape than its configuration says for", wrong_shape),
-        ("holds, besides the model's,", unknown),
+        ("has a shape that differs from its configuration for", wrong_shape),
+        ("contains tensors that the model lacks:", unknown),
     ):
         if names:
             raise ConfigError(
-                f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} are not one model's"
+                f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} belong to different models"
             )
     _align(model)
     return model
@@ -304,7 +303,7 @@ def known_model(folder: Folder) -> ModelConfig | None:
         return None
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def _open_checkpoint(
@@ -329,7 +328,7 @@ def _open_checkpoint(
     )
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokenizerBase | None:
@@ -368,13 +367,15 @@ def _tokenizer(
     """
     if named is not None and not has_tokenizer(named):
         raise ConfigError(
-            f"--tokenizer {named}: no tokenizer folder; it has none of a tokenizer's files (tokenizer.json, ...)"
+            f"--tokenizer {named}: not a tokenizer folder; it has no tokenizer files (tokenizer.json, ...)"
         )
     for folder in [named] if named else usual:
         if has_tokenizer(folder):
             return load_tokenizer(folder), folder, None
     where = (
-        f"the training's, {usual[-1]}, is not there" if len(usual) > 1 else f"{usual[-1]} has none"
+        f"the tokenizer of the training, {usual[-1]}, does not exist"
+        if len(usual) > 1
+        else f"{usual[-1]} has none"
     )
     return None, None, f"no tokenizer: {where}; {NAME_A_TOKENIZER}"
 
@@ -408,9 +409,8 @@ def checkpoint_model(
     model, told = maker.from_pretrained(
         None, config=built, state_dict=state, output_loading_info=True, local_files_only=True
     )
-    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), (
-        told
-    )  # check_shapes has seen to it
+    # check_shapes has already checked these.
+    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told
     return model.to(device).eval()
 
 
@@ -428,13 +428,15 @@ def state_of(
             if tensor.untyped_storage().nbytes() > tensor.nbytes
             else tensor.contiguous()
         )
-        del whole, tensor  # before the next is read
+        del whole, tensor  # free them before the next one is read
     return state
 
 
-# --- fingerprint -----------------------------------------------------------------------------------------------------------------
+# --- fingerprint ----------------------------------------------------------------------------------
 
-READING = "2 "  # how files become token ids; to be changed with the code that reads them, so that earlier results are not reused
+# Version of the code that converts files to token ids. Increase it with changes of that code, so
+# that earlier results are not reused.
+READING = "2 "
 
 
 def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:

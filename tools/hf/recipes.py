@@ -45,7 +45,7 @@ class Recipe:
 
 
 Recipes = dict[str, Recipe]
-"""Name in the target -> how it is made."""
+"""Name in the target -> recipe of the tensor."""
 
 
 def to_fem(model: ModelConfig) -> Recipes:
@@ -122,7 +122,7 @@ def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
     at_hand: dict[str, Tensor] = {}
     for name, recipe in recipes.items():
         if at_hand.keys() != set(recipe.sources):
-            at_hand.clear()  # before the next are read
+            at_hand.clear()  # free them before the next ones are read
             at_hand = source.read(recipe.sources)
         tensor = recipe.make([at_hand[part] for part in recipe.sources])
         assert tuple(tensor.shape) == recipe.shape, name

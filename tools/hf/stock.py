@@ -47,10 +47,10 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
 }
 ARCHITECTURES = {family: f"{family.capitalize()}ForCausalLM" for family in FAMILIES}
-QWEN = ("qwen2", "qwen3")  # which say of each layer whether its window counts
+QWEN = ("qwen2", "qwen3")  # families in which layer_types sets the layers that use the window
 QKV = ("q", "k", "v")
 
-# Keys of config.json that say, when set, that the weights are of another computation than the class's own.
+# Keys of config.json that, if set, change the computation of the class.
 FOREIGN = (
     "quantization_config num_local_experts num_experts n_routed_experts attn_logit_softcapping final_logit_softcapping use_qk_norm qk_norm "
     "qk_layernorm mlp_bias partial_rotary_factor logit_scale embedding_multiplier residual_multiplier attention_multiplier"
@@ -65,20 +65,20 @@ def why_not_stock(model: ModelConfig) -> str | None:
     """Return the reason why transformers has no class for the model, or None if it has one."""
     others = [name for name in mixer_names(model) if name != "transformer"]
     if others:
-        return f"the mixer {others[0]} is not a plain Transformer's"
+        return f"the mixer {others[0]} is not the plain Transformer"
     if model.mlp not in (None, "swiglu"):
-        return f"model.mlp={model.mlp} is not a plain Transformer's SwiGLU"
+        return f"model.mlp={model.mlp} is not SwiGLU, the MLP of a plain Transformer"
     if model.recurrence != 1:
         return f"model.recurrence={model.recurrence} applies every block more than once"
     if not model.causal:
-        return "model.causal=false: the model sees all tokens at once"
+        return "model.causal=false: the model is not causal"
     if not model.rope:
         return "model.rope=false: the model has no rotary position embedding"
     if model.qk_norm and model.attention.qkv_bias:
-        return "model.qk_norm and model.attention.qkv_bias: Qwen3, which norms q and k, would have a bias on o_proj, too"
+        return "model.qk_norm and model.attention.qkv_bias: Qwen3, the class with norms of q and k, would also have a bias on o_proj"
     scaled = AttentionShape.of(model).scale is not None
     return (
-        f"model.mup.base_head_size={model.mup.base_head_size} gives the scores another scale than 1 / sqrt(d)"
+        f"model.mup.base_head_size={model.mup.base_head_size} gives the scores a scale other than 1 / sqrt(d)"
         if scaled
         else None
     )
@@ -101,7 +101,7 @@ def stock_config(
     """
     reason = why_not_stock(model)
     if reason is not None:
-        raise StockError(f"no class of transformers' own is this model: {reason}")
+        raise StockError(f"transformers has no class for this model: {reason}")
     shape, family = AttentionShape.of(model), _family(model)
     optional: dict[str, Any] = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     if max_position_embeddings is not None:
@@ -233,7 +233,7 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
     family = stock.model_type
     if stock.hidden_act not in ("silu", "swish"):
         raise StockError(
-            f"config.json: hidden_act is {stock.hidden_act!r}; the MLP here is SwiGLU, silu alone"
+            f"config.json: hidden_act is {stock.hidden_act!r}; only silu (SwiGLU) is supported"
         )
     heads, groups = stock.num_attention_heads, stock.num_key_value_heads
     head = getattr(stock, "head_dim", None) or stock.hidden_size // heads
@@ -257,7 +257,7 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
         ),
     )
     try:
-        model = build(ModelConfig, plain(model), "config.json")  # which checks the fields' ranges
+        model = build(ModelConfig, plain(model), "config.json")  # checks the ranges of the fields
         model.blocks()
     except ConfigError as error:
         raise StockError(str(error)) from None
@@ -266,13 +266,14 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
     return model
 
 
-# --- configurations ------------------------------------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 
 def _family(model: ModelConfig) -> str:
     if model.qk_norm or model.attention.qkv_bias:
         return "qwen3" if model.qk_norm else "qwen2"
-    # LlamaConfig alone insists that the heads divide the width; without a window Mistral computes the same.
+    # Only LlamaConfig requires that the number of heads divides the width. Mistral without a window
+    # computes the same.
     return (
         "mistral"
         if model.attention.sliding_window is not None
@@ -296,12 +297,10 @@ def _window_of(stock: Any, family: str) -> int | None:
     kinds = set(getattr(stock, "layer_types", None) or [])
     if len(kinds) > 1:
         raise StockError(
-            f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; here all layers have the same window"
+            f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; only models with the same window in all layers are supported"
         )
     if kinds - {"full_attention", "sliding_attention"}:
-        raise StockError(
-            f"config.json: layer_types has {kinds.pop()}, which a Transformer here has not"
-        )
+        raise StockError(f"config.json: layer_types has {kinds.pop()}, which is not supported")
     if family in QWEN:
         return window if kinds == {"sliding_attention"} else None
     if kinds and kinds != {"full_attention" if window is None else "sliding_attention"}:
@@ -322,21 +321,21 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
         )
     if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
         raise StockError(
-            "config.json: auto_map names code of the model's own, which need not be transformers' class"
+            "config.json: auto_map refers to code of the model, which may differ from the class of transformers"
         )
     if family != "qwen2" and config.get("attention_bias"):
         raise StockError(
-            "config.json: attention_bias puts a bias on o_proj, too; here q, k and v alone can have one"
+            "config.json: attention_bias also adds a bias to o_proj; only q, k and v can have one"
         )
     for key in FOREIGN:
         value = config.get(key)
         if value and (value is True or value != 1):
             raise StockError(
-                f"config.json: {key} is {one_line(value, 120)}, which a Transformer here does not compute"
+                f"config.json: {key} is {one_line(value, 120)}, which is not supported"
             )
 
 
-# --- tensors -------------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _stock_name(name: str) -> str:

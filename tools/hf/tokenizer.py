@@ -26,14 +26,16 @@ from . import tokenization_fem
 from .folder import CONFIG, json_object
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-# Files of a model's folder that has its tokenizer in it, and the file that transformers prefers to tokenizer.json for Mistral models.
+# Files that a tokenizer's copy leaves out: those of the model in the same folder, and the file that
+# transformers prefers to tokenizer.json for Mistral models.
 NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "training.json", "tekken.json")
 ENDINGS_OF_OTHERS = (".index.json",)
 NAME_A_TOKENIZER = "name its folder with --tokenizer DIR"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-OF_OTHERS = ("auto_map", "fast_tokenizer_files")  # settings that name another class or file
-# Model types whose tokenizers transformers 5 opens as its own class for them, whatever class tokenizer_config.json names.
+OF_OTHERS = ("auto_map", "fast_tokenizer_files")  # settings that refer to another class or file
+# Model types for which transformers 5 ignores the class in tokenizer_config.json and uses its class
+# for the model type.
 REPLACED = ("qwen2",)
 
 
@@ -51,7 +53,9 @@ class Tokenizer:
         outside the model's vocabulary.
         """
         if not (folder / "tokenizer_config.json").is_file():
-            raise ConfigError(f"{folder} is no tokenizer folder: tokenizer_config.json is missing")
+            raise ConfigError(
+                f"{folder} is not a tokenizer folder: tokenizer_config.json is missing"
+            )
         tokenizer = load_tokenizer(folder)
         entries = check_tokenizer(tokenizer, model.vocab_size, folder)
         return cls(folder, tokenizer, entries)
@@ -139,7 +143,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         for name, token in _tokens_of_class(folder).items():
             if getattr(tokenizer, name) is None and token in tokenizer.get_added_vocab():
                 setattr(tokenizer, name, token)
-    except Exception as error:  # the library's parser raises bare Exceptions
+    except Exception as error:  # the parser of the library raises bare Exceptions
         raise ConfigError(
             f"the tokenizer in {folder} cannot be read: {first_line(error)}"
         ) from error
@@ -154,7 +158,7 @@ def auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # transformers, the library's parser and the code in the folder raise what they like
+    except Exception as error:  # transformers and the code in the folder raise errors of any class
         raise ConfigError(
             f"the tokenizer in {folder} cannot be read: {first_line(error)}"
         ) from error
@@ -197,11 +201,11 @@ def _settings_of_any_class(
     for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES:
         if (token := getattr(tokenizer, name)) is not None:
             found.setdefault(name, token)
-    if isinstance(
-        found.get("extra_special_tokens"), list
-    ):  # the name in transformers 4, where the other one is a mapping
+    # In transformers 4 the list is called additional_special_tokens, and extra_special_tokens is a
+    # mapping.
+    if isinstance(found.get("extra_special_tokens"), list):
         found["additional_special_tokens"] = found.pop("extra_special_tokens")
-    # transformers 4 puts this setting, or false, over the pre-tokenizer's own.
+    # transformers 4 replaces the setting of the pre-tokenizer by this one, or by false.
     prefix = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space", None)
     return found if prefix is None else found | {"add_prefix_space": prefix}
 
@@ -215,7 +219,7 @@ def check_tokenizer(
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1
     if vocab_size is not None and entries > vocab_size:
         raise ConfigError(
-            f"the tokenizer in {folder} has {entries} entries, the model's vocabulary only {vocab_size}: not its own; {NAME_A_TOKENIZER}"
+            f"the tokenizer in {folder} has {entries} entries, but the model's vocabulary has only {vocab_size}: not the model's tokenizer; {NAME_A_TOKENIZER}"
         )
     return entries
 

@@ -51,7 +51,7 @@ from .open_model import (
 )
 from .recipes import Tensors
 
-SHOWN = 8  # settings and tensors that are named before "and N more"
+SHOWN = 8  # settings and tensors that are listed before "and N more"
 
 
 def as_text(found: Findings) -> str:
@@ -64,14 +64,14 @@ def as_text(found: Findings) -> str:
     lines.append(f"configuration: {'differs: ' + named(told, SHOWN, '; ') if told else 'equal'}")
     if found.lacking_tokenizer:
         lines.append(
-            f"tokenizers: not compared, none with {' and '.join(map(str, found.lacking_tokenizer))}"
+            f"tokenizers: not compared, no tokenizer in {' and '.join(map(str, found.lacking_tokenizer))}"
         )
     else:
         lines.append(
             f"tokenizers: {'differ: ' + found.tokenizers if found.tokenizers else 'equal'}"
         )
     lines += _weight_lines(found.weights)
-    skipped = f", {found.skipped} more that B does not take" if found.skipped else ""
+    skipped = f", {found.skipped} more that B does not accept" if found.skipped else ""
     lines.append(f"computed: {found.prompts} prompts, {found.predictions.tokens} tokens{skipped}")
     rows = [
         (
@@ -89,7 +89,7 @@ def as_text(found: Findings) -> str:
     if seen.tokens:
         mean = number(seen.kl / seen.tokens)
         lines.append(
-            f"likeliest token: the same {seen.agree} of {seen.tokens} times; KL {mean} nats a token, at most {number(seen.largest_kl)}"
+            f"likeliest token: the same {seen.agree} of {seen.tokens} times; KL {mean} nats per token, at most {number(seen.largest_kl)}"
         )
     if found.equal:
         how = "equal bit for bit" if found.bitwise else "equal"
@@ -178,15 +178,16 @@ def _finite(value: float) -> float | None:
 
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-LENGTHS = (1, 17, 64)  # of the prompts that are token ids
-LONGEST = 512  # tokens of a prompt that are read
+LENGTHS = (1, 17, 64)  # lengths of the prompts of token ids
+LONGEST = 512  # longer prompts are cut to this number of tokens
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and then it sleeps.",
     "def read(self, size=-1):\n    return self.buffer[:size]\n",
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. 1 + 1 = 2; 你好。",
 )
 
-# Read by the tokenizers alone, where pre-tokenizers and normalizers differ: digits, case, white space, scripts, composed characters.
+# Texts for the comparison of the tokenizers, with characters that pre-tokenizers and normalizers
+# treat differently: digits, case, white space, scripts, composed characters.
 READ = (
     "It's 7 o'clock, they'll have 12345678 of 3.14159265 and 1,000,000; WE'RE done... (2026-11-27T23:59:01Z)",
     "  two  spaces,\ta tab,\u00a0no break,\r\n\r\n\n   lines   \n",
@@ -235,7 +236,7 @@ class Side:
         """Return the settings of config.json, completed by those that an older export lacks."""
         settings: dict[str, Any] = self.hf.to_dict()
         known = "architecture" in settings and self.config is not None
-        if known:  # where they are told once more, by an export that has heard of it
+        if known:  # then "architecture" contains the rope_ settings, too
             settings = {
                 key: value for key, value in settings.items() if not key.startswith("rope_")
             }
@@ -264,7 +265,7 @@ def verify(
         ConfigError: a model cannot be opened, or an argument is invalid.
     """
     if tolerance is not None and not tolerance >= 0:
-        raise ConfigError(f"--tolerance {tolerance}: a number from 0 on")
+        raise ConfigError(f"--tolerance {tolerance}: expected a number of at least 0")
     texts = list(TEXTS) if prompts is None else lines_of(prompts)
     check_there(a)
     check_there(b)
@@ -336,7 +337,7 @@ def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
     return found
 
 
-# --- one model after the other ---------------------------------------------------------------------------------------------------
+# --- one model after the other --------------------------------------------------------------------
 
 
 def _remember(
@@ -353,7 +354,7 @@ def _remember(
     for index, ids in enumerate(asked):
         torch.save(trace(model, ids), scratch / f"{index}.pt")
     del model
-    gc.collect()  # what Python frees late would be a second model in memory
+    gc.collect()  # free the first model before the second one is loaded
     return side, asked
 
 

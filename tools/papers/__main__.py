@@ -13,11 +13,11 @@ from fem_common.cli import Verb, verb_main
 VERBS = {
     "list": Verb(
         "tools.papers.catalogue",
-        "every experiment of the four papers: what it needs, what it costs, whether it can run here",
+        "list the experiments of the four papers: requirements, costs, and whether this tool can run them",
     ),
-    "run": Verb("tools.papers.running", "train what is not done yet of one experiment"),
+    "run": Verb("tools.papers.running", "run the missing trials of one experiment"),
     "report": Verb(
-        "tools.papers.report", "docs/papers.md: tables beside the papers' numbers, and pictures"
+        "tools.papers.report", "write docs/papers.md: tables with the papers' numbers, and pictures"
     ),
 }
 
@@ -25,7 +25,7 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a verb and return its exit code."""
     return verb_main(
-        "tools.papers", "The four papers' experiments: list, run, report.", VERBS, argv
+        "tools.papers", "List, run and report the experiments of the four papers.", VERBS, argv
     )
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from fem_common.files import locked, make_folder
 
 GIVENS = (17, 34)
-PART = 250  # boards that one process makes at a time
-# Three of the known boards of 17 givens (Royle's list): taking givens away one by one almost never comes under 21.
+PART = 250  # boards that one process generates in one step
+# Three known boards with 17 givens (Royle's list). Removing givens one at a time almost never
+# results in fewer than 21.
 SEVENTEEN = (
     "000000010400000000020000000000050407008000300001090000300400200050100000000806000",
     "000000010400000000020000000000050604008000300001090000300400200050100000000807000",

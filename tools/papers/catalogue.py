@@ -18,7 +18,7 @@ from fem_common.text import aligned, did_you_mean
 from fem_megatron.shape import located
 
 RUNS = Path("runs/papers")
-DATA = RUNS / "data"  # what a user has fetched
+DATA = RUNS / "data"  # data files that the user has downloaded
 FEM, SECOND, CEM, HYPERSET = (
     "Free Energy Mixer",
     "Transformers as Intrinsic Optimizers",
@@ -45,7 +45,7 @@ class Entry:
     why: str = ""
 
 
-GPU, CIFAR = "a GPU's hours", "nothing; CIFAR: its files or a network"
+GPU, CIFAR = "hours on a GPU", "nothing; for CIFAR its files or a network"
 ENTRIES = (
     Entry(
         "argmax",
@@ -59,7 +59,7 @@ ENTRIES = (
     Entry(
         "mad",
         FEM,
-        "table 1: MAD's six tasks, 23 rows; quick: four",
+        "table 1: MAD's six tasks, 23 rows; quick: four tasks",
         "nothing",
         "90",
         GPU,
@@ -68,7 +68,7 @@ ENTRIES = (
     Entry(
         "fem-images",
         FEM,
-        "table 3: DeiT's form on digits, CIFAR",
+        "table 3: the DeiT architecture on digits, CIFAR",
         CIFAR,
         "3",
         GPU,
@@ -78,7 +78,7 @@ ENTRIES = (
         "fem-forecast",
         FEM,
         "table 4: six data sets, four horizons",
-        "nothing; full: its files",
+        "nothing; for the full form its files",
         "3",
         GPU,
         "tools.papers.forecast:EXPERIMENT",
@@ -95,7 +95,7 @@ ENTRIES = (
     Entry(
         "second-language",
         SECOND,
-        "a language model beside MHA",
+        "small language models, compared with MHA",
         "nothing",
         "8",
         GPU,
@@ -113,7 +113,7 @@ ENTRIES = (
     Entry(
         "cem-language",
         CEM,
-        "figures 2-5, small: beside a Llama",
+        "figures 2-5 at a small size, compared with Llama",
         "nothing",
         "20",
         GPU,
@@ -140,7 +140,7 @@ ENTRIES = (
     Entry(
         "masked-digits",
         HYPERSET,
-        "table 2, in pixels: digits",
+        "table 2 in pixel space: digits",
         "nothing",
         "10",
         "-",
@@ -184,7 +184,7 @@ ENTRIES = (
         "-",
         "8 GPUs for days",
         None,
-        "this tool trains in one process, and DeiT's augmentation is not in it",
+        "this tool trains in one process and lacks DeiT's augmentation",
     ),
     Entry(
         "masked-images",
@@ -194,7 +194,7 @@ ENTRIES = (
         "-",
         "4 GPUs for days",
         None,
-        "its tokenizer and two of its measures are networks of others, and no package has their weights",
+        "its tokenizer and two of its metrics are third-party networks, whose weights no package contains",
     ),
 )
 NAMES = tuple(entry.name for entry in ENTRIES if entry.module)
@@ -212,7 +212,7 @@ def experiment_of(name: str) -> Any:
 
 def add_arguments(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -227,11 +227,11 @@ def main(arguments: argparse.Namespace) -> int:
         (
             "name",
             "paper",
-            "what",
+            "content",
             "needs",
-            "quick, minutes of a core (estimated)",
+            "quick, minutes on one core (estimated)",
             "full (estimated)",
-            "runs here",
+            "can be run",
         )
     ]
     for entry in ENTRIES:

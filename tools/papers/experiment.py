@@ -146,7 +146,7 @@ def read_results(path: Path) -> Results:
             if not line.endswith("\n"):
                 break
             raise ConfigError(
-                f"{path}, line {number}: no trial of this tool; mend the line or remove it"
+                f"{path}, line {number}: not a trial of this tool; repair the line or remove it"
             ) from None
         results[trial] = record
     return results
@@ -201,7 +201,7 @@ def chosen(
     return list(by_seed(experiment, results, case, row, size).values())
 
 
-# Student's t at 97.5% for 1, 2, .. degrees of freedom.
+# Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 

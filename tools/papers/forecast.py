@@ -34,9 +34,9 @@ class Set:
     training: int
     validation: int
     points: int
-    dated: bool = True  # a line of names, and a date before the values of each line
+    dated: bool = True  # the file has a line of names, and each line starts with a date
     suffix: str = "csv"
-    source: str = "https://github.com/zhouhaoyi/ETDataset has it, in ETT-small"
+    source: str = "download it from https://github.com/zhouhaoyi/ETDataset (folder ETT-small)"
 
 
 def _of_months(hours: int) -> Set:
@@ -49,7 +49,7 @@ def _of_all(series: int, points: int, **given: Any) -> Set:
     return Set(series, int(points * 0.7), points - int(points * 0.2), points, **given)
 
 
-_AUTOFORMER = "https://github.com/thuml/Autoformer names where it is"
+_AUTOFORMER = "download it as described in https://github.com/thuml/Autoformer"
 SETS = {
     **{name: _of_months(12 * HOURS) for name in ("ETTh1", "ETTh2")},
     **{name: _of_months(48 * HOURS) for name in ("ETTm1", "ETTm2")},
@@ -59,14 +59,14 @@ SETS = {
         52_560,
         dated=False,
         suffix="txt",
-        source="https://github.com/laiguokun/multivariate-time-series-data has it",
+        source="download it from https://github.com/laiguokun/multivariate-time-series-data",
     ),
     "synthetic": _of_months(4 * HOURS),
 }
 HORIZONS = (96, 192, 336, 720)
 PATCH = 16
 SPREAD = 1e-5
-MEAN = 25  # DLinear's window
+MEAN = 25  # window of DLinear's moving average
 
 
 def synthetic(points: int, generator: Generator) -> Tensor:
@@ -101,7 +101,7 @@ def series(name: str) -> Tensor:
             : this.points, int(this.dated) :
         ]
         if found.shape != (this.points, this.series):
-            told = f"{found.shape[0]} lines of {counted(found.shape[1], 'series')}; {name} has {this.points} and more of {this.series}"
+            told = f"{found.shape[0]} lines of {counted(found.shape[1], 'series')}; {name} needs at least {this.points} lines of {this.series}"
             raise UserError(f"{file}: {told}")
         return torch.tensor(found.to_numpy("float32"))
     except (OSError, ValueError) as error:
@@ -120,7 +120,7 @@ def windows(case: str, size: Size) -> list[Examples]:
     name, horizon = case.rsplit(" ", 1)
     length = size.length
     whole, first, second = series(name), SETS[name].training, SETS[name].validation
-    # A series may stand still.
+    # The clamp handles constant series.
     whole = (whole - whole[:first].mean(0)) / whole[:first].std(0).clamp(min=SPREAD)
     made = []
     parts = (
@@ -129,9 +129,8 @@ def windows(case: str, size: Size) -> list[Examples]:
         (second - length, len(whole), size.test),
     )
     for begin, end, most in parts:
-        cut = (
-            whole[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]
-        )  # [n, length + horizon]
+        # [n, length + horizon]
+        cut = whole[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]
         made.append((cut[:, :length], cut[:, length:]))
     return made
 
@@ -243,7 +242,7 @@ FULL = replace(
     init_std=0.02,
 )
 PAPER = ("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "AFT", "DLinear")
-PUBLISHED = {  # means over the horizons
+PUBLISHED = {  # means over the horizons, in the order of PAPER
     "weather": (0.222, 0.223, 0.218, 0.218, 0.223, 0.221, 0.233),
     "solar_AL": (0.189, 0.188, 0.193, 0.186, 0.204, 0.198, 0.216),
     "ETTh1": (0.419, 0.418, 0.421, 0.414, 0.418, 0.421, 0.422),
@@ -266,9 +265,13 @@ EXPERIMENT = Experiment(
         for h in HORIZONS
         for row, value in zip(PAPER, means, strict=True)
     },
-    told="Mean squared error of series of spread 1. The synthetic twin of ETTh1 has a day's and a week's course and a walk. The paper's "
-    "numbers are means over the horizons 96 to 720; its input's length and its network it does not say: here 16 points are a token, and "
-    "every series is forecast for itself.",
+    told=(
+        "Mean squared error of series with standard deviation 1. The synthetic substitute for "
+        "ETTh1 consists of a daily cycle, a weekly cycle and a random walk. The paper's "
+        "numbers are means over the horizons 96 to 720. The paper states neither the length "
+        "of its input nor its network: in this experiment a token is 16 points, and every "
+        "series is forecast separately."
+    ),
     claims=tuple(
         Claim(*pair)
         for pair in (

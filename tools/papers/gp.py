@@ -60,7 +60,7 @@ KERNELS: dict[str, Callable[[tuple[int, int], Generator], Tensor]] = {
     "Periodic": _periodic,
     "Rational Quadratic": _rational_quadratic,
 }
-"""Kernel -> frequencies [features, inputs] drawn from its spectrum; of length scale 1, d being the distance."""
+"""Kernel -> function that draws frequencies [features, inputs] from its spectrum, for length scale 1."""
 
 
 def examples(kernel: str, count: int, inputs: Generator, function: Generator) -> Examples:
@@ -106,7 +106,9 @@ class Mlp(nn.Module):
         self.enter, self.leave = nn.Linear(INPUTS, size.width), nn.Linear(size.width, 1)
         self.mlp: nn.Module
         if row == "Plain":
-            self.mlp = Plain(size.width, size.inner * 3 // 2)  # as many parameters as Gated has
+            self.mlp = Plain(
+                size.width, size.inner * 3 // 2
+            )  # the same number of parameters as Gated
         else:
             self.mlp = layer(SwiGluShape.of(model) if row == "Gated" else CemMlpShape.of(model))
         start(self, model)
@@ -162,7 +164,7 @@ EXPERIMENT = Experiment(
     name="gp",
     title="CEM, table 3: samples of Gaussian processes",
     metric="rmse",
-    also={"train_rmse": "The same on training data:"},
+    also={"train_rmse": "Root mean squared error on training data:"},
     rows=ROWS,
     sizes={
         "quick": QUICK,
@@ -180,10 +182,16 @@ EXPERIMENT = Experiment(
     },
     problem=problem,
     falls=True,
-    told="Root mean squared error. The paper does not say its number of points, inputs, length scales, noise or width. Here: points from "
-    "the unit cube, scale 1, no noise; widths that give its numbers of parameters (33.98K, 33.94K, 22.66K). The number of points decides "
-    "what test data show. At 4,096, test errors are 1.1 to 1.9 times the training errors (the paper: 1.1 to 1.5) and fall with them; at "
-    "256 every row fits its points, and more steps help little. The non-stationary kernel is not told, so it is left out.",
+    told=(
+        "Root mean squared error. The paper does not state its number of points, inputs, "
+        "length scales, noise or width. This experiment uses points from the unit cube, "
+        "length scale 1, no noise, and widths that give the paper's numbers of parameters "
+        "(33.98K, 33.94K, 22.66K). The number of points determines what the test data show. "
+        "With 4,096 points, test errors are 1.1 to 1.9 times the training errors (1.1 to 1.5 "
+        "in the paper) and fall with them. With 256 points every row fits its points, and "
+        "more steps help little. The paper does not define its non-stationary kernel, so that "
+        "kernel is left out."
+    ),
     published={
         (kernel, row): value
         for kernel, values in PUBLISHED.items()

@@ -14,7 +14,7 @@ from tools.papers.network import Last, Network, Positions, model_of
 from tools.papers.training import Examples, Problem, classification
 
 LARGEST = 2
-"""Numbers are drawn from so many times as many as a sequence has."""
+"""Number of different values, as a multiple of the length of the sequence."""
 ROWS: dict[str, dict[str, Any]] = {
     "MHA": {"mixer": "transformer"},
     "MHA2nd1st": {"mixer": "mha2nd1st"},
@@ -117,9 +117,13 @@ EXPERIMENT = Experiment(
     sizes={"quick": QUICK, "full": FULL},
     problem=problem,
     scale=100.0,
-    told="Share of the sequences, in percent, whose longest increasing subsequence has the answered length. The paper shows figures and no "
-    "table. Numbers are drawn evenly from twice as many as a sequence has; which ones the paper draws, and its number of heads, it does "
-    "not say. Dropout (0.1 there) is left out. MHA2nd1st has three quarters of attention's parameters.",
+    told=(
+        "Share of the sequences, in percent, for which the length of the longest increasing "
+        "subsequence is predicted correctly. The paper shows figures and no table. Numbers "
+        "are drawn uniformly from a range that is twice as long as the sequence; the paper "
+        "states neither its range nor its number of heads. Dropout (0.1 in the paper) is left "
+        "out. MHA2nd1st has three quarters of the parameters of attention."
+    ),
     claims=(Claim("MHA2nd1st", "MHA"),),
     chance=most_frequent,
 )

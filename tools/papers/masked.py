@@ -21,9 +21,10 @@ from tools.papers.network import Network, Positions, model_of
 from tools.papers.training import Examples, Problem
 
 SIDE, PATCH, MOST, VIEWS = 8, 2, 0.4, 8
-"""An image's side and a patch's; the largest share of patches that is hidden, in test data always; ways to hide a training image."""
+"""Side of an image and of a patch; share of masked patches, in training the largest one; masked versions of
+each training image."""
 PATCHES, PIXELS = (SIDE // PATCH) ** 2, PATCH**2
-RANGE = 2.0  # of pixels, from -1 to 1
+RANGE = 2.0  # pixels are from -1 to 1
 PLAIN, WIDE = HYPERSET["Hyper-SET"], "Hyper-SET, M = 8 D, twice"
 ROWS: dict[str, dict[str, Any]] = {
     "Transformer": {**HYPERSET["Transformer"], "recurrence": 6},
@@ -126,18 +127,23 @@ def mean_image(case: str, size: Size) -> float:
 
 EXPERIMENT = Experiment(
     name="masked-digits",
-    title="Hyper-SET, table 2: hidden parts of images",
+    title="Hyper-SET, table 2: masked parts of images",
     metric="psnr",
     rows=ROWS,
     sizes={
         "quick": replace(IMAGES, cases=(DIGITS,), rows=tuple(ROWS), steps=400, weight_decay=0.1)
     },
     problem=problem,
-    told="Decibels of the whole image, a peak being the range of the pixels; 40 % of the patches are hidden, up to as much in "
-    "training. The paper has ImageNet-100 in a VQ-GAN's code, by iterative decoding: 15.95 for the Transformer (D wide, 4 D in its "
-    "MLP), 15.71 for Hyper-SET (M = D), 15.96 with M = 8 D and twice the iterations. Here pixels of 8 x 8 digits, all in one pass, six "
-    "iterations. Guessing is the mean training image. The wide row was tried with this short a training alone.",
-    also={"ssim": "Structural similarity, in one window, the whole image:"},
+    told=(
+        "Peak signal-to-noise ratio in decibels over the complete image; the peak is the "
+        "range of the pixels. In test data 40 % of the patches are masked, in training up to "
+        "40 %. The paper uses ImageNet-100 in the code of a VQ-GAN with iterative decoding: "
+        "15.95 for the Transformer (width D, MLP width 4 D), 15.71 for Hyper-SET (M = D), "
+        "15.96 with M = 8 D and twice the iterations. This experiment uses the pixels of 8 x "
+        "8 digits, one pass of decoding and six iterations. Guessing is the mean training "
+        "image. The wide row was tried only with this short training."
+    ),
+    also={"ssim": "Structural similarity (SSIM) in one window over the complete image:"},
     chance=mean_image,
     claims=(
         Claim("Transformer", "Hyper-SET"),

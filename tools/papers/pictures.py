@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fem_common.errors import UserError
 
-SHORTER = 8 / 7  # of the square's side, before the cut: 256 where 224 are kept
+SHORTER = 8 / 7  # shorter side before cropping / side of the crop: 256 for 224
 
 
 class Pictures:
@@ -90,7 +90,7 @@ class Pictures:
         except OSError as error:
             what = f"image {place} of the data set" if isinstance(given, BytesIO) else given
             raise UserError(
-                f"{what}: no image that can be read ({error}); fetch it again or remove it"
+                f"{what}: the image cannot be read ({error}); download it again or remove it"
             ) from None
 
 
@@ -106,13 +106,13 @@ def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictur
         parts = dataset(folder, name, ("label",), decoded=False)
         made = [(Pictures(part, side), torch.tensor(list(part["label"]))) for part in parts]
         for _, numbers in made:
-            check_classes(f"{folder}, or the Hub's {name}", numbers, classes)
+            check_classes(f"{folder}, or {name} on the Hub", numbers, classes)
         return made
     made, names = [], None
     for part in ("train", "val"):
         here = sorted(path.name for path in (folder / part).glob("*/"))
         if len(here) != classes or (names is not None and here != names):
-            wanted = f"{classes} are needed, the same in train and val; the Hub's {name} names them"
+            wanted = f"expected {classes}, the same in train and val; their names are in {name} on the Hub"
             raise UserError(f"{folder / part}: {len(here)} folders of classes, {wanted}")
         names = here
         files = [
@@ -129,7 +129,7 @@ def check_classes(where: str, numbers: Tensor, classes: int) -> None:
     found = numbers.unique().tolist()
     if found != list(range(classes)):
         raise UserError(
-            f"{where}: {len(found)} classes from {found[0]} to {found[-1]}; {classes} from 0 on are needed"
+            f"{where}: {len(found)} classes from {found[0]} to {found[-1]}; expected {classes} from 0 on"
         )
 
 
@@ -156,14 +156,14 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
             else datasets.load_dataset(str(folder) if folder.is_dir() else name)
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        told = f"neither {folder} nor the Hub's {name} could be read: {(str(error) or repr(error)).splitlines()[0]}"
+        told = f"neither {folder} nor {name} on the Hub could be read: {(str(error) or repr(error)).splitlines()[0]}"
         raise UserError(
             f"{told}; hf download {name} --repo-type dataset --local-dir {folder}"
         ) from None
     test = next((part for part in ("test", "validation") if part in found), None)
     if "train" not in found or test is None:
         raise UserError(
-            f"{folder}: parts {', '.join(found)}; train and test (or validation) are needed"
+            f"{folder}: parts {', '.join(found)}; expected train and test (or validation)"
         )
     made = []
     for part in (found["train"], found[test]):
@@ -174,7 +174,7 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
         label = next((key for key in labels if key in part.features), None)
         if image is None or label is None:
             raise UserError(
-                f"{folder}: columns {', '.join(part.features)}; an image and one of {', '.join(labels)} are needed"
+                f"{folder}: columns {', '.join(part.features)}; expected an image and one of {', '.join(labels)}"
             )
         chosen = part.select_columns([image, label]).rename_columns(
             {image: "image", label: "label"}

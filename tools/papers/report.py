@@ -35,13 +35,16 @@ from tools.papers.experiment import (
 
 TITLE = "# The papers' experiments"
 ABOUT = (
-    "Written by `python -m tools.papers report` from the results beside it. Quick forms: small models, little training. They show whether "
-    "our layers do what the papers say, not how well. ± is half of a 95 % interval over seeds (Student's t). Every row is tried with the "
-    "same learning rates; validation data of the first seed choose. In brackets: the paper's number, at its own size. An order *agrees* or "
-    "is *against* the paper where the interval of the seeds' differences leaves zero out; else it *leans*."
+    "Written by `python -m tools.papers report` from the results in the folder papers. Quick forms "
+    "are small models with little training. They show whether our layers behave as the papers "
+    "report, not how well they perform. ± is half of a 95 % interval over seeds (Student's t). Every "
+    "row is tried with the same learning rates; the validation data of the first seed select one. "
+    "The number in brackets is the paper's, at the paper's size. The order of two rows *agrees* or "
+    "*disagrees* with the paper if the 95 % interval of the differences between them over the seeds "
+    "excludes zero; otherwise it *tends to agree* or *tends to disagree*."
 )
-LEVEL = "both answer all"
-VERDICTS = ("agrees", "leans with it", "leans against it", "against it", LEVEL)
+LEVEL = "both solve the task"
+VERDICTS = ("agrees", "tends to agree", "tends to disagree", "disagrees", LEVEL)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -51,14 +54,14 @@ def add_arguments(parser: Parser) -> None:
         type=Path,
         default=RUNS,
         metavar="FOLDER",
-        help="where ``run`` keeps results (default: %(default)s)",
+        help="folder of the results of run (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("docs"),
         metavar="FOLDER",
-        help="the page's folder (default: %(default)s)",
+        help="folder of the page (default: %(default)s)",
     )
 
 
@@ -68,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
         found = found_results(arguments.runs, arguments.out)
         if not found:
             raise UserError(
-                f"no results in {arguments.runs} or {arguments.out / 'papers'}: python -m tools.papers run argmax --quick makes some"
+                f"no results in {arguments.runs} or {arguments.out / 'papers'}: python -m tools.papers run argmax --quick creates some"
             )
         make_folder(arguments.out / "papers")
         parts = [TITLE, wrapped(ABOUT)]
@@ -141,14 +144,14 @@ def section(experiment: Experiment, kind: str, size: Size, results: Results) -> 
     """Return the section of an experiment."""
     seconds = sum(record["seconds"] for record in results.values())
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
-    sizes = f"{size.steps:,} steps of {size.batch}, width {size.width}, {counted(size.layers, 'layer')}, rates {rates}"
-    made = f"{kind} form: {sizes}; {len(results)} trials of {seconds / 60:.0f} minutes in all."
+    sizes = f"{size.steps:,} steps with batches of {size.batch}, width {size.width}, {counted(size.layers, 'layer')}, rates {rates}"
+    made = f"{kind} form: {sizes}; {len(results)} trials, {seconds / 60:.0f} minutes in total."
     tables = [table(experiment, size, results, experiment.metric)]
     for name, said in experiment.also.items():
         tables += [wrapped(said), table(experiment, size, results, name)]
     shown = f"![{experiment.title}](papers/{experiment.name}-{kind}.png)"
     if experiment.curves:
-        shown += f"\n![By iteration; training ends half-way](papers/{experiment.name}-{kind}-iterations.png)"
+        shown += f"\n![Values by iteration; dotted: the number of iterations in training](papers/{experiment.name}-{kind}-iterations.png)"
     return "\n\n".join(
         [
             f"## {experiment.title}",
@@ -210,7 +213,7 @@ def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
             if said is not None:
                 found.setdefault(said, []).append(case)
         if found:
-            parts = [f"{said} at {', '.join(found[said])}" for said in VERDICTS if said in found]
+            parts = [f"{said} for {', '.join(found[said])}" for said in VERDICTS if said in found]
             lines.append(
                 wrapped(f"{claim.above} better than {claim.below}: {'; '.join(parts)}.", "- ")
             )
@@ -307,9 +310,10 @@ def iterations(experiment: Experiment, size: Size, results: Results) -> Any:
             for row, found in lines.items()
         }
         sizes = [abs(mean[0]) for mean in means.values()]
-        if sizes and max(sizes) > 10 * min(sizes) > 0:  # one row's values would flatten the others
+        # With very different sizes, the largest curve would flatten the others.
+        if sizes and max(sizes) > 10 * min(sizes) > 0:
             means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
-            said += ", of its first size"
+            said += ", relative to the start"
         for number, (row, mean) in enumerate(means.items()):
             axes.plot(
                 range(len(mean)), mean, label=row, markersize=2, linewidth=1, **colour_of(number)

@@ -46,24 +46,26 @@ def add_arguments(parser: Parser) -> None:
     """Add the verb's arguments."""
     parser.add_argument("name", metavar="NAME", help=f"an experiment: {', '.join(NAMES)}")
     parser.add_argument(
-        "--quick", action="store_true", help="sizes that two cores train in minutes"
+        "--quick", action="store_true", help="use sizes that two cores train in minutes"
     )
-    parser.add_argument("--mixers", metavar="A,B", help="these rows alone, as the tables name them")
-    parser.add_argument("--cases", metavar="A,B", help="these cases alone")
-    parser.add_argument("--seeds", type=int, metavar="N", help="seeds a row")
+    parser.add_argument(
+        "--mixers", metavar="A,B", help="run only these rows, with their names in the tables"
+    )
+    parser.add_argument("--cases", metavar="A,B", help="run only these cases")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds per row")
     parser.add_argument(
         "--workers",
         type=int,
         default=2,
         metavar="N",
-        help="trials at a time, a thread each (default: %(default)s)",
+        help="trials that run at the same time, with one thread each (default: %(default)s)",
     )
     parser.add_argument(
         "--runs",
         type=Path,
         default=RUNS,
         metavar="FOLDER",
-        help="where results are kept (default: %(default)s)",
+        help="folder of the results (default: %(default)s)",
     )
 
 
@@ -72,10 +74,10 @@ def main(arguments: argparse.Namespace) -> int:
     InUse.
     """
     if arguments.workers < 1 or (arguments.seeds is not None and arguments.seeds < 1):
-        raise UserError("--workers and --seeds: 1 or more")
+        raise UserError("--workers and --seeds: expected 1 or more")
     experiment, kind = experiment_of(arguments.name), "quick" if arguments.quick else "full"
     if kind not in experiment.sizes:
-        raise UserError(f"{arguments.name} has no {kind} form; leave --quick away")
+        raise UserError(f"{arguments.name} has no {kind} form; leave --quick out")
     size = experiment.sizes[kind]
     rows = picked("--mixers", arguments.mixers, tuple(experiment.rows)) or size.rows
     cases = picked("--cases", arguments.cases, experiment.cases) or size.cases
@@ -139,7 +141,7 @@ def run(
     ):
         if kept:
             progress.show(
-                f"{experiment.name} {kind}: {counted(kept, 'trial')} of {total} already there"
+                f"{experiment.name} {kind}: {counted(kept, 'trial')} of {total} already done"
             )
         for trial, record in finished(experiment.name, size, pairs, missing, workers):
             results[trial] = record
@@ -189,7 +191,8 @@ def finished(
                 for future in done:
                     del running[future]
                 yield from ended
-                # What has ended may have settled a pair's rate; no other pair has changed.
+                # Only the pairs of the ended trials can have new trials, because their rate may now be
+                # known.
                 waiting = list(dict.fromkeys((trial.case, trial.row) for trial, _ in ended))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

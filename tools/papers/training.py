@@ -19,11 +19,11 @@ from tools.papers.experiment import Size
 
 Examples = tuple[Tensor, Tensor]
 """Inputs and targets, the examples first."""
-EVALUATED = 256  # examples at a time
+EVALUATED = 256  # examples per batch of an evaluation
 LOOKS = 15
-"""How often in a training it is seen whether the score is enough."""
+"""Number of evaluations during a training, each of which can stop it if the score is sufficient."""
 IGNORED = -100
-"""A target that is not asked for."""
+"""Target of a position that is not scored."""
 
 
 @dataclass(frozen=True)

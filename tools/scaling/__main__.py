@@ -14,21 +14,23 @@ from fem_common.cli import Verb, verb_main
 VERBS = {
     "plan": Verb(
         "tools.scaling.plan",
-        "the runs of a study and their cost; refuses what would not answer its question",
+        "show the runs of a study and their cost; refuse studies that cannot answer their question",
     ),
     "run": Verb(
         "tools.scaling.running",
-        "train what is not done yet, through launch: a job array, or on this machine",
+        "train the unfinished runs through launch: as a job array, or on this machine",
     ),
-    "collect": Verb("tools.scaling.collecting", "one table of all runs' losses"),
-    "fit": Verb("tools.scaling.fitting", "scaling laws with their uncertainty, from the table"),
-    "plot": Verb("tools.scaling.plotting", "pictures and the report, from the table and the fits"),
+    "collect": Verb("tools.scaling.collecting", "write one table of the losses of all runs"),
+    "fit": Verb("tools.scaling.fitting", "fit scaling laws with their uncertainty to the table"),
+    "plot": Verb(
+        "tools.scaling.plotting", "write pictures and the report from the table and the fits"
+    ),
     "recommend": Verb(
         "tools.scaling.recommending",
-        "the run that the laws recommend for a compute budget, as a configuration",
+        "write the configuration of the run that the laws recommend for a compute budget",
     ),
     "coord-check": Verb(
-        "tools.scaling.coordinates", "whether activations keep their scale over the widths"
+        "tools.scaling.coordinates", "check whether activations keep their scale over the widths"
     ),
 }
 
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a verb and return its exit code."""
     return verb_main(
         "tools.scaling",
-        "Scaling-law studies: plan, run, collect, fit, plot, recommend.",
+        "Plan, run and evaluate scaling-law studies.",
         VERBS,
         argv,
     )

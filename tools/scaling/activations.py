@@ -158,7 +158,8 @@ class Sites:
     ) -> None:
         x, context = arguments
         assert isinstance(update, Update)
-        # CEM may step from the normalised stream, which would hide the steps' own size; YuriiFormer's stream carries velocities too.
+        # Subtract the start of the update: CEM may step from the normalised stream, which would
+        # hide the size of the steps. The stream of YuriiFormer also carries velocities.
         tokens = after.detach()[..., : update.hidden]
         self._keep(site.format(context.iteration), tokens - update.start(x.detach()).detach())
 

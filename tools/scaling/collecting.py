@@ -38,7 +38,7 @@ from .study import TABLE, Study, add_study, study_of
 from .table import as_table, check_table, write_file, write_table
 
 COLLECTED = "collected.json"
-_NAMED = 10  # runs that are not complete, told one by one
+_NAMED = 10  # largest number of incomplete runs that are listed individually
 
 
 class Found(NamedTuple):
@@ -67,18 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wandb",
         type=Path,
         metavar="EXPORT.jsonl",
-        help="an export of Weights & Biases, for runs without a directory here",
+        help="an export of Weights & Biases, for runs without a run directory on this machine",
     )
     parser.add_argument(
         "--partial",
         action="store_true",
-        help="write the table though runs are missing; collected.json names them",
+        help="write the table even if runs are missing; collected.json lists them",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="the table, .csv or .parquet (default: runs.csv in the study's results)",
+        help="path of the table, .csv or .parquet (default: runs.csv in the results of the study)",
     )
 
 
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
     study = study_of(arguments)
     out = arguments.out or Path(study.results) / TABLE
     if out.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"--out {out}: the table is written as .csv or .parquet")
+        raise ConfigError(f"--out {out}: expected a path that ends with .csv or .parquet")
     planned = plan_study(study)
     found, left_out = find_runs(study, planned, arguments.wandb)
     collected = Collected(
@@ -98,16 +98,16 @@ def main(arguments: argparse.Namespace) -> int:
         lines += [f"  {name}: {why}" for name, why in list(left_out.items())[:_NAMED]]
         lines += [f"  and {len(left_out) - _NAMED} more"] if len(left_out) > _NAMED else []
         if not arguments.partial:
-            run = f"python -m tools.scaling run {arguments.study} (it skips what is complete in {study.directory})"
+            run = f"python -m tools.scaling run {arguments.study} (it skips the complete runs in {study.directory})"
             lines.append(
-                f"tools.scaling: nothing was written. Train what is missing: {run}, or collect what is there with --partial"
+                f"tools.scaling: no table was written. Train the missing runs: {run}, or collect the complete ones with --partial"
             )
         print("\n".join(lines), file=sys.stdout if arguments.partial else sys.stderr)
         if not arguments.partial:
             return 1
     if not collected.complete:
         raise ConfigError(
-            f"{study.path}: none of its {len(planned)} runs is complete, so there is nothing to collect"
+            f"{study.path}: none of its {len(planned)} runs is complete, so no table can be written"
         )
     table = as_table(
         [row for entry in found for row in table_rows(entry.record, entry.planned, entry.data)]
@@ -140,20 +140,20 @@ def find_runs(
     for run in planned:
         folder, record = Path(study.directory) / run.name, left(run.name)
         if record is None:
-            left_out[run.name] = f"not begun: {folder} is not there" + (
-                ", and the export does not have it" if export else ""
+            left_out[run.name] = f"not begun: {folder} does not exist" + (
+                ", and the export does not contain it" if export else ""
             )
             continue
         difference = difference_from_plan(load_run(study.base, run.settings), record.config)
         if difference is not None:
             key, wanted, held = difference
             raise ConfigError(
-                f"{record.place}: it was trained with {key} = {json.dumps(held)}, and {study.path} plans {json.dumps(wanted)} now; undo "
+                f"{record.place}: it was trained with {key} = {json.dumps(held)}, but {study.path} now plans {json.dumps(wanted)}; undo "
                 "the change of the study, or move the run away and run it again"
             )
         record = after_trunk(record, run, left(run.trunk) if run.trunk else None)
         if record is None:
-            left_out[run.name] = f"a fork of {run.trunk}, of which nothing is here"
+            left_out[run.name] = f"a fork of {run.trunk}, which has no record"
             continue
         if record.unfinished:
             left_out[run.name] = record.unfinished
@@ -176,11 +176,13 @@ def _notes(found: list[Found]) -> list[str]:
     other = next((entry for entry in found if heldout_tokens(entry.record.config) != ours), None)
     if other is not None:
         notes.append(
-            f"held-out losses are of samples of different sizes: {ours:,} tokens in {first.planned.name}, "
+            f"held-out losses were measured on samples of different sizes: {ours:,} tokens in {first.planned.name}, "
             f"{heldout_tokens(other.record.config):,} in {other.planned.name}; set train.eval_batches so that they agree"
         )
     if not first.data.tokenizer:
-        notes.append("nothing tells the runs' tokenizer: that they share one is not checked")
+        notes.append(
+            "the tokenizer of the runs is not recorded, so it is not checked that they share one"
+        )
     return notes
 
 
@@ -195,5 +197,5 @@ def read_collected(table: Path) -> Collected | None:
         return Collected(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise ConfigError(
-            f"{file}: not what collect writes; write it again: python -m tools.scaling collect STUDY.yaml"
+            f"{file}: not a file of collect; write it again: python -m tools.scaling collect STUDY.yaml"
         ) from None

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 WIDTHS = "64,128,256,512"
 LONGEST, SEQUENCES, VOCABULARY = 128, 4, 512
-# One process, whose learning rate is the run's peak from the first step on: a warm-up would hide what a step does.
+# One process with the peak learning rate from the first step on: a warm-up would hide the effect
+# of a step.
 OWN = (
     f"train.precision=fp32 train.global_batch_size={SEQUENCES} optimizer.schedule=constant optimizer.warmup_steps=0 "
     "optimizer.warmup_tokens=null optimizer.decay_steps=null optimizer.decay_tokens=null optimizer.min_lr=0"
@@ -47,7 +48,7 @@ FORCED = (
     "parallel.overlap_grad_reduce=false parallel.overlap_param_gather=false evaluate.interval=0 evaluate.at_end=false log.device=null"
 ).split()
 NO_DATA = ("data.train=[]", "data.valid=[]", "data.test=[]")
-# Sizes that a run states for its own width, and that grow with it.
+# Sizes that are scaled in proportion to the width of the run.
 PROPORTIONAL = (
     "num_attention_heads num_query_groups ffn_hidden_size fem.value_size fem.conditioner_size delta.heads delta.key_size delta.value_size "
     "mamba2.inner_size"
@@ -86,7 +87,7 @@ class Case:
         for name in mixer_names(config.model):
             if describe(name).package is not None:
                 raise ConfigError(
-                    f"model.mixer: {name} is another package's layer, which muP and this check know nothing of; leave it out"
+                    f"model.mixer: {name} is a layer of another package, which muP and this check do not support; leave it out"
                 )
         if any_on_disk(config):
             return prepare(config, 1).config
@@ -109,8 +110,8 @@ def _shape(model: ModelConfig, width: int) -> list[str]:
             step = model.hidden_size // math.gcd(size, model.hidden_size)
             near = max(1, round(width / step)) * step
             raise ConfigError(
-                f"--widths: {width} has no whole model.{key} where a head is as wide as the run's ({size} at model.hidden_size = "
-                f"{model.hidden_size}); the nearest width that has: {near}"
+                f"--widths: {width} gives no whole number for model.{key} with the run's size of a head ({size} at model.hidden_size = "
+                f"{model.hidden_size}); the nearest valid width: {near}"
             )
         words.append(f"model.{key}={round(size * width / model.hidden_size)}")
     return words
@@ -135,16 +136,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         type=Path,
         metavar="FILE.yaml",
-        help="a run, or a study: each of its variants, by its shape rule",
+        help="a run configuration, or a study, of which each variant is checked with its shape rule",
     )
     parser.add_argument(
         "--mixer",
         action="append",
         default=[],
         metavar="M,..",
-        help="these mixers in place of the file's",
+        help="check these mixers instead of the file's",
     )
-    parser.add_argument("--widths", metavar="N,..", help=f"default: the study's, or {WIDTHS}")
+    parser.add_argument(
+        "--widths",
+        metavar="N,..",
+        help=f"widths to check (default: the widths of the study, or {WIDTHS})",
+    )
     parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="optimizer steps (default: 10)"
     )
@@ -153,21 +158,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="initialisations to take the mean over (default: 2)",
+        help="number of initialisations to average over (default: 2)",
     )
     parser.add_argument(
         "--random",
         action="store_true",
-        help="tokens drawn by Zipf's law even where the run's data is there",
+        help="draw tokens from Zipf's law even if the data of the run exists",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="muP and the standard parametrization side by side; the verdict is muP's",
+        help="check both muP and the standard parametrization; the exit code depends on muP only",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/coord-check/NAME")
     parser.add_argument(
-        "words", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the results (default: runs/coord-check/NAME)",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that replace those of the file",
     )
 
 
@@ -185,7 +198,7 @@ def main(arguments: argparse.Namespace) -> int:
     words = (*arguments.words, *(NO_DATA if arguments.random else ()))
     asked = cases(study or arguments.file, arguments.mixer, words, arguments.compare)
     out = arguments.out or Path("runs") / "coord-check" / arguments.file.stem
-    # Every width of every case, before the first is trained.
+    # Read the configurations of all cases and widths before the first one is trained.
     planned = [(case, {width: case.config(width, steps) for width in widths}) for case in asked]
     from fem_megatron.megatron.platform import import_megatron
 
@@ -212,11 +225,13 @@ def _widths(text: str | None, study: Study | None) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts):
         raise ConfigError(
-            f"--widths {text}: expected whole numbers with commas between them, as 64,128,256"
+            f"--widths {text}: expected whole numbers separated by commas, such as 64,128,256"
         )
     widths = sorted({int(part) for part in parts})
     if len(widths) < 2:
-        raise ConfigError(f"--widths {text}: one width says nothing about growth; give two or more")
+        raise ConfigError(
+            f"--widths {text}: one width is not enough to measure growth; give two or more"
+        )
     return widths
 
 
@@ -245,7 +260,7 @@ def cases(
         return found
     both = []
     for case in found:
-        # A base that muP alone has is refused without it.
+        # The base sizes of muP are refused without muP, so remove them.
         standard = (
             *(word for word in case.words if not word.startswith("model.mup.")),
             "model.mup={}",
@@ -293,12 +308,12 @@ def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
         words = f"drawn by Zipf's law from {config.model.vocab_size}"
         return zipf_tokens(
             count, config.model.vocab_size
-        ), f"{words} (the run's data is not there)" if config.data.train else words
+        ), f"{words} (the data of the run does not exist)" if config.data.train else words
     prefix = Path(config.data.train[0].prefix)
     found = first_tokens(prefix, count)
     if len(found) < count:
         raise ConfigError(
-            f"data.train.0.prefix = {prefix}: {len(found)} tokens, and a batch takes {count}; set train.global_batch_size=1"
+            f"data.train.0.prefix = {prefix}: {len(found)} tokens, but a batch needs {count}; set train.global_batch_size=1"
         )
     return found, f"the first of {prefix}"
 
@@ -311,7 +326,7 @@ def _told(records: Sequence[Record]) -> bool:
     name = f"{records[0].variant}, {records[0].parametrization}"
     at = f"{found.site}, {found.quantity}: {found.ratio:.2f} over widths {found.widths[0]}-{found.widths[-1]}"
     print(
-        f"{name}: {'flat' if found.flat else 'NOT flat'} within {LIMIT:g}x; the worst is {at} ({found.words.strip('()')})"
+        f"{name}: {'flat' if found.flat else 'NOT flat'} within {LIMIT:g}x; largest deviation: {at} ({found.words.strip('()')})"
     )
     return found.flat
 

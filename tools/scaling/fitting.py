@@ -31,7 +31,7 @@ from tools.scaling.results import StudyFit, VariantFit, save_fit
 from tools.scaling.study import FIT, FitConfig, Study, add_study, study_of
 from tools.scaling.table import final_runs, read_table
 
-QUIET_SECONDS = 5.0  # how long a fit may take before progress is told
+QUIET_SECONDS = 5.0  # duration of a fit after which progress is reported
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--table",
         type=Path,
         metavar="FILE",
-        help="another table, CSV or Parquet (default: runs.csv in the study's results)",
+        help="another table, CSV or Parquet (default: runs.csv in the results of the study)",
     )
 
 
@@ -89,7 +89,7 @@ def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> 
             if name not in study.variants:
                 near = nearest(name, list(study.variants)) or study.baseline
                 raise ConfigError(
-                    f"{table}: variant: {name} is none of {study.path}'s; nearest is {near}; collect again"
+                    f"{table}: variant: {name} is not a variant of {study.path}; the nearest one is {near}; collect again"
                 )
         return list(study.variants)
     return sorted(there, key=lambda name: name != study.baseline)
@@ -126,7 +126,7 @@ def fit_study(
             raise ConfigError(f"{source}: {variant}: {error}") from None
     if not found:
         raise ConfigError(
-            f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run STUDY.yaml makes them, then collect"
+            f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run STUDY.yaml trains them, then collect"
         )
     baseline = variants[0]
     others = (
@@ -162,7 +162,7 @@ def fit_variant(
                 raise
             fit = replace(fit, notes=[*fit.notes, f"{error}; it is left out"])
     if (fit.isoflop, fit.parametric, fit.learning_rate) == (None, None, None):
-        raise ConfigError("nothing could be fitted: " + "; ".join(fit.notes))
+        raise ConfigError("no law could be fitted: " + "; ".join(fit.notes))
     return fit
 
 
@@ -173,12 +173,12 @@ def _with_parametric(
     left_out, notes = leave_out(points, law, config.huber_delta)
     if law.failed:
         notes.append(
-            f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the intervals leave them out"
+            f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the intervals do not include them"
         )
     if law.on_bound > 0.02 * law.resamples:
         notes.append(
-            f"in {law.on_bound} of {law.resamples} resamples a parameter of the parametric law ran to the end of its range: "
-            "it is hardly identified"
+            f"in {law.on_bound} of {law.resamples} resamples a parameter of the parametric law reached the end of its range: "
+            "the data hardly determine it"
         )
     return replace(
         fit,

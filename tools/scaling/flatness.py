@@ -21,7 +21,7 @@ from fem_common.text import aligned
 from tools.scaling.pictures.style import headed, legend_below, log_axis, marked, titled_figure
 
 LIMIT = 2.0
-"""The greatest ratio between two widths that counts as flat."""
+"""Largest ratio between two widths that counts as flat."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def as_csv(records: Sequence[Record]) -> str:
     return str(pd.DataFrame(records).to_csv(index=False, lineterminator="\n", na_rep="nan"))
 
 
-BLOCKS = 3  # that are shown, of those the model has: the first, the middle and the last
-LINES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # of these blocks
+BLOCKS = 3  # number of blocks in the picture: the first, the middle and the last one
+LINES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # line styles of these blocks
 QUANTITIES = {"scale": "RMS", "change": "RMS of the change since step 0"}
 NAMES = {"mup": "muP", "standard": "standard parametrization"}
 
@@ -183,7 +183,7 @@ def coordinates(records: Sequence[Record]) -> Any:
     looks = _looks(shown_sites(records))
     steps = max(record.step for record in records)
     title = (
-        f"Coordinate check of {records[0].variant}: activations after {steps} steps against width, over those at the smallest width\n"
+        f"Coordinate check of {records[0].variant}: activations after {steps} steps by width, relative to those at the smallest width\n"
         f"flat: all widths within {LIMIT:g}x of each other; grey: within {LIMIT:g}x of the smallest width"
     )
     figure = titled_figure(
@@ -202,7 +202,7 @@ def coordinates(records: Sequence[Record]) -> Any:
             plain_axes(
                 axes,
                 "width of the model" if row else "",
-                f"over that at width {found[0].widths[0]}" if not column else "",
+                f"relative to width {found[0].widths[0]}" if not column else "",
             )
     low, high = grid[0, 0].get_ylim()
     log_axis(grid[0, 0].yaxis, low, high, "number")

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
-DRAW_DIGITS = 6  # significant digits of a kept bootstrap draw
-FEWEST_DRAWS = 0.5  # share of the resamples that must have a law, for an interval
+DRAW_DIGITS = 6  # significant digits of a stored bootstrap draw
+FEWEST_DRAWS = 0.5  # an interval requires a law in at least this share of the resamples
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PowerLaw:
     y: str
     coefficient: Estimate
     exponent: Estimate
-    offset: Estimate | None = None  # None: a pure power law
+    offset: Estimate | None = None  # None: a power law without an offset
     draws: list[tuple[float, float, float]] = field(default_factory=list)
 
     def at(self, x: ArrayLike) -> Array:
@@ -90,7 +90,7 @@ def rounded(rows: Array) -> list[Any]:
     return [tuple(float(f"{value:.{DRAW_DIGITS}g}") for value in row) for row in rows]
 
 
-FEWEST_WITH_OFFSET = 4  # points: an offset is a third parameter
+FEWEST_WITH_OFFSET = 4  # fewest points for a law with an offset, its third parameter
 
 
 def pure(x: Array, y: Array) -> Array:

@@ -41,7 +41,7 @@ COLUMNS: dict[str, Callable[[PlannedRun], str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the runs as a table")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ def render(study: Study, runs: Sequence[PlannedRun]) -> str:
     )
     others = [variant for variant in study.variants if variant != study.baseline]
     against = f"{', '.join(others)} against {study.baseline}" if others else study.baseline
-    question = f"{study.name}: {against}; every run is {study.base} with settings of its own"
+    question = f"{study.name}: {against}; every run is {study.base} with its settings"
     return "\n".join([question, "", *table, "", *_notes(study, runs)])
 
 
@@ -91,18 +91,18 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
             sum(run.own_flops for run in runs),
         )
         notes.append(
-            f"trunks: {counted(forks, 'run')} begin where a longer one's decay would, at its checkpoint: {own:.4g} FLOPs are trained, "
+            f"trunks: {counted(forks, 'run')} start from the checkpoint of a longer run at the step where their decay begins: {own:.4g} FLOPs are trained, "
             f"{straight - own:.4g} saved ({1 - own / straight:.0%})"
         )
     if cluster.tflops is None:
-        notes.append("hours: not said, the study states no cluster.tflops")
+        notes.append("hours: unknown, because the study does not set cluster.tflops")
     else:
         where = cluster.name or "the study's machine"
-        processes = f"{counted(cluster.processes, 'process')} a run"
+        processes = f"{counted(cluster.processes, 'process')} per run"
         notes += [
-            f"{_hours(total)} hours of runs on {where}, {processes}: {_hours(total / min(cluster.at_once, len(runs)))} by the clock with "
-            f"{cluster.at_once} at once, {_hours(total * cluster.processes)} process hours",
-            f"hours are the study's assumption: {cluster.tflops:g} TFLOP/s sustained by a process, whatever the variant and the size",
+            f"{_hours(total)} hours of runs on {where}, {processes}: {_hours(total / min(cluster.at_once, len(runs)))} hours with "
+            f"{cluster.at_once} runs at once, {_hours(total * cluster.processes)} process hours",
+            f"the hours assume that a process sustains {cluster.tflops:g} TFLOP/s for every variant and size",
         ]
     warmup = (
         f"{study.warmup:g} of a run's steps"
@@ -110,19 +110,19 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
         else f"of {study.warmup_steps} steps"
     )
     notes.append(
-        f"shape rule: {rule_words(study.shape)}; a size that states layers, heads or ffn keeps them"
+        f"shape rule: {rule_words(study.shape)}; explicit layers, heads or ffn of a size override it"
     )
     notes.append(
-        f"warm-up {warmup}; {study.validations} validations a run; the learning rate's floor moves with its peak"
+        f"warm-up {warmup}; {study.validations} validations per run; the smallest learning rate is proportional to the peak"
     )
     known = [run.epochs for run in runs if run.epochs is not None]
     if len(known) < len(runs):
         notes.append(
-            "the data is not on this machine: whether it would be repeated was not checked"
+            "the data is not on this machine: it was not checked whether a run reads it more than once"
         )
     elif known:
         notes.append(
-            f"data is read {max(known):.2f} times at most (max_epochs {study.max_epochs:g})"
+            f"data is read at most {max(known):.2f} times (max_epochs {study.max_epochs:g})"
         )
     notes.append(f"run directories: {study.directory}/RUN; results: {study.results}")
     return notes

@@ -24,17 +24,18 @@ from tools.scaling.trunks import forked
 
 WIDEST = 1 << 17
 OUTSIDE = ("embedding", "output layer")
-# Words that take away what a base or a study says of lengths, which the plan gives every run.
+# Settings that reset all lengths of a base or a study; the plan sets them for every run.
 _NO_LENGTHS = tuple(
     f"optimizer.{key}"
     for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null")
 )
+# Keys of a model, in the order of the fields of `Sizes`.
 SHAPE = (
     "hidden_size",
     "num_layers",
     "num_attention_heads",
     "ffn_hidden_size",
-)  # of a model, as `Sizes` has them
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def rule_words(shape: ShapeRule) -> str:
     """Return the rule as text."""
     return (
         f"layers = max({shape.min_layers}, round(width / {shape.aspect_ratio:g})), heads = width / {shape.head_size}, "
-        f"MLP = {shape.ffn_ratio:.4g} x width, up to a multiple of {shape.ffn_multiple}"
+        f"MLP = {shape.ffn_ratio:.4g} x width, rounded up to a multiple of {shape.ffn_multiple}"
     )
 
 
@@ -75,7 +76,7 @@ def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
     if size.heads is None and width % shape.head_size:
         near = max(1, round(width / shape.head_size)) * shape.head_size
         raise ConfigError(
-            f"width {width} is no multiple of shape.head_size = {shape.head_size}; the nearest: {near}"
+            f"width {width} is not a multiple of shape.head_size = {shape.head_size}; the nearest one: {near}"
         )
     return Sizes(
         width=width,
@@ -144,10 +145,10 @@ class PlannedRun:
     steps: int
     flops: float
     epochs: float | None
-    hours: float | None  # of the steps that it trains itself
+    hours: float | None  # hours of the steps that this run trains itself
     settings: tuple[str, ...]
-    trunk: str = ""  # the run that it is a fork of; empty: of none
-    begin_step: int = 0  # of that run, where it begins
+    trunk: str = ""  # run of which this one is a fork; empty: no fork
+    begin_step: int = 0  # step of the trunk at which this run begins
 
     @property
     def own_flops(self) -> float:
@@ -262,7 +263,7 @@ class Planner:
         except ConfigError as error:
             raise ConfigError(f"{study.path}: sizes: {error}") from None
         words = (*study.settings, *study.variants[variant], *sizes.words)
-        # The length is this run's own; one step is enough to check the shape.
+        # The length depends on the run; one step is enough to check the shape.
         short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS))
         config, facts = self.prepared(where, short_run)
         counts = (total_parameters(config.model), non_embedding_parameters(config.model))
@@ -277,7 +278,9 @@ class Planner:
         baseline = self.read(
             "settings", (*self.study.settings, *self.study.variants[self.study.baseline])
         )
-        vocabulary = baseline.model.vocab_size or 1  # not counted: non-embedding parameters are
+        vocabulary = (
+            baseline.model.vocab_size or 1
+        )  # any value: only non-embedding parameters are counted
         return nearest_sizes(
             self.study.shape, replace(baseline.model, vocab_size=vocabulary), size.parameters
         )
@@ -346,14 +349,14 @@ class Planner:
         if run.epochs is not None and run.epochs > self.study.max_epochs:
             most = self.study.max_epochs
             raise ConfigError(
-                f"{where}: it reads its training data {run.epochs:.2f} times, more than max_epochs = {most:g}; prepare more data, stop at "
+                f"{where}: it reads its training data {run.epochs:.2f} times, more than max_epochs = {most:g}; prepare more data, train only "
                 f"{run.tokens * most / run.epochs:.3g} of its {run.tokens:.3g} tokens, or set max_epochs: {_up(run.epochs):g}"
             )
         config, _ = self.prepared(f"run {run.name}", self.read(f"run {run.name}", run.settings))
         mirror = config.checkpoint.mirror
         if mirror and "{name}" not in mirror:
             raise ConfigError(
-                f"{where}: checkpoint.mirror = {mirror} is one place for all runs; the fix: {mirror}/{{name}}"
+                f"{where}: checkpoint.mirror = {mirror} is the same for all runs; set it to {mirror}/{{name}}"
             )
         told = repr(replace(config, name="", run_dir=None))
         if told in self._told:
@@ -362,7 +365,7 @@ class Planner:
             )
         if run.name in self._told.values():
             raise ConfigError(
-                f"{where}: two runs have this name, since their numbers differ by less than a name tells"
+                f"{where}: two runs have this name, because their numbers differ by less than the digits in a name"
             )
         self._told[told] = run.name
 
@@ -375,7 +378,7 @@ class Planner:
         elif study.warmup_steps is not None:
             told = f"its {run.steps} steps are too short for its warm-up (warmup_steps = {study.warmup_steps})"
         else:
-            share = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps of it"
+            share = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
             told = f"its {run.steps} steps are too short for its warm-up ({share})"
         enough = least * run.batch_tokens
         fix = (
@@ -384,7 +387,7 @@ class Planner:
             else f"{enough} tokens"
         )
         raise ConfigError(
-            f"{where}: {told}; long enough are {fix}, or a smaller train.global_batch_size"
+            f"{where}: {told}; give at least {fix}, or a smaller train.global_batch_size"
         )
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--table",
         type=Path,
         metavar="FILE",
-        help="the table that was fitted (default: runs.csv in the study's results)",
+        help="the table that was fitted (default: runs.csv in the results of the study)",
     )
 
 
@@ -90,11 +90,11 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
         for run, loss in named:
             if run not in losses:
                 raise ConfigError(
-                    f"{study.fit_json}: run {run} is not in {file}, which is another table or was collected since; {again}"
+                    f"{study.fit_json}: run {run} is not in {file}, which is another table or was collected after the fit; {again}"
                 )
             if not math.isnan(loss) and not math.isclose(loss, losses[run], rel_tol=1e-9):
                 raise ConfigError(
-                    f"{study.fit_json}: run {run} has loss {loss} there and {losses[run]} in {file}; {again}"
+                    f"{study.fit_json}: run {run} has loss {loss} in the fit, but {losses[run]} in {file}; {again}"
                 )
 
 

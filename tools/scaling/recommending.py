@@ -38,10 +38,10 @@ from .planning import Model, Planner, short
 from .results import Optimum, StudyFit, VariantFit, load_fit, optimal, predict_loss
 from .study import Size, Study, add_study, study_of
 
-FAR = 10.0  # times the largest measured compute: beyond, the prediction carries a warning
-FARTHEST = (
-    100.0  # and beyond this there is none unless it is asked for; docs/decisions.md says why so far
-)
+# Multiple of the largest measured compute beyond which a prediction has a warning.
+FAR = 10.0
+# Multiple beyond which a prediction needs --extrapolate; docs/decisions.md contains the reasons.
+FARTHEST = 100.0
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_study(parser)
     parser.add_argument("--flops", type=float, required=True, metavar="C", help="training FLOPs")
     parser.add_argument(
-        "--variant", metavar="NAME", help="default: the one with the least predicted loss"
+        "--variant",
+        metavar="NAME",
+        help="variant of the study (default: the one with the lowest predicted loss)",
     )
     parser.add_argument(
         "--extrapolate",
         action="store_true",
-        help=f"even beyond {FARTHEST:g} times the study's largest run",
+        help=f"allow more than {FARTHEST:g} times the FLOPs of the study's largest run",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the configuration there (default: print it)"
+        "--out", type=Path, metavar="FILE", help="file of the configuration (default: print it)"
     )
 
 
@@ -91,7 +93,9 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     with files_told():
         arguments.out.write_text(text, encoding="utf-8")
-    print(f"{arguments.out}: {summary(found)}; look: python -m pretrain {arguments.out} --plan")
+    print(
+        f"{arguments.out}: {summary(found)}; show its plan: python -m pretrain {arguments.out} --plan"
+    )
     return 0
 
 
@@ -107,8 +111,8 @@ def recommend(
     measured = _measured(study, fit)
     if flops > FARTHEST * measured and not extrapolate:
         raise ConfigError(
-            f"--flops {flops:g}: {flops / measured:,.0f} times the study's largest run, {measured:.3g}; its laws are "
-            f"followed to {FARTHEST:g} times, {short(float(f'{FARTHEST * measured:.3g}'))}, and further with --extrapolate alone"
+            f"--flops {flops:g}: {flops / measured:,.0f} times the FLOPs of the study's largest run, {measured:.3g}; its laws are "
+            f"used up to {FARTHEST:g} times, {short(float(f'{FARTHEST * measured:.3g}'))}, and beyond only with --extrapolate"
         )
     name = _chosen(study, fit, flops, variant)
     planner, laws = Planner(study), fit.variants[name]
@@ -121,8 +125,8 @@ def recommend(
     steps = round(flops / (model.flops_per_token * batch))
     if steps < (least := study.least_steps):
         raise ConfigError(
-            f"--flops {flops:g}: {name} at width {sizes.width} would make {steps} steps of {batch} tokens, and a run has {least} or more; "
-            f"the least that will do: --flops {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
+            f"--flops {flops:g}: {name} at width {sizes.width} would train {steps} steps of {batch} tokens, but a run needs at least {least}; "
+            f"the smallest sufficient value: --flops {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
         )
     rate, rate_from = _rate(laws, model, count(model.config.model))
     words = (
@@ -146,11 +150,11 @@ def warnings(study: Study, found: Recommendation) -> Iterator[str]:
     """Yield one line for each reason that makes the recommendation uncertain."""
     factor = found.optimum.flops / found.measured
     if factor > FAR:
-        yield f"{found.optimum.flops:g} FLOPs is {factor:,.0f} times the study's largest run, {found.measured:.3g}: extrapolated far"
+        yield f"{found.optimum.flops:g} FLOPs is {factor:,.0f} times the FLOPs of the study's largest run, {found.measured:.3g}: a far extrapolation"
     facts = found.model.facts
     if facts is not None and found.tokens > study.max_epochs * facts.tokens["train"]:
         epochs = found.tokens / facts.tokens["train"]
-        yield f"it reads its training data {epochs:,.1f} times (max_epochs = {study.max_epochs:g}), and the laws know of no repetition"
+        yield f"it reads its training data {epochs:,.1f} times (max_epochs = {study.max_epochs:g}), but the laws do not account for repetition"
 
 
 def summary(found: Recommendation) -> str:
@@ -179,21 +183,21 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
     optimum, model = found.optimum, found.model
     level = f"{fit.interval:.0%} interval"
     yield f"Recommended for {optimum.flops:g} training FLOPs by `python -m tools.scaling recommend {study.path}`: {summary(found)}."
-    yield f"Predicted held-out loss: {found.loss.text('.4f')} nats a token ({level}), by the {optimum.method} fit of {found.variant}."
+    yield f"Predicted held-out loss: {found.loss.text('.4f')} nats per token ({level}), by the {optimum.method} fit of {found.variant}."
     n, d = (one.text(".3g") for one in (optimum.n, optimum.d))
-    yield f"Optimal N ({fit.parameters}): {n}; D: {d}. The shape is the nearest by the study's rule:"
+    yield f"Optimal N ({fit.parameters}): {n}; D: {d}. The shape is the nearest one of the study's rule:"
     yield f"  {rule_words(study.shape)}."
     batch, flops = found.tokens // found.steps, found.tokens * model.flops_per_token
-    yield f"{found.steps:,} steps of {batch:,} tokens, the study's batch: {flops:.4g} FLOPs."
+    yield f"{found.steps:,} steps of {batch:,} tokens, the batch size of the study: {flops:.4g} FLOPs."
     yield f"Learning rate: {found.rate_from}."
     factor = optimum.flops / found.measured
     yield f"The largest run of the study had {found.measured:.3g} FLOPs: this is {factor:.3g} times as much. Fit: {study.fit_json}."
     for other, its in _optima(study, fit, optimum.flops).items():
         if other != found.variant:
-            yield f"  for comparison, {other} at its own optimum: {its.loss.text('.4f')}"
+            yield f"  for comparison, {other} at its optimum: {its.loss.text('.4f')}"
     for line in warnings(study, found):
         yield f"WARNING: {line}."
-    yield "Settings that are not here have their defaults (docs/configuration.md)."
+    yield "All other settings have their defaults (docs/configuration.md)."
 
 
 def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> str:
@@ -205,7 +209,7 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
             )
         if variant not in fit.variants:
             raise ConfigError(
-                f"--variant {variant}: {study.fit_json} has no fit of it; run it, then collect and fit again"
+                f"--variant {variant}: {study.fit_json} has no fit of this variant; run it, then collect and fit again"
             )
         return variant
     optima = _optima(study, fit, flops)
@@ -226,7 +230,7 @@ def _optima(study: Study, fit: StudyFit, flops: float) -> dict[str, Optimum]:
     """Return the best run for ``flops`` of each variant of the study that has a law."""
     found = {}
     for name in study.variants:
-        with suppress(ConfigError, KeyError):  # no law, no fit
+        with suppress(ConfigError, KeyError):  # skip variants without a law or a fit
             found[name] = optimal(fit.variants[name], flops)
     return found
 
@@ -241,11 +245,11 @@ def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
                 return rate, f"{rate:g}, the study's law of the best rate against {law.x}"
     rate = model.config.optimizer.lr
     why = (
-        "muP keeps it over the widths"
+        "with muP it is the same for all widths"
         if model.config.model.parametrization == "mup"
-        else "the study fitted no law of it"
+        else "the study has no law for it"
     )
-    return rate, f"{rate:g}, that of the study's runs ({why})"
+    return rate, f"{rate:g}, as in the runs of the study ({why})"
 
 
 def _measured(study: Study, fit: StudyFit) -> float:
@@ -262,7 +266,7 @@ def _measured(study: Study, fit: StudyFit) -> float:
     flops = flops or [budget.flops for budget in study.budgets]
     if not flops:
         raise ConfigError(
-            f"{study.fit_json}: it names no run's FLOPs; write it again: python -m tools.scaling fit {study.path}"
+            f"{study.fit_json}: it contains no FLOPs of runs; write it again: python -m tools.scaling fit {study.path}"
         )
     return max(flops)
 

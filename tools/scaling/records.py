@@ -27,18 +27,19 @@ from tools.demo.report import History
 from tools.scaling.planning import PlannedRun, non_embedding_parameters, total_parameters
 from tools.scaling.trunks import begins_at
 
-DIGITS = 16  # of a hash in the table
-# What says where a run is, how it is laid out and what it tells, and changes nothing of what is learnt. A key stands for all below it.
+DIGITS = 16  # digits of a hash in the table
+# Keys of paths, layout and logging, which do not influence the training. A section includes all
+# its keys.
 _NO_MATTER = (
     (
         "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test parallel log evaluate "
         "model.attention_backend train.micro_batch_size train.recompute train.eval_interval train.max_bad_steps checkpoint.interval "
         "checkpoint.keep_last checkpoint.async_save checkpoint.resume checkpoint.gb_per_second checkpoint.mirror checkpoint.mirror_interval "
         "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps checkpoint.keep "
-        "checkpoint.fork"  # compared by `after_trunk`: the decay of a trunk is the end of a straight run
+        "checkpoint.fork"  # compared by `after_trunk`: a fork continues its trunk like an uninterrupted run
     ).split()
 )
-_FROM_DATA = ("model.vocab_size",)  # filled in from the data where the study leaves it null
+_FROM_DATA = ("model.vocab_size",)  # set from the data if it is null in the study
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
     if recorded is None and held is None:
         prefix = config.data.train[0].prefix if config.data.train else "data.train"
         raise ConfigError(
-            f"nothing tells which data it read: {prefix} is not here and it has no checkpoint; run collect where the data is, from the "
+            f"the data that it read is unknown: {prefix} does not exist and the run has no checkpoint; run collect on the machine with the data, from the "
             "folder that the run was started in"
         )
     if recorded is not None and held is not None and recorded != held:
         raise ConfigError(
-            f"it was trained on other data (contents {recorded[:12]}) than {config.data.train[0].prefix} holds now ({held[:12]}); "
+            f"it was trained on other data (contents {recorded[:12]}) than {config.data.train[0].prefix} contains now ({held[:12]}); "
             "restore the data, or run it again"
         )
     contents = recorded or held or ""
@@ -276,7 +277,7 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
         "failed": f"failed {at}: {progress.get('message')}",
         "stopped": f"stopped by {progress.get('signal')} {at}",
     }
-    return said.get(state, f"{state} {at}, or ended without a word")
+    return said.get(state, f"{state} {at}, or ended without a message")
 
 
 def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Record | None:
@@ -292,10 +293,10 @@ def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Re
         wanted = (
             f"it to begin at step {planned.begin_step} of {planned.trunk}"
             if planned.trunk
-            else "no such beginning"
+            else "no fork"
         )
         raise ConfigError(
-            f"{record.place}: it began at {fork}, and the study plans {wanted} now; move the run away and run it again"
+            f"{record.place}: it began at {fork}, but the study now plans {wanted}; move the run away and run it again"
         )
     if trunk is None:
         return None
@@ -322,7 +323,7 @@ def read_export(path: Path) -> dict[str, Record]:
             record = _exported(f"{path}: line {number}", line)
             if record.config.name in records:
                 raise ConfigError(
-                    f"{record.place}: the run is there twice, see {records[record.config.name].place}; keep one of the lines"
+                    f"{record.place}: the run is listed twice, see {records[record.config.name].place}; keep one of the lines"
                 )
             records[record.config.name] = record
     return records
@@ -333,13 +334,11 @@ def _exported(where: str, line: str) -> Record:
         raw = json.loads(line)
     except ValueError as error:
         raise ConfigError(
-            f"{where}: no JSON ({error}); docs/scaling.md shows how the export is made"
+            f"{where}: not JSON ({error}); docs/scaling.md describes the export"
         ) from None
     for key, kind in (("name", str), ("config", dict), ("history", list)):
         if not isinstance(raw, dict) or not isinstance(raw.get(key), kind):
-            raise ConfigError(
-                f"{where}: {key} is missing; docs/scaling.md shows how the export is made"
-            )
+            raise ConfigError(f"{where}: {key} is missing; docs/scaling.md describes the export")
     place = f"{where}: run {raw['name']}"
     values = {key: value for key, value in raw["config"].items() if not key.startswith("_")}
     try:
@@ -352,9 +351,8 @@ def _exported(where: str, line: str) -> Record:
             f"{place}: config: {absent} is missing: it is not the configuration that pretrain logs"
         )
     merged = dict[int, dict[str, Any]]()
-    for row in _rows(
-        place, raw["history"]
-    ):  # in the order of logging: of a step that was trained again the last values count
+    # The rows are in the order of logging: for a repeated step the last values count.
+    for row in _rows(place, raw["history"]):
         merged.setdefault(row["step"], {}).update(row)
     rows = [merged[step] for step in sorted(merged)]
     nowhere = [key for key in EXPORTED_KEYS if not any(key in row for row in rows)]
@@ -380,9 +378,8 @@ def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
     for absent values.
     """
     for number, row in enumerate(history):
-        if (
-            isinstance(row, dict) and "_step" in row
-        ):  # of runs that had no metric of their own for it
+        # "_step" is used by runs without a separate metric for the step.
+        if isinstance(row, dict) and "_step" in row:
             row = {"step": row["_step"], **row}
         if not isinstance(row, dict) or "step" not in row:
             raise ConfigError(

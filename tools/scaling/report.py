@@ -25,15 +25,15 @@ from .study import Study
 
 _CAPTIONS = {
     "isoflop": "Held-out loss against model size at equal training compute. Each curve is a parabola in log N through the runs of one "
-    "budget; its minimum is the best size for that compute. A minimum outside the sizes measured is open and makes no law.",
-    "frontier": "Best model size and training tokens against compute, a row a variant. Points and coloured lines: minima of the isoFLOP "
-    "parabolas and the power law through them, with its band; grey: those of the others. Dashed: the optimum by the parametric law.",
-    "loss_compute": "Held-out loss against training compute of all variants. Points: finished runs. Faint lines: validations on the way, "
-    "at a learning rate not yet decayed, so they lie above what a run of that length would reach.",
-    "residuals": "Each run's loss against its variant's parametric law, in percent. A trend with size or budget says that the law has the "
-    "wrong form here; the grey band is the typical distance.",
+    "budget; its minimum is the best size for that compute. Minima outside the measured sizes are open circles and are not part of the law.",
+    "frontier": "Best model size and training tokens against compute, one row per variant. Points and coloured lines: minima of the isoFLOP "
+    "parabolas and the power law through them, with its interval; grey: the other variants. Dashed: the optimum of the parametric law.",
+    "loss_compute": "Held-out loss against training compute of all variants. Points: finished runs. Faint lines: validations during training, "
+    "before the learning rate has decayed, so they are higher than the final loss of a run of that length.",
+    "residuals": "Each run's loss against its variant's parametric law, in percent. A trend with size or budget means that the law has the "
+    "wrong form for the data; the grey band is the typical distance.",
     "learning_rate": "Held-out loss against the peak learning rate at each size, and the optimum against size. A minimum at the smallest "
-    "or largest rate is no optimum: the best rate lies there or beyond.",
+    "or largest rate is not an optimum: the best rate is this rate or a more extreme one.",
 }
 
 
@@ -104,7 +104,7 @@ def _template(name: str) -> jinja2.Template:
     ).get_template(name)
 
 
-# --- numbers as text -----------------------------------------------------------------------------------------------------------
+# --- numbers as text ------------------------------------------------------------------------------
 
 
 def number(value: float) -> str:
@@ -119,7 +119,7 @@ def estimate(value: Estimate | None, text: Callable[[float], str] = number) -> s
     return "–" if value is None else value.text(text, " (no interval)")
 
 
-# --- the sections --------------------------------------------------------------------------------------------------------------
+# --- sections -------------------------------------------------------------------------------------
 
 
 def _asked(
@@ -127,7 +127,7 @@ def _asked(
 ) -> Iterator[tuple[str, str]]:
     for number_of, (variant, words) in enumerate(study.variants.items()):
         role = ", the baseline" if number_of == 0 and len(study.variants) > 1 else ""
-        yield f"variant {variant}{role}", " ".join(words) or "the base run as it is"
+        yield f"variant {variant}{role}", " ".join(words) or "the base run without changes"
     yield "base run", Path(study.base).name
     if study.settings:
         yield "settings of all runs", " ".join(study.settings)
@@ -135,7 +135,7 @@ def _asked(
     lengths: dict[str, Sequence[float]] = {
         "training compute, FLOPs": [budget.flops for budget in study.budgets],
         "training tokens": study.tokens,
-        "training tokens a parameter of the baseline": study.tokens_per_parameter,
+        "training tokens per parameter of the baseline": study.tokens_per_parameter,
         "peak learning rates": study.learning_rates or (),
     }
     for what, values in lengths.items():
@@ -157,7 +157,7 @@ def _asked(
     )
     yield (
         "data, tokenizer",
-        f"{final['data'].iloc[0] or 'not told'}, {final['tokenizer'].iloc[0] or 'not told'}",
+        f"{final['data'].iloc[0] or 'unknown'}, {final['tokenizer'].iloc[0] or 'unknown'}",
     )
 
 
@@ -176,10 +176,10 @@ def statements(fit: StudyFit) -> Iterator[str]:
             exponents["parametric"] = variant.parametric.a, variant.parametric.b
         for method, both in exponents.items():
             n, d = (estimate(one, "{:.3f}".format) for one in both)
-            yield f"{name}: by the {_BY[method]} the best size grows as C^{n}, the best tokens as C^{d}."
+            yield f"{name}: by the {_BY[method]} the best size grows as C^{n}, the best number of tokens as C^{d}."
         rates = variant.learning_rate
         if rates is not None and rates.by_parameters is not None:
-            yield f"{name}: the best peak learning rate goes as N^{estimate(rates.by_parameters.exponent, '{:.3f}'.format)}."
+            yield f"{name}: the best peak learning rate scales as N^{estimate(rates.by_parameters.exponent, '{:.3f}'.format)}."
 
 
 def notes(fit: StudyFit) -> list[str]:
@@ -223,7 +223,7 @@ def _parametric(fit: StudyFit) -> Listing:
                 f"{law.resamples - law.failed} of {law.resamples}",
             )
         )
-    header = "variant|E, nats a token|A|B|α|β|a: N ∝ C^a|b: D ∝ C^b|typical distance|runs|resamples converged"
+    header = "variant|E, nats per token|A|B|α|β|a: N ∝ C^a|b: D ∝ C^b|typical distance|runs|resamples converged"
     return Listing("Parametric law L = E + A/N^α + B/D^β", header.split("|"), rows)
 
 
@@ -231,14 +231,14 @@ def _isoflop(fit: StudyFit) -> Listing:
     rows = []
     for name, found in fit.fitted("isoflop").items():
         for parabola in found.parabolas:
-            inside = "inside" if parabola.inside else "outside the sizes measured: no optimum"
+            inside = "inside" if parabola.inside else "outside the measured sizes: no optimum"
             values = (
                 (estimate(parabola.n_opt), estimate(parabola.d_opt), estimate(parabola.loss))
                 if parabola.inside
                 else ("–", "–", "–")
             )
             rows.append((name, number(parabola.budget), *values, inside, str(len(parabola.runs))))
-    header = "variant|budget, FLOPs|best N|best D, tokens|loss there, nats a token|minimum|sizes"
+    header = "variant|budget, FLOPs|best N|best D, tokens|loss, nats per token|minimum|sizes"
     return Listing("Minima of the isoFLOP parabolas", header.split("|"), rows)
 
 
@@ -251,12 +251,12 @@ def _optima(fit: StudyFit, final: pd.DataFrame) -> Listing:
     )
     for name, variant in fit.variants.items():
         for method, words in _BY.items():
-            with suppress(ConfigError):  # no such law
+            with suppress(ConfigError):  # the variant lacks this law
                 best = optimal(variant, largest, method)
                 rows.append((name, words, *(estimate(one) for one in (best.n, best.d, best.loss))))
-    header = "variant|by|best N|best D, tokens|loss, nats a token"
+    header = "variant|by|best N|best D, tokens|loss, nats per token"
     return Listing(
-        f"Least loss at {number(largest)} FLOPs, the largest compute measured",
+        f"Lowest loss at {number(largest)} FLOPs, the largest measured compute",
         header.split("|"),
         rows,
     )
@@ -272,7 +272,7 @@ def _multipliers(fit: StudyFit) -> Listing:
             for *where, ratio in at
         ]
     baseline = fit.comparisons[0].baseline if fit.comparisons else ""
-    header = f"variant|by|{baseline}'s FLOPs|loss reached, nats a token|share of {baseline}'s FLOPs; below 1 is better"
+    header = f"variant|by|FLOPs of {baseline}|loss reached, nats per token|share of the FLOPs of {baseline}; below 1 is better"
     return Listing("Compute for the same loss", header.split("|"), rows)
 
 
@@ -290,7 +290,7 @@ def _left_out(fit: StudyFit) -> Listing:
     ]
     header = "variant|budget left out, FLOPs|runs predicted|mean error|worst error"
     return Listing(
-        "Parametric law fitted without one budget, and how well it predicts that budget",
+        "Parametric law fitted without one budget, and its prediction errors for that budget",
         header.split("|"),
         rows,
     )
@@ -314,7 +314,7 @@ def _rates(fit: StudyFit) -> Listing:
                     ", ".join(map(number, entry.rates)),
                 )
             )
-    header = "variant|parameters|best peak learning rate|loss there, nats a token|rates measured"
+    header = "variant|parameters|best peak learning rate|loss, nats per token|measured rates"
     return Listing("Learning rates", header.split("|"), rows)
 
 
@@ -326,13 +326,12 @@ def _best(fit: StudyFit, final: pd.DataFrame) -> Listing:
     rows = []
     for length, group in final.groupby("budget" if by_budget else "tokens"):
         cells = dict.fromkeys(fit.variants, "–")
-        for _, run in group.sort_values(
-            "loss", ascending=False, kind="stable"
-        ).iterrows():  # the least last
+        # The last row of a variant, which has the lowest loss, replaces the others.
+        for _, run in group.sort_values("loss", ascending=False, kind="stable").iterrows():
             cells[run["variant"]] = f"{run['loss']:.4f} (N = {number(float(run['parameters']))})"
         rows.append((number(float(length)), *(cells[name] for name in fit.variants)))
     header = ["training FLOPs" if by_budget else "training tokens", *fit.variants]
-    return Listing("Least held-out loss measured, nats a token", header, rows)
+    return Listing("Lowest measured held-out loss, nats per token", header, rows)
 
 
 def _runs(final: pd.DataFrame) -> Listing:
@@ -348,5 +347,5 @@ def _runs(final: pd.DataFrame) -> Listing:
         hours = "–" if pd.isna(run["wall_seconds"]) else f"{run['wall_seconds'] / 3600:.3g}"
         sizes = (f"{n:,}", inner, f"{d:,}", f"{d / n:.3g}", number(run["flops"]))
         rows.append((run["run"], run["variant"], *sizes, rate, f"{run['loss']:.4f}", hours))
-    header = "run|variant|parameters|without embedding|tokens|tokens a parameter|FLOPs|learning rate|loss|hours"
+    header = "run|variant|parameters|without embedding|tokens|tokens per parameter|FLOPs|learning rate|loss|hours"
     return Listing("Runs", header.split("|"), rows)

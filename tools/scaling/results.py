@@ -24,7 +24,7 @@ from fem_common.errors import ConfigError, files_told
 from fem_common.files import make_folder, write_whole
 from tools.scaling.laws import Array, Estimate, PowerLaw, percentiles
 
-FORMAT = 2  # of fit.json
+FORMAT = 2  # format of fit.json
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,9 @@ class LearningRateOptimum:
 
     Attributes:
         rates, losses: the measured points, increasing in rate; losses are means over the seeds.
-        curve: (rate, loss) along the interpolation, for the picture. edge: the lowest loss is at
-        the smallest or largest rate: the optimum is there or beyond, and the power law omits it.
+        curve: (rate, loss) along the interpolation, for the picture. edge: True if the lowest loss
+        is at the smallest or largest rate, so that the optimum may be beyond it; the power law
+        omits it.
     """
 
     width: int | None
@@ -361,13 +362,15 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
         best_n, best_d, loss = (_law_at(law, flops, fit.isoflop.interval) for law in laws)
         return Optimum(flops, best_n, best_d, loss, "isoflop")
     why = f": {'; '.join(fit.notes)}" if fit.notes else ""
-    raise ConfigError(f"{fit.name}: no {method or 'law'} to take an optimum from{why}")
+    raise ConfigError(f"{fit.name}: no {method or 'law'} for an optimum{why}")
 
 
 def load_fit(path: Path) -> StudyFit:
     """Read ``fit.json``. Raises ConfigError (missing, or not a fit of this format), StorageError."""
     if not path.exists():
-        raise ConfigError(f"{path}: not there; python -m tools.scaling fit STUDY.yaml writes it")
+        raise ConfigError(
+            f"{path}: does not exist; python -m tools.scaling fit STUDY.yaml writes it"
+        )
     with files_told():
         text = path.read_text(encoding="utf-8")
     try:

@@ -39,16 +39,13 @@ from .study import Study, load_study
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "configs" / "cluster"
 TELL_SECONDS = 30.0
-SOME = 0.01  # of the FLOPs are done before the rest's time is guessed
+SOME = 0.01  # share of the FLOPs after which the remaining time is estimated
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 120.0
 INTERRUPTED = 130
-FAILED = (
-    "stopped",
-    "lost",
-    "cancelled",
-)  # launch's words for runs that it does not start again by itself
-_PDEATHSIG = 1  # of <linux/prctl.h>
+# States of runs that launch does not restart by itself.
+FAILED = ("stopped", "lost", "cancelled")
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _LIBC = ctypes.CDLL(None)
 
 
@@ -59,20 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         default=str(PROFILES / "local_cpu.yaml"),
         metavar="PROFILE.yaml",
-        help="default: this machine's CPUs",
+        help="cluster profile (default: the CPUs of this machine)",
     )
     parser.add_argument(
         "--at-once",
         type=int,
         metavar="K",
-        help="so many runs at a time (default: the study's cluster.at_once)",
+        help="number of runs at the same time (default: cluster.at_once of the study)",
     )
     parser.add_argument(
         "--nodes",
         type=int,
         default=1,
         metavar="N",
-        help="nodes a run, which its processes are spread over (default: 1)",
+        help="nodes per run, over which its processes are distributed (default: 1)",
     )
     parser.add_argument("--time", metavar="LIMIT", help="Slurm: time limit of one submission")
     parser.add_argument(
@@ -83,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="JOB",
-        help="Slurm: start after a job ended well",
+        help="Slurm: start after a job has succeeded",
     )
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="NODES", help="Slurm: nodes not to use"
@@ -91,15 +88,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--update",
         action="store_true",
-        help="take new settings and the code as it is now for runs that began with others",
+        help="continue runs with the current settings and code even if they began with others",
     )
     parser.add_argument(
         "--no-rehearse",
         action="store_true",
-        help="Slurm: start without a rehearsal of layouts not seen before",
+        help="Slurm: start without a rehearsal of new layouts",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be started; write nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the commands without starting or writing anything",
     )
 
 
@@ -110,7 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
     study = load_study(arguments.study)
     runs = plan_study(study)
     local = is_local(Path(arguments.cluster))
-    if local:  # without its data each run would say so by itself
+    if local:  # report missing data once instead of in each run
         try:
             with files_told():
                 check_data(load_run(study.base, runs[0].settings))
@@ -133,9 +132,9 @@ def _start(
     whether a signal arrived).
     """
     environment, progress, code, came = _environment(), Progress(study, runs), 0, False
-    if (
-        local and not arguments.dry_run
-    ):  # this machine's cores shared by the runs: threads of two that spin on the same core slow both down
+    # Divide the cores of this machine between the runs: spinning threads of two runs on one core
+    # slow both runs down.
+    if local and not arguments.dry_run:
         at_once = (arguments.at_once or study.cluster.at_once) * study.cluster.processes
         environment.setdefault(
             "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once))
@@ -188,7 +187,7 @@ def launch_command(
     processes, nodes = study.cluster.processes, arguments.nodes
     if nodes < 1 or processes % nodes:
         raise ConfigError(
-            f"--nodes {nodes}: cluster.processes = {processes} of {study.path} cannot be spread over them evenly"
+            f"--nodes {nodes}: cluster.processes = {processes} of {study.path} cannot be distributed over them evenly"
         )
     at_once = study.cluster.at_once if arguments.at_once is None else arguments.at_once
     if at_once < 1:
@@ -243,7 +242,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-# --- following what launch does --------------------------------------------------------------------------------------------------
+# --- progress of launch ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -255,7 +254,7 @@ class Progress:
     study: Study
     runs: Sequence[PlannedRun]
     began: float = field(default_factory=time.monotonic)
-    at_first: float | None = None  # share done when this began
+    at_first: float | None = None  # share of the FLOPs done at the start of this command
 
     def line(self, rows: dict[str, dict[str, Any]]) -> str:
         """Return one line from the states of the runs."""
@@ -322,9 +321,8 @@ def _follow(
     def take(number: int, _: FrameType | None) -> None:
         came.append(number)
 
-    with taken(
-        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take
-    ):  # also one that comes while launch is started
+    # The handlers are installed first, so that signals during the start of launch are not lost.
+    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):
         process = subprocess.Popen(
             command, env=environment, start_new_session=True, preexec_fn=partial(_tied, os.getpid())
         )
@@ -344,10 +342,10 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
     """Report finished and failed runs; return the exit code."""
     rows = standings(study)
     if rows is None:
-        if code:  # launch refused, in a line of its own
+        if code:  # launch has printed the reason
             return code
         raise StorageError(
-            f"{study.directory}: launch does not say how the runs stand; see: python -m launch status {study.directory}"
+            f"{study.directory}: launch reports no state of the runs; see: python -m launch status {study.directory}"
         )
     done = sum(rows.get(run.name, {}).get("state") == "finished" for run in runs)
     failed = [
@@ -357,7 +355,7 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
     ]
     if came:
         print(
-            f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command goes on",
+            f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command continues",
             flush=True,
         )
         return INTERRUPTED
@@ -370,14 +368,14 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
     if failed:
         again = f"python -m launch requeue RUN, then: python -m tools.scaling run {study.path}"
         print(
-            f"{len(failed)} of {len(runs)} runs failed; start one again with: {again}",
+            f"{len(failed)} of {len(runs)} runs failed; restart a run with: {again}",
             file=sys.stderr,
         )
     else:
-        next_one = "the same command goes on"
+        next_one = "the same command continues"
         if not local:
             next_one = f"watch: python -m launch status --items {study.directory}"
         elif done == len(runs):
-            next_one = f"now: python -m tools.scaling collect {study.path}"
+            next_one = f"next: python -m tools.scaling collect {study.path}"
         print(f"{study.name}: {done} of {len(runs)} runs are done; {next_one}")
     return code or (1 if failed or (local and done < len(runs)) else 0)

@@ -52,28 +52,31 @@ class FitConfig:
 
     approaches: tuple[str, ...] = setting(
         APPROACHES,
-        "Which laws: isoflop (Hoffmann et al.'s approach 2), parametric (3).",
+        "Laws to fit: isoflop (approach 2 of Hoffmann et al.), parametric (approach 3).",
         APPROACHES,
     )
     parameters: str = setting(
         "total",
-        "The N of the laws: all parameters (as Hoffmann et al.), or those outside the embedding.",
+        "N of the laws: all parameters (as in Hoffmann et al.), or those outside the embedding.",
         PARAMETERS,
     )
-    interval: float = setting(0.9, "Level of every interval.", above=0, below=1)
+    interval: float = setting(0.9, "Level of all intervals.", above=0, below=1)
     resamples: int = setting(500, "Bootstrap resamples.", least=50)
     huber_delta: float = setting(
-        1e-3, "Where the Huber loss on log loss turns from square to linear.", above=0, below=1
+        1e-3,
+        "Residual of the log loss at which the Huber loss changes from square to linear.",
+        above=0,
+        below=1,
     )
-    seed: int = setting(1, "Of the bootstrap.", least=0)
+    seed: int = setting(1, "Seed of the bootstrap.", least=0)
 
 
 STUDIES = Path("runs") / "studies"
-TABLE, FIT = "runs.csv", "fit.json"  # of a study's results
+TABLE, FIT = "runs.csv", "fit.json"  # files in the results of a study
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 VARIANT = re.compile(r"[A-Za-z][\w.]*")
-FEWEST_SIZES = 3  # of a budget: a parabola has three coefficients
-# What the plan itself gives every run, and the key of the study that says it.
+FEWEST_SIZES = 3  # fewest sizes of a budget: a parabola has three coefficients
+# Keys that the plan sets for every run -> key of the study that determines them.
 PLANNED = {
     "name": "name",
     "run_dir": "directory",
@@ -100,7 +103,7 @@ class ShapeRule:
     """Rule from a width to a complete shape; explicit numbers of a size have precedence."""
 
     head_size: int = setting(
-        64, "Width of a head: heads = width / head_size, which must be whole.", above=0
+        64, "Width of a head: heads = width / head_size, which must be a whole number.", above=0
     )
     aspect_ratio: float = setting(
         64.0, "layers = width / aspect_ratio, rounded to the nearest whole number.", above=0
@@ -111,7 +114,7 @@ class ShapeRule:
         "Inner width of the MLP over width, rounded up to a multiple of ffn_multiple.",
         above=0,
     )
-    ffn_multiple: int = setting(64, "The MLP's inner width is a multiple of this.", above=0)
+    ffn_multiple: int = setting(64, "Divisor of the MLP's inner width.", above=0)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Size:
     ffn: int | None = setting(None, "Inner width of the MLP; null: by the rule.", above=0)
     parameters: float | None = setting(
         None,
-        "In place of a width: the baseline's non-embedding parameters, met by the nearest width.",
+        "Instead of a width: non-embedding parameters of the baseline; the nearest width is used.",
         above=0,
     )
 
@@ -144,7 +147,7 @@ class Budget:
 
     flops: float = setting(0.0, "Training FLOPs of a run.", above=0)
     sizes: tuple[Size, ...] = setting(
-        (), "The budget's own sizes; empty: the study's.", expand=_sizes
+        (), "Sizes of this budget; empty: those of the study.", expand=_sizes
     )
 
 
@@ -152,14 +155,14 @@ class Budget:
 class Cluster:
     """Assumptions for the expected hours of the plan."""
 
-    processes: int = setting(1, "Processes a run, the world size.", above=0)
+    processes: int = setting(1, "Processes per run, the world size.", above=0)
     at_once: int = setting(1, "Runs at the same time.", above=0)
     tflops: float | None = setting(
         None,
-        "Sustained model TFLOP/s of a process: the study's assumption; null: no hours are said.",
+        "Assumed sustained model TFLOP/s of a process; null: the plan contains no hours.",
         above=0,
     )
-    name: str = setting("", "What machine that is, for the plan's words.")
+    name: str = setting("", "Name of the machine in the text of the plan.")
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,9 @@ class Study:
     resolved paths.
     """
 
-    name: str = setting("", "Name of the study; empty: the file's.")
+    name: str = setting("", "Name of the study; empty: the name of the file.")
     base: str = setting(
-        "", "The run configuration that all runs share; relative to the study's folder.", path=True
+        "", "Run configuration that all runs share; relative to the folder of the study.", path=True
     )
     directory: str = setting(
         "",
@@ -179,61 +182,67 @@ class Study:
     )
     results: str = setting(
         "",
-        "Where collect, fit and plot write; empty: results/ in directory. Relative to the working directory.",
+        "Folder in which collect, fit and plot write; empty: results/ in directory. Relative to the working directory.",
         path=True,
     )
     published: str = setting(
         "",
-        "Folder of a table and fit that are read while results has no table. Relative to the working directory.",
+        "Folder of a table and a fit that are read if results has no table. Relative to the working directory.",
         path=True,
     )
-    settings: tuple[str, ...] = setting((), "section.key=value words of all runs.")
+    settings: tuple[str, ...] = setting((), "Settings section.key=value of all runs.")
     variants: dict[str, tuple[str, ...]] = setting(
-        dict, "What is compared: name -> its settings. The first is the baseline."
+        dict, "Variants to compare: name -> settings. The first one is the baseline."
     )
-    shape: ShapeRule = setting(ShapeRule, "The rule from a width to a shape.")
+    shape: ShapeRule = setting(ShapeRule, "Rule that derives a shape from a width.")
     sizes: tuple[Size, ...] = setting(
         (),
-        "The sizes: widths, or mappings; or {parameters: [...]}, targets for the rule.",
+        "Sizes: widths, or mappings; or {parameters: [...]}, targets for the rule.",
         expand=_sizes,
     )
     budgets: tuple[Budget, ...] = setting(
         (),
-        "Training FLOPs, each at every size; an item {flops, sizes} has its own.",
+        "Training FLOPs, each for every size; an item {flops, sizes} has separate sizes.",
         expand=_budgets,
     )
     tokens: tuple[float, ...] = setting(
-        (), "In place of budgets: training tokens of every size.", above=0
+        (), "Instead of budgets: training tokens of every size.", above=0
     )
     tokens_per_parameter: tuple[float, ...] = setting(
         (),
-        "In place of budgets: training tokens over the total parameters of the baseline of that size, for all variants alike.",
+        "Instead of budgets: training tokens per parameter of the baseline of that size; the same for all variants.",
         above=0,
     )
     learning_rates: tuple[float, ...] | None = setting(
-        None, "Every run at each of these; null: the variant's or the base's.", above=0
+        None,
+        "Peak learning rates; every run is trained with each of them. null: the rate of the variant or the base.",
+        above=0,
     )
-    seeds: tuple[int, ...] = setting((1,), "train.seed of a repetition.", least=0, below=2**32)
-    warmup: float = setting(0.05, "Linear warm-up, a share of a run's steps.", least=0, below=1)
+    seeds: tuple[int, ...] = setting(
+        (1,), "Values of train.seed; every run is repeated with each of them.", least=0, below=2**32
+    )
+    warmup: float = setting(
+        0.05, "Linear warm-up, as a share of the steps of a run.", least=0, below=1
+    )
     warmup_steps: int | None = setting(
-        None, "Linear warm-up in steps, in place of warmup: the same for all runs.", least=0
+        None, "Linear warm-up in steps, instead of warmup; the same for all runs.", least=0
     )
     trunks: bool = setting(
         False,
-        "Of the runs that differ in length alone the longest is trained whole, and the others are forks of it from where their decay "
-        "begins: the losses of straight runs to the last bit. Needs optimizer.schedule=wsd and warmup_steps.",
+        "Of the runs that differ only in length, the longest is trained completely, and the others are forks of it from the start of their decay: "
+        "their losses equal those of uninterrupted runs bit for bit. Requires optimizer.schedule=wsd and warmup_steps.",
     )
     min_steps: int = setting(50, "Fewest steps of a run.", above=0)
-    max_epochs: float = setting(4.0, "How often the training data may be read.", above=0)
+    max_epochs: float = setting(4.0, "Largest number of passes over the training data.", above=0)
     validations: int = setting(
-        5, "Validations of a run, evenly spaced, the last at its end.", above=0
+        5, "Validations per run, evenly spaced, the last one at the end.", above=0
     )
-    cluster: Cluster = setting(Cluster, "What the expected hours rest on.")
-    fit: FitConfig = setting(FitConfig, "How `fit` fits.")
+    cluster: Cluster = setting(Cluster, "Assumptions for the expected hours.")
+    fit: FitConfig = setting(FitConfig, "Settings of `fit`.")
     path: str = setting(
         "",
         "Set by `load_study`.",
-        check=lambda _: "it is where the study was read from; leave it out",
+        check=lambda _: "it is set to the path of the study; leave it out",
     )
 
     @property
@@ -282,7 +291,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="FOLDER",
-        help="read and write there alone (default: the study's results, below runs/)",
+        help="read and write only in this folder (default: the results of the study in runs/)",
     )
 
 
@@ -318,43 +327,43 @@ def load_study(path: str | Path) -> Study:
     return study
 
 
-# --- checks of what no single field knows; errors name keys, the caller adds the file ---------------------------------------------
+# --- checks of several fields; errors contain the keys, and the caller adds the file --------------
 
 
 def _check(study: Study) -> None:
     if not NAME.fullmatch(study.name):
         raise ConfigError(
-            f"name = {study.name!r}: it names a folder: letters, digits, ., - and _ alone"
+            f"name = {study.name!r}: it is the name of a folder: use only letters, digits, ., - and _"
         )
     if not study.base:
         raise ConfigError(
-            "base: name the run configuration that all runs share, as base: ../run/demo.yaml"
+            "base is missing: set the run configuration that all runs share, such as base: ../run/demo.yaml"
         )
     _check_variants(study)
     _check_lists(study)
     _check_lengths(study)
     if not study.sizes and not all(budget.sizes for budget in study.budgets):
-        raise ConfigError("sizes is empty: give widths, as [128, 192, 256, 384]")
+        raise ConfigError("sizes is empty: give widths, such as [128, 192, 256, 384]")
     _check_sizes("sizes", study.sizes)
     for number, budget in enumerate(study.budgets):
         sizes = budget.sizes or study.sizes
         _check_sizes(f"budgets.{number}.sizes", budget.sizes)
         if len(sizes) < FEWEST_SIZES:
             raise ConfigError(
-                f"budgets.{number}: {budget.flops:g} FLOPs has {len(sizes)} sizes, and a parabola needs {FEWEST_SIZES} or more; "
-                "add sizes, or give tokens in place of budgets"
+                f"budgets.{number}: {budget.flops:g} FLOPs has {len(sizes)} sizes, but a parabola needs at least {FEWEST_SIZES}; "
+                "add sizes, or give tokens instead of budgets"
             )
 
 
 def _check_variants(study: Study) -> None:
     if not study.variants:
         raise ConfigError(
-            "variants is empty: name what is compared, as {transformer: [model.mixer=transformer]}"
+            "variants is empty: give the variants to compare, such as {transformer: [model.mixer=transformer]}"
         )
     for variant, words in study.variants.items():
         if not isinstance(variant, str) or not VARIANT.fullmatch(variant):
             raise ConfigError(
-                f"variants: {variant!r} is part of runs' names: a letter, then letters, digits, . and _ alone"
+                f"variants: {variant!r} is part of the names of runs: use a letter, then only letters, digits, . and _"
             )
         _check_words(study, f"variants.{variant}", words)
     _check_words(study, "settings", study.settings)
@@ -367,11 +376,11 @@ def _check_words(study: Study, key: str, words: Sequence[str]) -> None:
             raise ConfigError(f"{key}: '{word}' is not of the form section.key=value")
         if name in PLANNED:
             raise ConfigError(
-                f"{key}: {name} is given to every run by the plan; say it in {PLANNED[name]}"
+                f"{key}: {name} is set for every run by the plan; set {PLANNED[name]} of the study instead"
             )
         if name == "optimizer.lr" and study.learning_rates is not None:
             raise ConfigError(
-                f"{key}: optimizer.lr is given beside learning_rates; keep one of them"
+                f"{key}: optimizer.lr and learning_rates are both given; keep one of them"
             )
     repeated = _repeated(word.partition("=")[0] for word in words)
     if repeated is not None:
@@ -380,11 +389,11 @@ def _check_words(study: Study, key: str, words: Sequence[str]) -> None:
 
 def _check_lists(study: Study) -> None:
     if not study.seeds:
-        raise ConfigError("seeds is empty: give at least one, as [1]")
+        raise ConfigError("seeds is empty: give at least one, such as [1]")
     if not study.fit.approaches:
         raise ConfigError(f"fit.approaches is empty: give {' or '.join(APPROACHES)}")
     if study.learning_rates is not None and not study.learning_rates:
-        raise ConfigError("learning_rates is empty: give rates, or null for the variants' own")
+        raise ConfigError("learning_rates is empty: give rates, or null for those of the variants")
 
 
 def _check_lengths(study: Study) -> None:
@@ -396,10 +405,10 @@ def _check_lengths(study: Study) -> None:
             if ways
             else "none of budgets, tokens and tokens_per_parameter is given"
         )
-        raise ConfigError(f"{told}: exactly one of them says how long the runs are")
+        raise ConfigError(f"{told}: exactly one of them must set the length of the runs")
     if study.trunks and study.warmup_steps is None:
         raise ConfigError(
-            "trunks: a warm-up that is a share of the steps differs from run to run; say it in steps, as warmup_steps: 100"
+            "trunks: a warm-up as a share of the steps differs between runs; give it in steps, such as warmup_steps: 100"
         )
     lists: dict[str, Sequence[float]] = {
         key: getattr(study, key) or ()
@@ -410,26 +419,26 @@ def _check_lengths(study: Study) -> None:
         repeated = _repeated(values)
         if repeated is not None:
             raise ConfigError(
-                f"{key}: {repeated:g} is there twice, so two runs would be the same; give it once"
+                f"{key}: {repeated:g} is given twice, so two runs would be the same; give it once"
             )
 
 
 def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
     for number, size in enumerate(sizes):
         if (size.width is None) == (size.parameters is None):
-            raise ConfigError(f"{key}.{number}: give a width, or parameters in its place")
+            raise ConfigError(f"{key}.{number}: give a width, or parameters instead")
         if size.parameters is not None and (size.layers, size.heads, size.ffn) != (
             None,
             None,
             None,
         ):
             raise ConfigError(
-                f"{key}.{number}: parameters asks the rule for a shape; give a width where layers, heads or ffn are given"
+                f"{key}.{number}: parameters lets the rule choose the shape; give a width together with layers, heads or ffn"
             )
     repeated = _repeated(sizes)
     if repeated is not None:
         raise ConfigError(
-            f"{key}: {repeated.told} is there twice, so two runs would be the same; give it once"
+            f"{key}: {repeated.told} is given twice, so two runs would be the same; give it once"
         )
 
 

@@ -18,29 +18,29 @@ from fem_common.errors import ConfigError, files_told, told
 from fem_common.files import make_folder, write_whole
 from fem_common.text import nearest
 
-# Column -> kind, in the file's order. int: a whole number, of which a foreign table may know nothing; then <NA>.
+# Column -> kind, in the order of the file. int: an integer, or <NA> if a foreign table lacks it.
 COLUMNS = {
     "run": "text",  # name of the run
-    "variant": "text",  # the study's word for what is compared
+    "variant": "text",  # name of the variant in the study
     "seed": "int",
-    "budget": "float",  # training FLOPs that the run was planned for; NaN where the study has no budgets
+    "budget": "float",  # planned training FLOPs of the run; NaN in a study without budgets
     "width": "int",
     "layers": "int",
     "heads": "int",
     "parametrization": "text",  # standard | mup
-    "parameters": "int",  # all, tied weights once
+    "parameters": "int",  # all parameters; tied weights count once
     "non_embedding_parameters": "int",
-    "flops_per_token": "float",  # of training: forward and backward
+    "flops_per_token": "float",  # training FLOPs, forward and backward
     "batch_tokens": "int",
-    "learning_rate": "float",  # the peak
+    "learning_rate": "float",  # peak learning rate
     "step": "int",
-    "steps": "int",  # of the whole run
-    "tokens": "int",  # consumed at ``step``
+    "steps": "int",  # planned steps of the run
+    "tokens": "int",  # tokens consumed up to ``step``
     "flops": "float",  # tokens * flops_per_token
-    "loss": "float",  # held-out, nats a token
-    "train_loss": "float",  # mean over the steps since the row before
-    "wall_seconds": "float",  # of the steps so far
-    "final": "bool",  # the last row of a complete run
+    "loss": "float",  # held-out loss, nats per token
+    "train_loss": "float",  # mean over the steps since the previous row
+    "wall_seconds": "float",  # duration of all steps up to ``step``
+    "final": "bool",  # true in the last row of a complete run
     "data": "text",  # identity of the tokenized data
     "tokenizer": "text",
     "config_hash": "text",
@@ -50,9 +50,11 @@ REQUIRED = ("variant", "parameters", "tokens", "flops", "loss")
 _POSITIVE = ("parameters", "tokens", "flops", "loss")
 _MISSING = {"text": "", "int": pd.NA, "float": math.nan, "bool": False}
 _PANDAS = {"text": "str", "int": "Int64", "float": "float64", "bool": "bool"}
-_ROUNDED_FROM = 1000  # published counts may be fractions; a small one is in millions or billions
+# Published counts may be fractions and are rounded from this number on. A smaller fraction is an
+# error: it is a count in millions or billions.
+_ROUNDED_FROM = 1000
 _PARQUET = (".parquet", ".pq")
-_MAKE = "make it with: python -m tools.scaling collect STUDY.yaml"
+_MAKE = "create it with: python -m tools.scaling collect STUDY.yaml"
 
 
 def as_table(rows: list[dict[str, object]]) -> pd.DataFrame:
@@ -111,7 +113,7 @@ def check_table(frame: pd.DataFrame, path: Path) -> None:
     last = frame[frame["final"]]
     for index, row in last[last.duplicated("run")].iterrows():
         raise ConfigError(
-            f"{path}: line {index + 2}: run {row['run']} has two rows with final = true; a run ends once"
+            f"{path}: line {index + 2}: run {row['run']} has two rows with final = true; keep one of them"
         )
     _check_hashes(frame, path)
     runs = frame.drop_duplicates("run")
@@ -177,7 +179,7 @@ def _raw(path: Path) -> pd.DataFrame:
         raise told(error) from None
     except pd.errors.EmptyDataError:
         raise ConfigError(f"{path}: the table is empty; {_MAKE}") from None
-    except ValueError as error:  # pandas' and pyarrow's, of what is no table
+    except ValueError as error:  # pandas and pyarrow raise it for files that are not tables
         raise ConfigError(f"{path}: not a readable table: {error}") from None
 
 
@@ -210,7 +212,7 @@ def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
     )
     if kind == "text":
         if missing and name in ("run", "variant"):
-            raise ConfigError(f"{where} is empty; every row needs one")
+            raise ConfigError(f"{where} is empty; every row needs a value")
         return "" if missing else str(cell)
     if kind == "bool":
         if str(cell).lower() not in ("true", "false"):
@@ -243,6 +245,6 @@ def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
 def _number(cell: object) -> int | float | None:
     """Convert a cell to a number, integers exactly; None if it is not a number."""
     for kind in (int, float):
-        with suppress(ValueError):  # True and False are neither
+        with suppress(ValueError):  # also raised for True and False, which are not numbers
             return kind(str(cell))
     return None

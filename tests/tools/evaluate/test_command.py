@@ -132,7 +132,7 @@ def test_an_evaluation_and_its_repetition(run: Run, calls: list[int]) -> None:
     del calls[:]
     code, again, err = run("--batch-size", "5")
     assert (code, again, calls) == (0, out, [])
-    assert err.splitlines()[0] == "s: 4 of 4 tasks have their results in out"
+    assert err.splitlines()[0] == "s: 4 of 4 tasks have results in out"
     code, out, err = run("--dry-run", "--limit", "2", "--retry")
     assert (code, out.split()[1::2]) == (
         0,
@@ -227,8 +227,8 @@ def test_the_quick_suite(run: Run) -> None:
     code, out, err = run("--limit", "4", suite="quick")
     assert code == 0, err
     assert all(label in out for label in ("Brackets", "Keywords", "Next line", "Recall", "Idioms"))
-    assert "--limit 4: these are not the tasks' scores" in err
-    assert "skipped: llama heldout: llama: nothing tells its held-out data" in err
+    assert "--limit 4: scores of a part of the examples, not of the complete tasks" in err
+    assert "skipped: llama heldout: llama: no held-out data is recorded for it" in err
 
 
 @pytest.mark.parametrize(

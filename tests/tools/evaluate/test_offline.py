@@ -154,6 +154,6 @@ def test_the_papers_suite_on_a_machine_without_data(tmp_path: Path, offline: Pat
     lines = found.stderr.splitlines()
     assert lines[:-1] == missing("paper").splitlines()[:-1]
     assert (
-        lines[-1].startswith("tools.evaluate: error: 14 of what the suite needs")
+        lines[-1].startswith("tools.evaluate: error: 14 data sets or files of the suite")
         and not (tmp_path / "out").exists()
     )

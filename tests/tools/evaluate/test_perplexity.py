@@ -514,11 +514,11 @@ def test_a_result_fits_the_tokens_not_their_place(
         "the run's own validation data"
     )
     write_text(tmp_path / "valid", seed=1)
-    assert "was made with data_digest" in (complaint(task) or "")
+    assert "was created with data_digest" in (complaint(task) or "")
     for file in tmp_path.glob("valid.*"):
         file.unlink()
     assert complaint(task) == "", "where the data is not, its name has to do"
-    assert "was made with data " in (complaint(one(Path("gone"), 8)) or "")
+    assert "was created with data " in (complaint(one(Path("gone"), 8)) or "")
 
 
 # --- errors and notes in one line -----------------------------------------------------------------

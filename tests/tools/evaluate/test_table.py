@@ -184,7 +184,7 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
     write(tmp_path, "a", "musr", 0.4, chance=None)  # the score of guessing is unknown
     unknown = table_of(tmp_path, suite("gpqa", "musr", rescale="leaderboard"))
     assert unknown.rows[0].average is None and any(
-        "guessing scores is not known: MUSR" in note for note in unknown.notes
+        "the score of guessing is not known: MUSR" in note for note in unknown.notes
     )
 
 
@@ -227,14 +227,14 @@ def test_held_out_loss_of_other_tokens_or_text_is_shown_but_not_ranked(tmp_path:
         write_heldout(tmp_path, "b", two, raw={**raw, **change})
         table = table_of(tmp_path)
         assert len(table.ranked) == 1 and any(
-            "their losses do not compare" in note for note in table.notes
+            "their losses are not comparable" in note for note in table.notes
         )
     write_heldout(tmp_path, "b", two, n=8)
     assert len(table_of(tmp_path).ranked) == 1
     write_heldout(tmp_path, "b", two, tokens=1500)
     table = table_of(tmp_path)
     assert [column.name for column in table.ranked] == ["arc"] and any(
-        "bits a byte compare" in note for note in table.notes
+        "bits per byte are comparable" in note for note in table.notes
     )
     assert "**1.900**" not in markdown(table) and "2.000 ± 0.020 (0.667)" in markdown(table)
     points = heldout(table)["valid"]["b"]

@@ -144,7 +144,7 @@ def test_wanted_modules() -> None:
         flatten(MODULE, "import torch\nimport kernels.fem_attention")
     for module in ("kernels.no_such", "pretrain.plan.run_plan", "tools.demo.report"):
         with pytest.raises(
-            BundleError, match=f"line 1: {module} is no file that an export may copy"
+            BundleError, match=f"line 1: {module} is not a file that an export may copy"
         ):
             flatten(MODULE, f"from {module} import x")
 

@@ -106,7 +106,7 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
         torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]]),
     )
     caches, counts = (model.new_cache(), model.new_cache(14)), model.model.counts_padding
-    refusal = "padding between two tokens of a row, .* pad on the left"
+    refusal = "padding between two tokens of a row, .* pad only on the left"
     with torch.no_grad():
         for start in (5, 11):  # starts at the last token before the second gap, and after it
             model(ids[:, start:], attention_mask=mask[:, start:] | (torch.arange(start, 14) < 10))

@@ -65,7 +65,7 @@ TABLE = [
     Excepted(
         "model_rope_scaling_.*_dynamic",
         TURNED,
-        "failed: (?s:.*)rope_type is 'dynamic'; here are",
+        "failed: (?s:.*)rope_type is 'dynamic'; supported are",
         "refused: not a scale of the training code",
     ),
     Excepted(

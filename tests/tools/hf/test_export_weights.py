@@ -218,7 +218,7 @@ def test_sizes() -> None:
     ):
         assert byte_count(text) == size
     for bad in ("", "GB", "-1GB", "0", "5 apples", "0.1B", "1e9"):
-        with pytest.raises(ValueError, match="is no size of a file: write it as 5GB"):
+        with pytest.raises(ValueError, match="is not a file size: write it as 5GB"):
             byte_count(bad)
 
 

@@ -248,7 +248,7 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
         raised(model.generate, ids, error=ValueError, **GREEDY | options)
     for ahead in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(
-            ValueError, match="assisted generation|cannot go back to an earlier step"
+            ValueError, match="assisted generation|cannot return to an earlier step"
         ):
             model.generate(ids, **GREEDY, **ahead)
     raised(model.new_cache, 0, error=ValueError)

@@ -225,8 +225,8 @@ def test_the_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         and "decoder.layers.N.mlp.gate_up 0-1 copied 6,144 6,144" in lines
     )
     assert (
-        "left behind of the folder's: decoder.layers.N.mixer.in_proj.weight (0-1): v;"
-        " decoder.layers.N.mixer.out_proj.weight (0-1)" in lines
+        "weights of the folder that are not used: decoder.layers.N.mixer.in_proj.weight (0-1): v; decoder.layers.N.mixer.out_proj.weight (0-1)"
+        in lines
     )
     manifest = find(tmp_path / "ck").manifest
     assert (
@@ -245,7 +245,7 @@ def test_attentions_own_switches_stay_with_attention(
     mistral = stock_folder("mistral", tmp_path / "mistral")
     model, _, _ = graft(mistral, tmp_path / "ck", "fem_softmax")
     assert (
-        "fem_softmax has no model.attention.sliding_window; the folder's 5 is left behind"
+        "fem_softmax has no model.attention.sliding_window; the folder's value 5 is not used"
         in capsys.readouterr().err
     )
     assert model.attention == AttentionConfig()
@@ -292,22 +292,22 @@ def test_one_line_where_nothing_can_stand_on_it(
             llama,
             "cem",
             ("--set", "model.hidden_size=64"),
-            "model.hidden_size is 64 here and 32 in the folder",
+            "model.hidden_size is 64, but 32 in the folder",
         ),
         (
             llama,
             "cem",
             ("--set", "model.num_layers=4"),
-            "model.num_layers is 4 here and 2 in the folder",
+            "model.num_layers is 4, but 2 in the folder",
         ),
         (
             llama,
             "cem",
             ("--set", f"model.vocab_size={VOCAB - 1}"),
-            "model.vocab_size is 49 here and 50 in the folder",
+            "model.vocab_size is 49, but 50 in the folder",
         ),
         (llama, "cen", (), "model.mixer = 'cen' is not a choice; did you mean cem?"),
-        (llama, "fla.GatedLinearAttention", (), "another package's layer"),
+        (llama, "fla.GatedLinearAttention", (), "a layer of another package"),
         (
             llama,
             "fem_softmax",

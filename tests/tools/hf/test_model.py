@@ -344,14 +344,12 @@ def test_velocities_have_an_embedding_that_transformers_does_not_know() -> None:
     embeds = model.get_input_embeddings()(torch.zeros(1, 3, dtype=torch.long))
     with pytest.raises(
         ValueError,
-        match="inputs_embeds: this model's tokens have velocities, too, .* give input_ids",
+        match="inputs_embeds: this model also needs velocities, .* give input_ids",
     ):
         model(inputs_embeds=embeds)
     with pytest.raises(
         ValueError,
-        match=(
-            "velocities have an embedding of their own, which is not resized: train with all tokens"
-        ),
+        match="a separate embedding for velocities, which is not resized: train with all tokens",
     ):
         model.resize_token_embeddings(VOCAB + 6)
 

@@ -76,7 +76,7 @@ def test_padding_between_turns(
     """
     text = card(export(small(**changes), tmp_path / "model"))[1]
     found = re.search(
-        r"^- Pad only before or after a row's text: (.*) counts? places", text, re.MULTILINE
+        r"^- Pad only before or after the text of a row: (.*) counts? positions", text, re.MULTILINE
     )
     assert (re.findall(r"`(\w+)`", found[1]) if found else []) == counting
     assert bool(LORA.search(text)) == ("modeling_fem.py" in text)
@@ -135,8 +135,7 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
         )
         assert (
             not has_code
-            or f"under {project['license']} ([LICENSE](LICENSE)). No license of the weights is"
-            " stated."
+            or f"under {project['license']} ([LICENSE](LICENSE)). No license is stated for the weights."
             in text
         )
     assert hf("export", runs["transformer"], tmp_path / "stock", "--license", "cc-by-4.0") == 0
@@ -175,9 +174,6 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
 def test_no_license(text: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=(
-            r"^--license .*: write an id of the Hub's, as apache-2.0, or NAME=LINK for another"
-            r" license"
-        ),
+        match=r"^--license .*: expected an id of the Hub, such as apache-2.0, or NAME=LINK for another license",
     ):
         License.read(text)

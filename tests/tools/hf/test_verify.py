@@ -199,7 +199,7 @@ def test_other_tokenizers_are_told(verify: Verify, other: Callable[[str], Path])
     )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (edited / file).unlink()
-    assert f"tokenizers: not compared, none with {edited}" in verify(0, "plain_hf", edited)[0]
+    assert f"tokenizers: not compared, no tokenizer in {edited}" in verify(0, "plain_hf", edited)[0]
 
 
 def test_other_models_are_compared_as_far_as_they_go(verify: Verify, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_what_cannot_be_compared_is_refused(
             and "cannot be compared" in message
         )
     write_run(plan, runs[2], words=("optimizer.weight_decay=0.3",))
-    assert f"trained with optimizer.weight_decay = 0.3, and {path} plans 0.1 now" in refused(
+    assert f"trained with optimizer.weight_decay = 0.3, but {path} now plans 0.1" in refused(
         study, capsys
     )
     # Settings that do not affect the result of training may differ, and two variants that differ
@@ -379,9 +379,7 @@ def test_a_fork_is_collected_as_a_straight_run(
     ]
     (tmp_path / "export.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert main(["collect", str(path), "--wandb", "export.jsonl"]) == 1
-    assert (
-        f"{fork.name}: a fork of {trunk.name}, of which nothing is here" in capsys.readouterr().err
-    )
+    assert f"{fork.name}: a fork of {trunk.name}, which has no record" in capsys.readouterr().err
     write_run(plan, trunk)
     write_run(plan, straight[0])  # as trained before the study had trunks
     assert final_runs(collected(study)).drop(columns="train_loss").equals(last)

@@ -203,7 +203,7 @@ def test_a_case_that_is_not_flat_is_an_exit_code(
         )
         == 1
     )
-    assert "the worst is" in capsys.readouterr().out.splitlines()[-3]
+    assert "largest deviation: " in capsys.readouterr().out.splitlines()[-3]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "coordinates.csv",
         "coordinates.md",

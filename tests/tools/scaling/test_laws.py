@@ -75,13 +75,13 @@ def test_what_makes_no_frontier_is_said() -> None:
     )
     fit, notes = fit_isoflop(dataclasses.replace(some, loss=away), QUICK, np.random.default_rng(0))
     assert [parabola.inside for parabola in fit.parabolas] == [False, True, True, True]
-    assert any("1e+16 FLOPs: the minimum lies beyond the largest size" in note for note in notes)
+    assert any("1e+16 FLOPs: the minimum is beyond the largest size" in note for note in notes)
     assert any(
-        "3 minima: the least loss is a power law of FLOPs without an offset" in note
+        "3 minima: the lowest loss is a power law of FLOPs without an offset" in note
         for note in notes
     )
     assert fit.n_opt and fit.n_opt.exponent.value == pytest.approx(0.5, rel=1e-8)
-    with pytest.raises(NotIdentified, match="1e\\+16 FLOPs: the parabola bends down"):
+    with pytest.raises(NotIdentified, match="1e\\+16 FLOPs: the parabola opens downwards"):
         fit_isoflop(parabolas(depth=-0.05), QUICK, np.random.default_rng(0))
     fit, notes = fit_isoflop(parabolas(sizes=3), QUICK, np.random.default_rng(0))
     assert len(notes) == 1 and fit.n_opt and (fit.n_opt.exponent.low, fit.n_opt.draws) == (None, [])
@@ -130,14 +130,15 @@ def test_a_variant_that_needs_four_fifths_is_found_to() -> None:
             np.exp(np.mean([np.log(multiplier.ratio.value) for multiplier in one.multipliers]))
         )
         assert one.words.startswith(
-            f"fem reaches transformer's loss with {found.value:.2f}"
-            f" ({found.low:.2f}–{found.high:.2f})"
+            f"fem reaches the loss of transformer with {found.value:.2f} ({found.low:.2f}–{found.high:.2f})"
         )
         assert "neither" not in one.words
     worse = dataclasses.replace(runs(0.001, 2), loss=runs(0.001, 2).loss + 3)
     for one in compare(variant("fem", worse), theirs, 0.9):
         assert (one.overall, one.multipliers) == (None, [])
-        assert "reach no common loss" in one.words and "no compute multiplier" in one.words
+        assert (
+            "have no common range of losses" in one.words and "no compute multiplier" in one.words
+        )
 
 
 def small_study(seed: int) -> tuple[list[IsoFlopFit], Comparison]:
@@ -246,7 +247,7 @@ def test_the_best_rate_of_each_size_and_its_law() -> None:
     assert fit.by_width.exponent.value == pytest.approx(-0.3, abs=0.04)
     # N is 12 width^2.
     assert fit.by_parameters.exponent.value == pytest.approx(fit.by_width.exponent.value / 2)
-    assert notes == ["learning rate: one seed a rate, so its power law has no interval"]
+    assert notes == ["learning rate: one seed per rate, so its power law has no interval"]
 
 
 def test_a_best_rate_at_the_edge_is_left_out_and_seeds_give_an_interval() -> None:
@@ -295,4 +296,6 @@ def test_without_a_common_loss_there_is_no_number() -> None:
     worse = dataclasses.replace(runs(0.001, 2), loss=runs(0.001, 2).loss + 3)
     for one in compared(better, worse):
         assert one.overall is None and one.multipliers == []
-        assert "reach no common loss" in one.words and "no compute multiplier" in one.words
+        assert (
+            "have no common range of losses" in one.words and "no compute multiplier" in one.words
+        )

@@ -172,7 +172,7 @@ def test_what_does_not_determine_a_law_is_not_fitted() -> None:
     n, d = np.tile(np.geomspace(1e7, 1e9, 5), 5), np.repeat(np.geomspace(1e9, 1e11, 5), 5)
     noise = np.exp(np.random.default_rng(0).normal(0, 1e-3, 25))
     for some, said in (
-        (runs(noise=0.004, seed=8).take(np.arange(6)), "5 parameters and there are 6 runs"),
+        (runs(noise=0.004, seed=8).take(np.arange(6)), "5 parameters, but only 6 runs exist"),
         (
             points(np.full(25, 1e8), d, loss(np.full(25, 1e8), d)),
             "have 1 and 5: E, A, B, alpha and beta are not identified",
@@ -239,7 +239,7 @@ def test_a_fit_comes_back_from_its_file(variant: VariantFit, tmp_path: Path) -> 
         path.write_text(text)
         with pytest.raises(ConfigError, match="fit.json: .*python -m tools.scaling fit"):
             load_fit(path)
-    with pytest.raises(ConfigError, match="not there; python -m tools.scaling fit"):
+    with pytest.raises(ConfigError, match="does not exist; python -m tools.scaling fit"):
         load_fit(tmp_path / "none.json")
 
 
@@ -266,7 +266,7 @@ def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
     with pytest.raises(ConfigError, match="transformer: no parametric law.*6 runs are too few"):
         predict_loss(bare, 1e8, 1e9)
     assert optimal(bare, 1e20).method == "isoflop"
-    with pytest.raises(ConfigError, match="no law to take an optimum from"):
+    with pytest.raises(ConfigError, match="no law for an optimum"):
         optimal(dataclasses.replace(bare, isoflop=None), 1e20)
 
 

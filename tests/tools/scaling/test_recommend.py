@@ -99,13 +99,15 @@ def test_the_run_is_the_optimum_and_pretrain_takes_it(
         assert main(command) == 2
         out, error = capsys.readouterr()
         assert (
-            "107 times the study's largest run" in error
-            and "1.5e13, and further with --extrapolate" in error
+            "107 times the FLOPs of the study's largest run" in error
+            and "1.5e13, and beyond only with --extrapolate" in error
         )
         assert out == "" and error.count("\n") == 1 and not Path("out.yaml").exists()
         command.append("--extrapolate")
     assert main(command) == 0
-    assert ("times the study's largest run" in capsys.readouterr().err) == (flops > 10 * LARGEST)
+    assert ("times the FLOPs of the study's largest run" in capsys.readouterr().err) == (
+        flops > 10 * LARGEST
+    )
     prepared = prepare(load_run("out.yaml"), None, plan_only=True)
     plan, model, optimizer = (
         make_plan(prepared.config, 1),
@@ -145,7 +147,7 @@ def test_without_a_variant_it_is_the_best_one_and_repeated_data_is_warned_of(
     Path("printed.yaml").write_text(text)
     config = load_run("printed.yaml")
     assert (config.model.mixer, config.optimizer.lr, config.name) == ("cem", 5e-4, "study-cem-2e11")
-    assert "for comparison, transformer at its own optimum" in text and "WARNING" not in text
+    assert "for comparison, transformer at its optimum" in text and "WARNING" not in text
     write_folder(Path("data"), tokens=10_000)
     assert main(["recommend", str(study), "--flops", "1e12"]) == 0
     out, error = capsys.readouterr()

@@ -162,7 +162,7 @@ def test_a_fit_of_another_table_is_refused_and_one_without_a_law_says_so(
     assert {file.stem for file in results.glob("*.png")} == {"isoflop"}
     assert "No law was fitted" in (results / "report.html").read_text()
     assert (
-        "transformer: the parametric law has 5 parameters and there are 5 runs"
+        "transformer: the parametric law has 5 parameters, but only 5 runs exist"
         in (results / "summary.md").read_text()
     )
 
@@ -234,7 +234,7 @@ def test_each_picture_can_be_read_alone(name: str) -> None:
         shown = [axes for axes in figure.axes if axes.get_visible()]
         words = " ".join(text.get_text() for text in figure.findobj(Text))
         assert name in words and all(variant in words for variant in fit.variants), picture
-        assert "nats a token" in words or "FLOPs" in words or "%" in words, picture
+        assert "nats per token" in words or "FLOPs" in words or "%" in words, picture
         outer = [axes for axes in shown if axes.get_xlabel()]
         assert outer and any(axes.get_ylabel() for axes in shown)
         for axes in outer:

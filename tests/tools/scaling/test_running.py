@@ -186,7 +186,7 @@ def test_a_study_ends_as_its_runs_did(
         threading.Thread(target=kill).start()
     assert main(["run", str(path)]) == code
     said = capfd.readouterr()
-    assert ("the same command goes on" in said.out) == killed
+    assert ("the same command continues" in said.out) == killed
     assert (f"failed: {names[-1]}: no memory" in said.err) == (code == 1)
 
 
@@ -252,7 +252,7 @@ def test_a_study_killed_on_its_way_goes_on(
     if first.poll() is None:
         os.killpg(first.pid, signal.SIGTERM)
     told, _ = first.communicate(timeout=PATIENCE)
-    assert first.returncode == running.INTERRUPTED and "the same command goes on" in told, told
+    assert first.returncode == running.INTERRUPTED and "the same command continues" in told, told
     before = [(folder / "metrics.jsonl").read_bytes() for folder in folders]
     assert len(trained(folders[0])) == runs[0].steps and len(trained(folders[1])) < runs[1].steps
 

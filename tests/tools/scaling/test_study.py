@@ -81,7 +81,7 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
     for words in (
         "12 runs",
         "layers = max(2, round(width / 32))",
-        "the study's assumption: 0.01 TFLOP/s",
+        "a process sustains 0.01 TFLOP/s",
         "was not checked",
     ):
         assert words in rest
@@ -188,7 +188,7 @@ def test_the_shorter_runs_are_forks_of_the_longest(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("trunks: ")
     )
     total = sum(run.flops for run in straight)
-    assert "16 runs begin " in told and f"{270 / 700 * total:.4g} saved (39%)" in told
+    assert "16 runs start " in told and f"{270 / 700 * total:.4g} saved (39%)" in told
     write_folder(tmp_path / "data", tokens=90_000)
     forks = ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]
     wrong: tuple[dict[str, Any], ...] = (
@@ -260,7 +260,7 @@ def test_a_short_runs_fix_is_long_enough(
     """Each suggested fix suits the named run; the longest of them suits all."""
     budgets = TOO_SHORT
     while main(["plan", str(write(tmp_path, partial(dict.update, budgets=budgets)))]) == 2:
-        fix = float(capsys.readouterr().err.partition("long enough are ")[2].split()[0])
+        fix = float(capsys.readouterr().err.partition("give at least ")[2].split()[0])
         assert fix > budgets[0]
         budgets = [fix]
     assert budgets != TOO_SHORT

@@ -31,18 +31,16 @@ def _compared(
 ) -> Comparison:
     by, flops = METHODS[method], _budgets(baseline)
     (ours, our_draws), (theirs, their_draws) = (_rows(fit, method) for fit in (variant, baseline))
-    reach, own = (
-        _loss(theirs, flops)[0],
-        _loss(ours, _budgets(variant))[0],
-    )  # the baseline's, falling
+    # ``reach``: losses of the baseline, decreasing.
+    reach, own = _loss(theirs, flops)[0], _loss(ours, _budgets(variant))[0]
     none = ""
     if own.min() > reach.max() or reach.min() > own.max():
         spans = f"{own.min():.3f} to {own.max():.3f} and {reach.min():.3f} to {reach.max():.3f}"
-        none = f"{variant.name} and {baseline.name} reach no common loss ({spans} by the {by})"
+        none = f"{variant.name} and {baseline.name} have no common range of losses ({spans} by the {by})"
     value = _flops_for(ours, reach[None]) / flops
     kept = np.isfinite(value[0])
     if not kept.any():
-        none = none or f"{variant.name} reaches none of {baseline.name}'s losses by the {by}"
+        none = none or f"{variant.name} does not reach any loss of {baseline.name} by the {by}"
     if none:
         return Comparison(
             variant.name,
@@ -50,7 +48,7 @@ def _compared(
             method,
             [],
             None,
-            f"{none}, so there is no compute multiplier",
+            f"{none}, so no compute multiplier exists",
         )
     flops, reach, value = flops[kept], reach[kept], value[:, kept]
     draws = min(len(our_draws), len(their_draws))
@@ -63,13 +61,13 @@ def _compared(
         float(np.exp(np.log(value[0]).mean())), np.exp(np.log(ratios).mean(axis=1)), interval
     )
     words = (
-        f"{variant.name} reaches {baseline.name}'s loss with {overall.text('.2f')} of its FLOPs, by the {by} "
+        f"{variant.name} reaches the loss of {baseline.name} with {overall.text('.2f')} times its FLOPs, by the {by} "
         f"from {flops.min():.1e} to {flops.max():.1e} FLOPs"
     )
     if overall.low is None:
-        words += "; too few resamples reach it for an interval"
+        words += "; too few resamples reach that loss for an interval"
     elif overall.high is not None and overall.low <= 1 <= overall.high:
-        words += "; the interval holds 1, so neither is shown to be better"
+        words += "; the interval contains 1, so neither is shown to be better"
     return Comparison(variant.name, baseline.name, method, multipliers, overall, words)
 
 

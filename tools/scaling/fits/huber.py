@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
-LARGEST_EXPONENT = 3.0  # bound of alpha and beta; published laws lie between 0.2 and 1.2
+LARGEST_EXPONENT = 3.0  # bound of alpha and beta; published values are between 0.2 and 1.2
 SMALLEST_EXPONENT = 0.01
-SMALLEST_SHARE = 1e-4  # of the least loss that E, or a term at the runs' centre, may be
-GRADIENT_TOLERANCE = 1e-6  # of a run's largest gradient, delta, times the runs
+# Lower bound of E and of the terms at the centre of the runs, as a share of the lowest loss.
+SMALLEST_SHARE = 1e-4
+# Relative to delta, the largest gradient of one run, times the number of runs.
+GRADIENT_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)

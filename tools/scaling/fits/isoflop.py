@@ -28,8 +28,8 @@ from ..laws import FEWEST_WITH_OFFSET, Estimate, PowerLaw, power_law, pure, with
 from ..results import IsoFlopFit, Parabola
 from .points import Array, NotIdentified, Points
 
-FEWEST_SIZES = 3  # a parabola's coefficients
-FEWEST_MINIMA = 2  # a power law's
+FEWEST_SIZES = 3  # number of coefficients of a parabola
+FEWEST_MINIMA = 2  # number of parameters of a power law
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def fit_isoflop(
     budgets, or no parabola has a minimum).
     """
     if not points.budgets:
-        raise NotIdentified("the runs have no budgets, so there are no isoFLOP parabolas")
+        raise NotIdentified("the runs have no budgets, so isoFLOP parabolas cannot be fitted")
     for flops in points.budgets:
         sizes = np.unique(points.n[points.budget == flops])
         if len(sizes) < FEWEST_SIZES:
             told = " and ".join(f"{size:.4g}" for size in sizes)
             raise ConfigError(
-                f"budget {flops:.4g} FLOPs has {counted(len(sizes), 'size')} ({told} parameters), and a parabola needs {FEWEST_SIZES}: "
+                f"budget {flops:.4g} FLOPs has {counted(len(sizes), 'size')} ({told} parameters), but a parabola needs {FEWEST_SIZES}: "
                 "add sizes, or leave this approach out with fit.approaches: [parametric]"
             )
     budgets = [_Budget.of(flops, points.take(points.budget == flops)) for flops in points.budgets]
@@ -106,22 +106,24 @@ def fit_isoflop(
         parabolas += [parabola] if parabola else []
         inside.append(parabola is not None and parabola.inside)
     if not parabolas:
-        raise NotIdentified("no budget's losses have a minimum over the sizes: " + "; ".join(notes))
+        raise NotIdentified(
+            "no budget has a minimum of the loss over the sizes: " + "; ".join(notes)
+        )
     laws, failed = _frontier(
         [b for b, ok in zip(budgets, inside, strict=True) if ok], drawn, inside, config
     )
     if laws is None:
         notes.append(
-            f"{sum(inside)} of {len(budgets)} budgets have a minimum inside their sizes, and a frontier needs {FEWEST_MINIMA}"
+            f"{sum(inside)} of {len(budgets)} budgets have a minimum inside their sizes, but a frontier needs {FEWEST_MINIMA}"
         )
     n_opt, d_opt, loss = laws or (None, None, None)
     if loss is not None and loss.offset is None:
         notes.append(
-            f"{sum(inside)} minima: the least loss is a power law of FLOPs without an offset, which takes {FEWEST_WITH_OFFSET}"
+            f"{sum(inside)} minima: the lowest loss is a power law of FLOPs without an offset, which would need {FEWEST_WITH_OFFSET}"
         )
     if failed > 0.05 * config.resamples:
         notes.append(
-            f"{failed} of {config.resamples} resamples had no frontier; the intervals leave them out and are too narrow"
+            f"{failed} of {config.resamples} resamples had no frontier; the intervals do not include them and are too narrow"
         )
     return IsoFlopFit(
         parabolas, n_opt, d_opt, loss, config.resamples, failed, config.interval
@@ -138,11 +140,11 @@ def _draws(
         loss, free = budget.points.loss, 1 - budget.leverage
         smooth = _basis(np.log(budget.points.n) - budget.center) @ (budget.solve @ loss)
         fitted.append(smooth)
-        if free.sum() > 0.5:  # a degree of freedom is left
+        if free.sum() > 0.5:  # at least one degree of freedom remains
             some = free > 1e-6
             pool.append(((loss - smooth) / smooth)[some] / np.sqrt(free[some]))
     if not pool:
-        note = "every budget has three sizes, through which a parabola goes exactly: no intervals"
+        note = "every budget has three sizes, which a parabola fits exactly: no intervals"
         return [np.empty((0, len(one))) for one in fitted], [note]
     residuals = np.concatenate(pool) * student_over_normal(degrees, config.interval)
     signed = np.concatenate([residuals, -residuals])
@@ -157,14 +159,14 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
     if np.isnan(n) or np.isnan(loss):
         return (
             None,
-            f"budget {budget.flops:.3g} FLOPs: the parabola bends down, so it has no minimum",
+            f"budget {budget.flops:.3g} FLOPs: the parabola opens downwards, so it has no minimum",
         )
     c0, c1, c2 = (float(value) for value in budget.solve @ points.loss)
     inside = bool(sizes.min() <= n <= sizes.max())
     note = None
     if not inside:
         end = "smallest" if n < sizes.min() else "largest"
-        note = f"budget {budget.flops:.3g} FLOPs: the minimum lies beyond the {end} size, and the frontier leaves it out; add sizes there"
+        note = f"budget {budget.flops:.3g} FLOPs: the minimum is beyond the {end} size, so the frontier does not use it; add sizes beyond that one"
     shifted = (c0 - c1 * budget.center + c2 * budget.center**2, c1 - 2 * c2 * budget.center, c2)
     pairs = zip((n, d, loss), budget.minima(drawn)[:3], strict=True)
     best, tokens, least = (
@@ -185,14 +187,16 @@ def _frontier(
     if len(budgets) < FEWEST_MINIMA:
         return None, 0
     flops = np.array([budget.flops for budget in budgets])
+    # [3, budgets]
     value = np.stack(
         [np.concatenate(budget.minima(budget.points.loss[None])[:3]) for budget in budgets], axis=1
-    )  # [3, budgets]
+    )
     used = [losses for losses, ok in zip(drawn, inside, strict=True) if ok]
+    # [3, k, budgets]
     draws = np.stack(
         [np.stack(budget.minima(losses)[:3]) for budget, losses in zip(budgets, used, strict=True)],
         axis=2,
-    )  # [3, k, budgets]
+    )
     spans = np.array([[budget.points.n.min(), budget.points.n.max()] for budget in budgets])
     good = np.isfinite(draws).all(axis=(0, 2)) & (
         (draws[0] > spans[:, 0] / 10) & (draws[0] < spans[:, 1] * 10)

@@ -16,9 +16,9 @@ from ..laws import Array, Estimate, PowerLaw, power_law, pure
 from ..results import LearningRateFit, LearningRateOptimum
 from .points import Points, by_rate, cells
 
-FEWEST_RATES = 4  # with fewer, an interpolation says no more than its points
-DENSE = 400  # places between two rates where the minimum is sought
-CURVE = 120  # points of the curve kept for the picture
+FEWEST_RATES = 4  # with fewer, an interpolation adds no information
+DENSE = 400  # points between two rates at which the minimum is searched
+CURVE = 120  # points of the curve stored for the picture
 
 
 def fit_learning_rates(
@@ -42,7 +42,7 @@ def fit_learning_rates(
         )
         if len(rates) < FEWEST_RATES:
             notes.append(
-                f"learning rate: {told}: {len(rates)} rates, and an interpolation of the optimum needs {FEWEST_RATES}"
+                f"learning rate: {told}: {len(rates)} rates, but an interpolation of the optimum needs {FEWEST_RATES}"
             )
             continue
         losses = [points.loss[some] for some in rates.values()]
@@ -62,9 +62,9 @@ def fit_learning_rates(
         for name in ("parameters", "width")
     )
     if by_parameters is None:
-        notes.append("learning rate: no power law: it needs inner optima of two sizes")
+        notes.append("learning rate: no power law, which needs inner optima of two sizes")
     elif not by_parameters.draws:
-        notes.append("learning rate: one seed a rate, so its power law has no interval")
+        notes.append("learning rate: one seed per rate, so its power law has no interval")
     return LearningRateFit(optima, by_parameters, by_width), notes
 
 

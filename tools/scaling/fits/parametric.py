@@ -31,11 +31,11 @@ from ..results import LeftOut, ParametricFit, Residual
 from . import huber
 from .points import Array, NotConverged, NotIdentified, Points
 
-FEWEST_RUNS = 7  # five parameters, and something left to judge them by
-FEWEST_VALUES = 3  # different N, and different D: E, A and alpha (E, B and beta) are three numbers
-STARTS = 12  # of the grid, the best by their objective
+FEWEST_RUNS = 7  # five parameters and two degrees of freedom
+FEWEST_VALUES = 3  # different values of N and of D: E, A and alpha (E, B and beta) are three
+STARTS = 12  # number of starting points: those of the grid with the lowest objective
 FEWEST_AGREEING = 3
-SAME = 1e-6  # relative difference of two objectives that are one minimum
+SAME = 1e-6  # largest relative difference between objectives of the same minimum
 NAMES = ("E", "A", "B", "alpha", "beta")
 
 
@@ -166,8 +166,8 @@ def descend(
     agreeing = int((settled & (values <= values[best] * (1 + SAME) + 1e-15)).sum())
     if not settled[best] or agreeing < FEWEST_AGREEING:
         raise NotConverged(
-            f"the parametric fit does not converge: {agreeing} of {len(starts)} starts ended in the least objective with no gradient left; "
-            "look for a run with an odd loss, or leave this law out with fit.approaches: [isoflop]"
+            f"the parametric fit does not converge: {agreeing} of {len(starts)} starts reached the lowest objective with a zero gradient; "
+            "check the runs for an outlier, or leave this law out with fit.approaches: [isoflop]"
         )
     return found[best : best + 1], float(values[best]), len(starts), agreeing
 
@@ -196,11 +196,11 @@ def _enough(points: Points) -> huber.Data:
     sizes, lengths = len(np.unique(points.n)), len(np.unique(points.d))
     if len(points) < FEWEST_RUNS:
         raise NotIdentified(
-            f"the parametric law has 5 parameters and there are {len(points)} runs; {FEWEST_RUNS} or more are needed"
+            f"the parametric law has 5 parameters, but only {len(points)} runs exist; at least {FEWEST_RUNS} are needed"
         )
     if sizes < FEWEST_VALUES or lengths < FEWEST_VALUES:
         raise NotIdentified(
-            f"the parametric law needs {FEWEST_VALUES} or more sizes and numbers of tokens, and the runs have {sizes} and {lengths}: "
+            f"the parametric law needs at least {FEWEST_VALUES} sizes and as many numbers of tokens, but the runs have {sizes} and {lengths}: "
             "E, A, B, alpha and beta are not identified"
         )
     return huber.Data.of(points.n, points.d, points.loss)
@@ -211,5 +211,5 @@ def _check_inside(parameters: Array, data: huber.Data) -> None:
     if outside.any():
         names = ", ".join(name for name, out in zip(NAMES, outside, strict=True) if out)
         raise NotIdentified(
-            f"the parametric law is not identified: {names} ran to the end of the range allowed; more sizes or budgets are needed"
+            f"the parametric law is not identified: {names} reached the end of the allowed range; more sizes or budgets are needed"
         )

@@ -46,7 +46,7 @@ class Points:
     n: Array  # parameters
     d: Array  # tokens
     c: Array  # FLOPs
-    loss: Array  # nats a token
+    loss: Array  # nats per token
     budget: Array
     width: Array
     rate: Array
@@ -94,7 +94,7 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
             fix = (
                 "; set fit.parameters: total"
                 if column == COLUMN["non_embedding"]
-                else "; take the run out, or run it again"
+                else "; remove the run, or run it again"
             )
             raise ConfigError(
                 f"run {runs[wrong][0]}: {column} = {arrays[name][wrong][0]:g}: a law needs a positive number{fix}"
@@ -135,14 +135,14 @@ def best_rates(points: Points) -> tuple[Points, str | None]:
             else rows
         ).tolist()
     note = (
-        "several learning rates: the laws take each size's best measured rate at each length"
+        "several learning rates: the laws use the best measured rate of each size at each length"
         if several
         else None
     )
     return points.take(np.asarray(sorted(keep), dtype=np.intp)), note
 
 
-SMALLEST_SHAPE = 0.1  # below it a stratum's weight is one run's
+SMALLEST_SHAPE = 0.1  # below it, the weight of a stratum is on one run
 
 
 def student_over_normal(free: int, interval: float) -> float:

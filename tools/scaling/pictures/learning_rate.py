@@ -67,7 +67,7 @@ def _panel(
         if optimum.curve:
             axes.plot(*zip(*optimum.curve, strict=True), color=look["color"], linewidth=1.3)
         star(axes, optimum.rate.value, optimum.loss, look["color"], is_open=optimum.edge)
-    plain_axes(axes, "peak learning rate", "loss, nats a token")
+    plain_axes(axes, "peak learning rate", "loss, nats per token")
     rates = [rate for optimum in entry.optima for rate in optimum.rates]
     log_axis(axes.xaxis, min(rates) / 1.2, max(rates) * 1.2, "number")
 
@@ -96,9 +96,8 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
     axes.legend(loc="upper left", frameon=False, fontsize=8.5)
     plain_axes(axes, size_words(fit), "best peak learning rate")
     log_axis(axes.xaxis, min(sizes) / 1.3, max(sizes) * 1.3, "count")
-    log_axis(
-        axes.yaxis, min(rates) / 1.6, max(rates) * (1.6 + 0.2 * len(shown)), "number"
-    )  # and the legend above
+    # The upper limit leaves space for the legend.
+    log_axis(axes.yaxis, min(rates) / 1.6, max(rates) * (1.6 + 0.2 * len(shown)), "number")
 
 
 def _legend(figure: Any, looks: dict[tuple[float, float], dict[str, Any]]) -> None:
@@ -111,5 +110,7 @@ def _legend(figure: Any, looks: dict[tuple[float, float], dict[str, Any]]) -> No
     handles.append(
         marked(linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white")
     )
-    labels.append("optimum by Akima interpolation (open: on the edge of the rates, no optimum)")
+    labels.append(
+        "optimum by Akima interpolation (open: at the smallest or largest rate, no optimum)"
+    )
     legend_below(figure, handles, labels, 3)

@@ -63,10 +63,10 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
             axes,
             f"{name}: {law_text('best N', found.n_opt, 'C') if found.n_opt else 'no law through the minima'}",
         )
-    outer_labels(grid, size_words(fit), "held-out loss, nats a token")
+    outer_labels(grid, size_words(fit), "held-out loss, nats per token")
     sizes = final[final["variant"].isin(list(shown))][size_column(fit)].astype(float)
     log_axis(grid[0].xaxis, sizes.min() * 0.85, sizes.max() * 1.18, "count")
-    _budget_legend(figure, looks, "minimum of the parabola (open: outside the sizes measured)")
+    _budget_legend(figure, looks, "minimum of the parabola (open: outside the measured sizes)")
     return figure
 
 
@@ -129,7 +129,7 @@ def residuals(fit: StudyFit) -> Any | None:
         return None
     looks = looks_of(_group(entry) for entry in entries)
     worst = max(abs(entry.relative) for entry in entries)
-    title = f"{fit.study}: measured loss against the parametric law's\nno run is further than {100 * worst:.2g}% from it"
+    title = f"{fit.study}: measured loss against the parametric law\nlargest distance of a run: {100 * worst:.2g}%"
     figure, grid = panels(len(shown), title, panel=(4.3, 3.0))
     for axes, (name, (noise, some)) in zip(grid, shown.items(), strict=True):
         axes.axhspan(-100 * noise, 100 * noise, color=QUIET, alpha=0.10, linewidth=0)
@@ -160,7 +160,7 @@ def _group(entry: Residual) -> float:
 
 
 DASHED, OTHERS = (0, (5, 2)), "#bbbbbb"
-_BEYOND = 1.5  # how far a law is drawn beyond the budgets measured, a factor
+_BEYOND = 1.5  # factor by which a law is drawn beyond the measured budgets
 
 
 def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
@@ -171,7 +171,7 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     if not shown:
         return None
     low, high = final["flops"].min() / _BEYOND, final["flops"].max() * _BEYOND
-    title = f"{fit.study}: model size N and training tokens D of least loss for a compute budget C\nN: {size_words(fit)}"
+    title = f"{fit.study}: model size N and training tokens D with the lowest loss for a compute budget C\nN: {size_words(fit)}"
     figure = titled_figure((10.4, 1.4 + 2.35 * len(shown)), title)
     grid = figure.subplots(len(shown), 2, squeeze=False, sharex=True, sharey="col")
     for column, side in enumerate(("n", "d")):
@@ -208,7 +208,7 @@ def _frontier_legend(figure: Any, fit: StudyFit, shown: dict[str, VariantFit]) -
         ]
         labels += [
             f"minima of the isoFLOP parabolas and their law, {fit.interval:.0%} intervals",
-            "the other variants' laws of minima",
+            "laws of the minima of the other variants",
         ]
     if any(variant.parametric is not None for variant in shown.values()):
         handles.append(marked(color=QUIET, linewidth=1.4, linestyle=DASHED))
@@ -227,10 +227,10 @@ def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
     words = []
     law = getattr(variant.isoflop, f"{side}_opt", None)
     if law is not None:
-        words.append(f"{law_text(side.upper(), law, 'C')} by the minima")
+        words.append(f"{law_text(side.upper(), law, 'C')} from the minima")
     if variant.parametric is not None:
         exponent = variant.parametric.a if side == "n" else variant.parametric.b
-        words.append(f"{side.upper()} ∝ C^{interval_text(exponent)} by the parametric law")
+        words.append(f"{side.upper()} ∝ C^{interval_text(exponent)} from the parametric law")
     return f"{name}: " + "\n".join(words)
 
 
@@ -308,7 +308,7 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
         words = _least_loss(axes, variant, (ends["flops"].min(), high), look) if len(ends) else ""
         handles.append(marked(linewidth=1.7, markersize=6, **look))
         labels.append(f"{name}{words}")
-    plain_axes(axes, "training compute C, FLOPs", "held-out loss, nats a token")
+    plain_axes(axes, "training compute C, FLOPs", "held-out loss, nats per token")
     shown = table[table["flops"] >= low]["loss"]
     ends_of_laws = [
         float(line.get_ydata()[-1]) for line in axes.lines if line.get_linewidth() > 1.5
@@ -319,7 +319,7 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
     )
     log_axis(axes.xaxis, low, high, "flops")
     log_axis(axes.yaxis, bottom, top, "number")
-    told = f"points: finished runs; faint: on the way; lines: least loss for the compute, {fit.interval:.0%} bands"
+    told = f"points: finished runs; faint: during training; lines: lowest loss for the compute, {fit.interval:.0%} intervals"
     headed(axes, f"{fit.study}: held-out loss against training compute\n{told}", 11)
     legend_below(figure, handles, labels, 1)
     return figure
@@ -332,11 +332,11 @@ def _least_loss(
     law = variant.least_loss("isoflop")
     if law is not None and variant.isoflop is not None:
         draw_law(axes, law, *span, variant.isoflop.interval, look)
-        return f": least loss {_loss_words(law)} (isoFLOP minima)"
+        return f": lowest loss {_loss_words(law)} (isoFLOP minima)"
     if variant.parametric is None:
         return ": no law"
     draw_law(axes, variant.parametric.frontier, *span, variant.parametric.interval, look)
-    return f": least loss by the parametric law, E = {interval_text(variant.parametric.E)}"
+    return f": lowest loss by the parametric law, E = {interval_text(variant.parametric.E)}"
 
 
 def _loss_words(law: PowerLaw) -> str:

@@ -17,7 +17,7 @@ from fem_common.plot import new_figure, ordered_colours, plain_axes
 from fem_common.text import count as count_text
 from tools.scaling.laws import Estimate, PowerLaw
 
-WIDEST = 3  # panels side by side
+WIDEST = 3  # largest number of panels in a row
 
 
 def panels(
@@ -32,7 +32,8 @@ def panels(
     grid = figure.subplots(rows, across, squeeze=False, sharex=True, sharey=True).ravel()
     for number, axes in enumerate(grid):
         axes.set_visible(number < count)
-        axes.tick_params(labelbottom=number + across >= count)  # nothing under it
+        # Tick labels only if no panel is below this one.
+        axes.tick_params(labelbottom=number + across >= count)
     return figure, list(grid[:count])
 
 
