@@ -14,7 +14,7 @@ from kernels.time_decay_scan import time_decay_scan
 
 
 def _random(size: Mapping[str, int], slowness: float = 3.0) -> Inputs:
-    """Draw decays of about exp(-slowness) for each step."""
+    """Draw log-decays of about -exp(-slowness) for each step."""
     draw = Draw(size["steps"])
     a, x = (draw.normal(size["steps"], size["batch"], size["channels"]) for _ in range(2))
     return {"a": -torch.nn.functional.softplus(a - slowness), "x": x}

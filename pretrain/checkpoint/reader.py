@@ -2,8 +2,8 @@
 
 Tensors of any layout are read one at a time, in one process. Reading executes no code:
 ``.metadata``, which the format stores as a pickle, may name only a few classes, and tensors are
-read with torch's ``weights_only``. Every tensor's checksum is compared. `pretrain.checkpoint.manager`
-writes checkpoints and reads them into an engine.
+read with torch's ``weights_only``. Every tensor's checksum is compared.
+`pretrain.checkpoint.manager` writes checkpoints and reads them into an engine.
 """
 
 from __future__ import annotations

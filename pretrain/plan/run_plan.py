@@ -117,8 +117,10 @@ def forward_flops(
 
     Only matrix products are counted; a multiply-add counts as two. Attention is counted over the
     causal half: a token reads (seq_length + 1) / 2 keys on average. Each mixer's own products are
-    in its ``Shape.flops``. part_lengths: documents that are read separately, each counted by its own
-    length; padding tokens are not counted.
+    in its ``Shape.flops``.
+
+    part_lengths: documents that are read separately, each counted by its own length; padding
+    tokens are not counted.
     """
     flops: dict[str, float] = {}
     for block, count in model.kinds:

@@ -31,7 +31,7 @@ number=$(wc -l < "$query.asked")
 [ -e "$query.$number" ] || number=1
 cat "$query.$number"
 exit "$code"
-"""
+"""  # noqa: E501
 
 
 @dataclass

@@ -166,7 +166,7 @@ def test_words_and_numbers_are_read_as_written(path: Path) -> None:
         slurm: {time: 24:00:00, account: 0123, exclude: [007]}
         nodes: {memory: 0, cpus: 1_0}
         environment: {NCCL_IB_TIMEOUT: 22, HEX: 0x10, DAY: 2024-01-01, ON: "on", TILDE: "~", EMPTY: "", FLOAT: 1.50}
-        """,
+        """,  # noqa: E501
     )
     assert (profile.slurm.time, profile.slurm.account, profile.slurm.exclude) == (
         "24:00:00",
@@ -205,7 +205,7 @@ def test_paths_are_filled_in_and_absolute(path: Path, monkeypatch: pytest.Monkey
         container: {runtime: pyxis, image: nvcr.io/nvidia/pytorch:25.06-py3, mounts: ["$PLACE:/data:ro"]}
         environment: {KEPT: $PLACE}
         notify: {command: echo $PLACE}
-        """,
+        """,  # noqa: E501
     )
     here = os.getcwd()
     assert (profile.python, profile.host_python, profile.logs) == (

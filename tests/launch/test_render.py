@@ -223,7 +223,7 @@ slurm: {partition: "a,b", account: me, qos: high, time: 1-12:00:00, constraint: 
 setup: {modules: [cuda/12.8, gcc], lines: ['echo "$GIVEN" > lines']}
 environment: {GIVEN: "it's $(a) value"}
 logs: ROOT/100% logs
-"""
+"""  # noqa: E501
 PROFILES = {
     "full": FULL,
     "nothing": "nodes: {exclusive: false}",

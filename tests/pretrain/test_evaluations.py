@@ -30,7 +30,7 @@ from tests.ranks import PATIENCE, records
 HELD_OUT = """
 tasks:
 - {task: held, label: valid @32, kind: heldout, metric: nats_per_token, higher_is_better: false, context_lengths: [32], max_tokens: 3000}
-"""
+"""  # noqa: E501
 
 
 class NotNiced(subprocess.Popen[Any]):

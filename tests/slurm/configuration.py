@@ -52,7 +52,7 @@ GresTypes=gpu
 {nodes}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=10 DefMemPerCPU=100 GraceTime={shape.grace_seconds}
 PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF DefMemPerCPU=100
-"""
+"""  # noqa: E501
 # The nodes, and srun on the nodes, listen only on the loopback address. srun on other hosts uses
 # slurm.conf and is called back on any address.
 SLURMD = """\

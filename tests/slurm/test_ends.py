@@ -30,7 +30,7 @@ trap '' USR1
 cd {directory}
 export PYTHONPATH={root} PYTHONSAFEPATH=1
 exec {python} -m launch.supervise {directory}
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

@@ -332,8 +332,13 @@ def test_show(
         "engine": "megatron with its plain optimizer",
         "layout": "1 process = TP 1 x PP 1 x DP 1",
         "precision": "fp32",
-        "weights": f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32",
-        "optimizer": f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers, float32",
+        "weights": (
+            f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32"
+        ),
+        "optimizer": (
+            f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers,"
+            " float32"
+        ),
         "contents": "complete training state: a run can resume from it",
         "files": lines["files"],
         "undamaged": "yes: all file sizes and the hashes of all pickles match",

@@ -88,7 +88,7 @@ if __name__ == "__main__":
     faults = {each.label: found.faults(each) for each, found in zip(builds, reports(builds, 90), strict=True)}
     cached = _entries(builds[-2:], 90, Path(__file__).parent / "cache", "")
     print(json.dumps({**faults, "cached": [bool(folder) for folder, _ in cached], "uncached": [fault for _, fault in cached if fault]}))
-"""
+"""  # noqa: E501
 
 # Layers without g whose heads are 85 or 102 wide: rows start at multiples of 2 or 4 bytes. Prints
 # the number of builds and their faults.
@@ -106,7 +106,7 @@ def layers(base):
 attend = ("fem_attention.triton", "attention_backward", "linear_attention.triton", "linear_attention.triton.forward")
 builds = [build for build in _alike(layers(models()["fem_sm_1.3b"])) if build.module.endswith(attend)]
 print(len(builds), [(build.label, build.kernel, faults) for build in builds if (faults := report(build, 90).faults(build))])
-"""
+"""  # noqa: E501
 
 
 # Sizes that no recipe has and that the kernels accept; prints the same as above.
@@ -137,7 +137,7 @@ def launches(op, size):
 builds = [build for op, sizes in SIZES.items() for size in sizes for build in covering(_alike(launches(op, size)))]
 found = [each for n in range(0, len(builds), 8) for each in reports(builds[n : n + 8], 90)]
 print(len(builds), [(b.label, b.kernel, faults) for b, r in zip(builds, found) if (faults := r.faults(b))])
-"""
+"""  # noqa: E501
 # FEM's attention, its backward pass and its decoding, in one case each; prints the version of
 # Triton, then the same as above.
 FEM = """
@@ -152,7 +152,7 @@ for implementation, case in (("triton", "normal"), ("decode", "one query over a 
 builds = list({build.kernel: build for build in _alike(iter(launches))}.values())
 found = reports(builds, 90)
 print(triton.__version__, len(builds), [(b.label, b.kernel, faults) for b, r in zip(builds, found) if (faults := r.faults(b))])
-"""
+"""  # noqa: E501
 
 # The launches of one case. "fill": write their builds to a cache at argv[2], packed for argv[3].
 # Otherwise: report the builds that a cache contains, requested as the JIT does for tensors of these
@@ -190,7 +190,7 @@ else:
     for kernel, given in launches(torch.bfloat16) + launches(torch.float32)[:1]:
         kernel.run(grid=(1,), warmup=True, **{name: Given(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()})
     print(found)
-"""
+"""  # noqa: E501
 
 # Sizes at which gradients would spill: the triton implementation refuses them and lists the nearest
 # sizes that it accepts.

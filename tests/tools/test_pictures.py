@@ -147,7 +147,10 @@ def test_cifar_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         UserError,
-        match=r"neither runs/papers/data/cifar-10 nor uoft-cs/cifar10 on the Hub could be read.*local-dir",
+        match=(
+            r"neither runs/papers/data/cifar-10 nor uoft-cs/cifar10 on the Hub could be"
+            r" read.*local-dir"
+        ),
     ):
         images.images("CIFAR-10")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"label": [1]})}).save_to_disk(

@@ -31,9 +31,15 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verb = verbs.add_parser(
         "convert",
-        help="convert a checkpoint, so that a run with another engine or optimizer can resume from it",
-        description="Write RUN_DIR/checkpoints/step_NNNNNNNN, from which a run of the same model with the named engine resumes: "
-        "weights, optimizer state, position in the data. Tensor files are hard links, or copies if links are not possible.",
+        help=(
+            "convert a checkpoint, so that a run with another engine or optimizer can resume"
+            " from it"
+        ),
+        description=(
+            "Write RUN_DIR/checkpoints/step_NNNNNNNN, from which a run of the same model with the"
+            " named engine resumes: weights, optimizer state, position in the data. Tensor files"
+            " are hard links, or copies if links are not possible."
+        ),
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
     verb.add_argument(
@@ -45,7 +51,10 @@ def _parser() -> Parser:
     verb.add_argument(
         "--plain-optimizer",
         action="store_true",
-        help="write for Megatron's optimizer without sharding over ranks (parallel.use_distributed_optimizer=false)",
+        help=(
+            "write for Megatron's optimizer without sharding over ranks"
+            " (parallel.use_distributed_optimizer=false)"
+        ),
     )
     verb.add_argument(
         "--out",
@@ -65,8 +74,14 @@ def _parser() -> Parser:
     verb.set_defaults(run=_show)
     verb = verbs.add_parser(
         "verify",
-        help="read every byte of a checkpoint, or of all checkpoints of a run, and compare it with the checksums",
-        description="Read checkpoints completely and compare sizes, hashes and the checksum of every tensor. Exit code 1: one is damaged.",
+        help=(
+            "read every byte of a checkpoint, or of all checkpoints of a run, and compare it with"
+            " the checksums"
+        ),
+        description=(
+            "Read checkpoints completely and compare sizes, hashes and the checksum of every"
+            " tensor. Exit code 1: one is damaged."
+        ),
     )
     verb.add_argument(
         "checkpoint",
@@ -77,8 +92,11 @@ def _parser() -> Parser:
     verb = verbs.add_parser(
         "mirror",
         help="send the newest checkpoint of a run to an object store or another file system",
-        description="Send the newest checkpoint that the mirror lacks, read it back, and then mark it as the latest. Files that were sent are not "
-        "sent again. A run with checkpoint.mirror does this automatically.",
+        description=(
+            "Send the newest checkpoint that the mirror lacks, read it back, and then mark it as"
+            " the latest. Files that were sent are not sent again. A run with checkpoint.mirror"
+            " does this automatically."
+        ),
     )
     _add_places(verb)
     verb.add_argument(
@@ -101,8 +119,11 @@ def _parser() -> Parser:
     verb = verbs.add_parser(
         "fetch",
         help="copy the newest valid checkpoint of a mirror into a run directory",
-        description="Copy the newest checkpoint of the mirror that matches its hashes, if it is newer than all valid ones of the run. A run "
-        "directory without checkpoints takes over the run of the mirror; with checkpoint.mirror this is automatic only at the same path.",
+        description=(
+            "Copy the newest checkpoint of the mirror that matches its hashes, if it is newer than"
+            " all valid ones of the run. A run directory without checkpoints takes over the run of"
+            " the mirror; with checkpoint.mirror this is automatic only at the same path."
+        ),
     )
     _add_places(verb)
     verb.add_argument(
@@ -115,7 +136,10 @@ def _parser() -> Parser:
     verb.add_argument(
         "--aside",
         action="store_true",
-        help="leave a checkpoint that may belong to another run in RUN_DIR/.fetched, where the run checks it",
+        help=(
+            "leave a checkpoint that may belong to another run in RUN_DIR/.fetched, where the run"
+            " checks it"
+        ),
     )
     verb.set_defaults(run=_fetch)
     return parser
@@ -125,8 +149,11 @@ def _add_merge(verbs: Any) -> None:
     verb = verbs.add_parser(
         "merge",
         help="average the weights of several checkpoints",
-        description="Write DIR/step_NNNNNNNN with the average of checkpoints of one model, of any layouts and engines: weights only, to "
-        "evaluate, to export, or to start a training from with checkpoint.load.",
+        description=(
+            "Write DIR/step_NNNNNNNN with the average of checkpoints of one model, of any layouts"
+            " and engines: weights only, to evaluate, to export, or to start a training from with"
+            " checkpoint.load."
+        ),
     )
     verb.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=CHECKPOINT)
     verb.add_argument(
@@ -148,7 +175,10 @@ def _add_merge(verbs: Any) -> None:
         "--ema",
         type=_share,
         metavar="DECAY",
-        help="exponential window: each checkpoint has DECAY (below 1) times the weight of the next newer one",
+        help=(
+            "exponential window: each checkpoint has DECAY (below 1) times the weight of the next"
+            " newer one"
+        ),
     )
     verb.add_argument(
         "--out",
@@ -194,7 +224,8 @@ def _share(text: str) -> float:
 def _convert(given: argparse.Namespace) -> None:
     if given.plain_optimizer and given.engine != "megatron":
         raise ConfigError(
-            f"--plain-optimizer exists only for --engine megatron; leave it out for --engine {given.engine}"
+            "--plain-optimizer exists only for --engine megatron; leave it out for --engine"
+            f" {given.engine}"
         )
     from fem_megatron.megatron.platform import import_megatron
 
@@ -211,7 +242,8 @@ def _merge(given: argparse.Namespace) -> None:
     if given.weights and (last or len(given.weights) != len(named)):
         count = f"{last} of --last" if last else str(len(named))
         raise ConfigError(
-            f"--weights has {len(given.weights)} numbers for {count} checkpoints: give one number per checkpoint"
+            f"--weights has {len(given.weights)} numbers for {count} checkpoints: give one number"
+            " per checkpoint"
         )
     if given.ema and given.ema >= 1:
         raise ConfigError(f"--ema {given.ema:g}: expected a number below 1")

@@ -50,7 +50,8 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
         with claimed(out) as ours:
             if not ours:
                 raise InUse(
-                    f"{out} is in use by another process; wait for it, stop it, or choose another --out"
+                    f"{out} is in use by another process; wait for it, stop it, or choose another"
+                    " --out"
                 )
             linked = _write(found, final, manifest, pickles)
     objection = None if why_alone else _objection(manifest, final)
@@ -59,9 +60,8 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
             f"tools.checkpoint: note: other settings of the run must change, too: {objection}",
             file=sys.stderr,
         )
-    print(
-        f"wrote {final}: {'files linked, no tensor was copied' if linked else 'files copied, they could not be linked'}"
-    )
+    how = "linked, no tensor was copied" if linked else "copied, they could not be linked"
+    print(f"wrote {final}: files {how}")
     print(_last_line(found, manifest, out, why_alone))
 
 
@@ -72,14 +72,16 @@ def _refuse(found: Found, out: Path) -> None:
     run_dir = step.parent.parent if in_a_run else step.parent
     if place == run_dir or place.is_relative_to(run_dir if in_a_run else step):
         raise ConfigError(
-            f"--out {out} is in the run directory of {found.path}, whose run must not find the converted checkpoint: choose another one"
+            f"--out {out} is in the run directory of {found.path}, whose run must not find the"
+            " converted checkpoint: choose another one"
         )
     for there in newest_first(out / "checkpoints"):
         number = int(there.name.removeprefix("step_"))
         if number >= found.progress.step:
             older = "newer than" if number > found.progress.step else "at the same step as"
             raise ConfigError(
-                f"{there} is {older} {found.path}, and a run in this directory would resume from it: choose another --out"
+                f"{there} is {older} {found.path}, and a run in this directory would resume from"
+                " it: choose another --out"
             )
 
 
@@ -174,7 +176,10 @@ def _last_line(found: Found, manifest: dict[str, Any], out: Path, why_alone: str
     """Return the final line of the output: what can be resumed, and by which command."""
     config, world = manifest["config"], manifest["layout"]["world_size"]
     start = f"torchrun --nproc-per-node {world}" if world > 1 else "python"
-    engine = f"engine.name={config['engine']['name']} parallel.{SPLIT}={str(config['parallel'][SPLIT]).lower()}"
+    engine = (
+        f"engine.name={config['engine']['name']}"
+        f" parallel.{SPLIT}={str(config['parallel'][SPLIT]).lower()}"
+    )
     if why_alone:
         model = found.path.parent / "model.yaml"  # written by an import
         given = f"model={shlex.quote(str(model))} " if model.is_file() else ""
@@ -184,4 +189,7 @@ def _last_line(found: Found, manifest: dict[str, Any], out: Path, why_alone: str
         return f"weights only ({why_alone}); start from them: {command}"
     yaml = found.path.parent.parent / "config.yaml"
     run = shlex.quote(str(yaml)) if yaml.is_file() else "RUN.yaml"
-    return f"weights and optimizer state; resume: {start} -m pretrain {run} run_dir={shlex.quote(str(out))} {engine}"
+    return (
+        f"weights and optimizer state; resume: {start} -m pretrain {run}"
+        f" run_dir={shlex.quote(str(out))} {engine}"
+    )

@@ -44,7 +44,8 @@ def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
                 continue
             if wrong := flaw(path):
                 print(
-                    f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing over it",
+                    f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing"
+                    " over it",
                     file=sys.stderr,
                 )
             else:
@@ -52,7 +53,8 @@ def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
     if len(good) < count:
         there = f"{run} has {len(good)} valid checkpoints{f' up to {last.name}' if last else ''}"
         raise ConfigError(
-            f"cannot average {count} checkpoints: {there}; checkpoint.keep_last sets how many a run keeps"
+            f"cannot average {count} checkpoints: {there}; checkpoint.keep_last sets how many a run"
+            " keeps"
         )
     return good
 
@@ -78,7 +80,8 @@ def merge(
         steps = [find(path).path for path in checkpoints]
     step, total = average(steps, out, shares), sum(shares)
     print(
-        f"wrote {step}: the average of {len(steps)} checkpoints, weights only; checkpoint.load={out} starts from them"
+        f"wrote {step}: the average of {len(steps)} checkpoints, weights only;"
+        f" checkpoint.load={out} starts from them"
     )
     for path, share in zip(steps, shares, strict=True):
         print(f"  {share / total:7.2%}  {path}")

@@ -212,13 +212,17 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
         if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
-            later = f"the local copy is complete; python -m tools.checkpoint mirror {run_dir} {url} sends it later"
+            later = (
+                f"the local copy is complete; python -m tools.checkpoint mirror {run_dir} {url}"
+                " sends it later"
+            )
             raise kind_of(failed)(
                 f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; {later}"
             )
     if state.damaged:
         raise StorageError(
-            f"{run_dir}: {', '.join(state.damaged)} is damaged in the run directory and was not sent to {url}"
+            f"{run_dir}: {', '.join(state.damaged)} is damaged in the run directory and was not"
+            f" sent to {url}"
         )
 
 
@@ -257,12 +261,14 @@ def fetch(
     if wrong and here is None:
         told = ", ".join(f"{name}: {what}" for name, what in wrong.items())
         raise StorageError(
-            f"no checkpoint in {url} is valid ({told}), {folder} has none, and the run does not start from step 0 over them; if the store had a "
-            "temporary fault, repeat the same command later; to start from step 0, name another mirror"
+            f"no checkpoint in {url} is valid ({told}), {folder} has none, and the run does not"
+            " start from step 0 over them; if the store had a temporary fault, repeat the same"
+            " command later; to start from step 0, name another mirror"
         )
     if failed:
         print(
-            f"{url} cannot be read ({state.fault}): it may contain a newer checkpoint than {here.path if here else ''}",
+            f"{url} cannot be read ({state.fault}): it may contain a newer checkpoint than"
+            f" {here.path if here else ''}",
             flush=True,
         )
 
@@ -361,9 +367,11 @@ def verify_mirror(url: str) -> bool:
                 lambda file, name=name: place.hash(f"{name}/{file}"),  # type: ignore[misc]
             )
             size = sum(manifest.get("files", {}).values())
-            print(
-                f"{url}/{name}: {f'damaged: {wrong}' if wrong else f'undamaged, {size / 1e9:.2f} GB in {len(manifest[HASHES])} files'}"
-            )
+            if wrong:
+                print(f"{url}/{name}: damaged: {wrong}")
+            else:
+                count = len(manifest[HASHES])
+                print(f"{url}/{name}: undamaged, {size / 1e9:.2f} GB in {count} files")
             good = good and wrong is None
     except ConfigError:
         raise
@@ -387,7 +395,8 @@ def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
             hashed = place.put(folder / name, f"{step.name}/{name}")
             if hashed != hashes.get(name, hashed):
                 raise _DamagedHere(
-                    f"{step}: {name} does not match the hash taken while it was written; it is not sent"
+                    f"{step}: {name} does not match the hash taken while it was written; it is not"
+                    " sent"
                 )
             sent[name] = hashed
 

@@ -97,7 +97,8 @@ def _sources(metadata: Metadata, *, plain: bool, muon: bool) -> dict[str, str]:
                 muon and name.startswith(f"{STATE}{MOMENTS[1]}.")
             ):
                 raise ConfigError(
-                    f"the optimizer state is not Megatron's fp32 state: {name} is {'not fp32' if name in stored else 'missing'}"
+                    f"the optimizer state is not Megatron's fp32 state: {name} is"
+                    f" {'not fp32' if name in stored else 'missing'}"
                 )
         if not (plain and full):
             sources[there + weight] = main

@@ -46,7 +46,8 @@ def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bo
     lost = own is None and new and owner["run_dir"] == str(run_dir.resolve())
     if not (lost if by_run else new or own is None):
         way = (
-            f"; if it is this run, take it over: python -m tools.checkpoint fetch {run_dir} {place.url}"
+            f"; if it is this run, take it over: python -m tools.checkpoint fetch {run_dir}"
+            f" {place.url}"
             if new
             else ""
         )
@@ -75,7 +76,8 @@ def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
         key = "training_data" if "training_data" in theirs.keys() & ours.keys() else "data"
         if (theirs[key], theirs["config"]["model"]) != (ours[key], ours["config"]["model"]):
             raise ConfigError(
-                f"{place.url} contains checkpoints of another run, with another model or other data: {_CHOOSE}"
+                f"{place.url} contains checkpoints of another run, with another model or other"
+                f" data: {_CHOOSE}"
             )
     if owner is None or owner["run_dir"] != str(run_dir.resolve()):
         place.put_text(record_of(run, run_dir), f"{RECORDS}/{RUN_ID}")

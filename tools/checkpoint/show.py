@@ -79,7 +79,10 @@ def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
         ("step", f"{progress.step:,}{skipped}"),
         (
             "tokens",
-            f"{progress.consumed_samples * length:,} in {progress.consumed_samples:,} sequences of {length:,}",
+            (
+                f"{progress.consumed_samples * length:,} in {progress.consumed_samples:,} sequences"
+                f" of {length:,}"
+            ),
         ),
         ("model", f"{config['model'].get('pattern') or config['model']['mixer']}"),
         ("engine", _engine(manifest)),
@@ -89,16 +92,20 @@ def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
         ("optimizer", optimizer),
         (
             "contents",
-            f"{contents} only, for checkpoint.load"
-            if contents
-            else "complete training state: a run can resume from it",
+            (
+                f"{contents} only, for checkpoint.load"
+                if contents
+                else "complete training state: a run can resume from it"
+            ),
         ),
         ("files", f"{len(files)} of {gib(sum(files.values()))}"),
         (
             "undamaged",
-            "yes: all file sizes and the hashes of all pickles match"
-            if wrong is None
-            else f"no: {wrong}",
+            (
+                "yes: all file sizes and the hashes of all pickles match"
+                if wrong is None
+                else f"no: {wrong}"
+            ),
         ),
     ]
 
@@ -125,7 +132,10 @@ def _layout(layout: dict[str, Any]) -> str:
         layout["pipeline_model_parallel_size"],
     )
     context = layout.get("context_parallel_size", 1)
-    words = f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP {pipeline}{f' x CP {context}' if context > 1 else ''}"
+    words = (
+        f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP"
+        f" {pipeline}{f' x CP {context}' if context > 1 else ''}"
+    )
     words += f" x DP {world // (tensor * pipeline * context)}"
     return words + (", sequence parallel" if layout["sequence_parallel"] else "")
 
@@ -175,7 +185,8 @@ def verify(checkpoint: Path) -> bool:
         steps = steps or [step for folder in _below(checkpoint) for step in newest_first(folder)]
         if not steps:
             raise ConfigError(
-                f"{checkpoint}: no checkpoint found; expected a folder step_NNNNNNNN or a run directory with checkpoints"
+                f"{checkpoint}: no checkpoint found; expected a folder step_NNNNNNNN or a run"
+                " directory with checkpoints"
             )
         return [_verified(step, partial(_faults, step)) for step in steps].count(False) == 0
 

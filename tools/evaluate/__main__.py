@@ -39,7 +39,10 @@ def _parser() -> cli.Parser:
         prog="python -m tools.evaluate",
         description="Evaluate models on a suite of tasks and write their scores into one table.",
     )
-    model = "a run directory, a checkpoint, an exported folder or another Hugging Face folder; NAME=MODEL sets its name in the table"
+    model = (
+        "a run directory, a checkpoint, an exported folder or another Hugging Face folder;"
+        " NAME=MODEL sets its name in the table"
+    )
     suites = ", ".join(sorted(path.stem for path in SUITES.glob("*.yaml")))
     parser.add_argument("models", nargs="*", metavar="MODEL", help=model)
     parser.add_argument(

@@ -77,7 +77,9 @@ class Leaf:
 
     @property
     def metrics(self) -> dict[str, bool | None]:
-        """Names of the metrics, and True if higher is better, None if the YAML does not define it."""
+        """Names of the metrics, and True if higher is better, None if the YAML does not define
+        it.
+        """
         listed = self.config.get("metric_list") or []
         return {
             str(entry["metric"]).rsplit(".", 1)[-1]: entry.get("higher_is_better")
@@ -157,7 +159,8 @@ def find_tasks(suite: Suite) -> Tasks:
     for name in wanted:
         if name not in places:
             raise ConfigError(
-                f"the suite {suite.name} contains {name}, which is not a task{_meant(name, sorted(places))}"
+                f"the suite {suite.name} contains {name}, which is not a"
+                f" task{_meant(name, sorted(places))}"
             )
     of_harness = {
         theirs / places[name].relative_to(theirs).parts[0]
@@ -231,13 +234,14 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
     for leaf in leaves:
         known |= leaf.metrics
     listed = (
-        [str(item["metric"]) for item in (entry.cfg.get("aggregate_metric_list") or [])]
+        [str(item["metric"]) for item in entry.cfg.get("aggregate_metric_list") or []]
         if group
         else list(known)
     )
     if listed and metric not in listed:
         raise ConfigError(
-            f"{task.name}: {task.task} has no metric {metric}; {did_you_mean(metric, listed, 'it has')}"
+            f"{task.name}: {task.task} has no metric {metric};"
+            f" {did_you_mean(metric, listed, 'it has')}"
         )
     if group and not listed:
         raise ConfigError(
@@ -245,7 +249,8 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
         )
     if known.get(metric) is not None and known[metric] != task.higher_is_better:
         raise ConfigError(
-            f"{task.name}: {metric} of {task.task} has higher_is_better: {str(known[metric]).lower()}"
+            f"{task.name}: {metric} of {task.task} has higher_is_better:"
+            f" {str(known[metric]).lower()}"
         )
     unknown = sorted(set(task.subtask_chance) - {leaf.name for leaf in leaves})
     if unknown:
@@ -256,7 +261,8 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
     fixed = [leaf.name for leaf in leaves if leaf.config.get("num_fewshot") == 0]
     if task.fewshot and fixed:
         raise ConfigError(
-            f"{task.name}: fewshot = {task.fewshot}, but {fixed[0]} accepts no examples (num_fewshot: 0 in its YAML)"
+            f"{task.name}: fewshot = {task.fewshot}, but {fixed[0]} accepts no examples"
+            " (num_fewshot: 0 in its YAML)"
         )
 
 
@@ -266,7 +272,10 @@ def _meant(word: str, known: Sequence[str]) -> str:
 
 
 GATED = {
-    "Idavidrein/gpqa": "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then `hf auth login` or HF_TOKEN"
+    "Idavidrein/gpqa": (
+        "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then `hf auth login`"
+        " or HF_TOKEN"
+    )
 }
 PUNKT, PUNKT_NAME = "tokenizers/punkt_tab", "punkt_tab"
 
@@ -317,11 +326,13 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
     ]
     if os.environ["HF_HUB_OFFLINE"] == "0":
         raise ConfigError(
-            f"{len(absent)} data sets or files of the suite could not be downloaded: see the list above{''.join(gated)}"
+            f"{len(absent)} data sets or files of the suite could not be downloaded: see the list"
+            f" above{''.join(gated)}"
         )
     raise ConfigError(
-        f"{len(absent)} data sets or files of the suite are not on this machine (folder of data sets: {cache_folder()}); on a machine with "
-        f"a network: {command} --cache DIR{''.join(gated)}; then copy DIR to this machine and give --cache DIR"
+        f"{len(absent)} data sets or files of the suite are not on this machine (folder of data"
+        f" sets: {cache_folder()}); on a machine with a network: {command} --cache"
+        f" DIR{''.join(gated)}; then copy DIR to this machine and give --cache DIR"
     )
 
 

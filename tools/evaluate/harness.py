@@ -68,7 +68,10 @@ class Answers:
 
     def __enter__(self) -> Answers:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        busy = f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}: wait for it"
+        busy = (
+            f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}:"
+            " wait for it"
+        )
         self._held.enter_context(locked(self.path, busy))
         self._file = self._held.enter_context(open(self.path, "a+b"))
         self._read()
@@ -158,13 +161,13 @@ class Adaptor(HFLM):
 
     def __init__(self, opened: Any, batch_size: int | str, max_length: int | None = None) -> None:
         if opened.tokenizer is None:
-            raise ConfigError(
-                f"{opened.name}: {opened.no_tokenizer or 'it has no tokenizer: name its folder with --tokenizer DIR'}"
-            )
+            missing = "it has no tokenizer: name its folder with --tokenizer DIR"
+            raise ConfigError(f"{opened.name}: {opened.no_tokenizer or missing}")
         if opened.config is not None:
             if not opened.config.causal:
                 raise ConfigError(
-                    f"{opened.name} is not causal (model.causal = false): it cannot predict the next token"
+                    f"{opened.name} is not causal (model.causal = false): it cannot predict the"
+                    " next token"
                 )
             if (
                 max_length is not None
@@ -172,7 +175,8 @@ class Adaptor(HFLM):
                 and max_length > opened.max_length
             ):
                 raise ConfigError(
-                    f"--max-length {max_length} is more than {opened.name} accepts: {opened.max_length} tokens at most"
+                    f"--max-length {max_length} is more than {opened.name} accepts:"
+                    f" {opened.max_length} tokens at most"
                 )
         ours = opened.trained_here
         self._encode = opened.encode if ours else None

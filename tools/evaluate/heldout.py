@@ -271,11 +271,13 @@ def open_text(prefix: Path) -> Text:
         ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
         if not np.array_equal(found.pointers, ends[:-1] * np.dtype(found.dtype).itemsize):
             raise ConfigError(
-                f"data {prefix}: the sequences of its .idx are not consecutive in its .bin; write the pair again"
+                f"data {prefix}: the sequences of its .idx are not consecutive in its .bin; write"
+                " the pair again"
             )
         if found.document_indices[-1] != len(found.lengths):
             raise ConfigError(
-                f"data {prefix}: the documents in its .idx do not match its sequences; write the pair again"
+                f"data {prefix}: the documents in its .idx do not match its sequences; write the"
+                " pair again"
             )
         ids = np.memmap(
             with_ending(prefix, "bin"), dtype=np.dtype(found.dtype).newbyteorder("<"), mode="r"
@@ -305,7 +307,8 @@ def _facts(prefix: Path) -> DataFacts:
     except ConfigError as error:
         if str(error).startswith("data.seq_length"):
             raise ConfigError(
-                f"data {prefix} has fewer than two tokens, so no token can be predicted; name another .bin/.idx pair"
+                f"data {prefix} has fewer than two tokens, so no token can be predicted; name"
+                " another .bin/.idx pair"
             ) from None
         raise ConfigError(str(error).replace(key, "data ")) from None
 
@@ -316,8 +319,8 @@ def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None
     """
     if text.vocab_size is not None and text.vocab_size > vocab_size:
         raise ConfigError(
-            f"data {text.prefix} is of a tokenizer with {text.vocab_size} entries, but the model has {vocab_size}: name data of the model's "
-            "tokenizer with --data PREFIX"
+            f"data {text.prefix} is of a tokenizer with {text.vocab_size} entries, but the model"
+            f" has {vocab_size}: name data of the model's tokenizer with --data PREFIX"
         )
     file = None if text.tokenizer is None else text.tokenizer / "tokenizer.json"
     if file is None or tokenizer is None or not file.is_file():
@@ -327,8 +330,9 @@ def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None
         if ours.get(token) != number:
             there = "is not in" if token not in ours else f"has the id {ours[token]} in"
             raise ConfigError(
-                f"data {text.prefix} was created with another tokenizer, {text.tokenizer}: its token {token!r} (id {number}) {there} the "
-                "model's tokenizer; name data of the model's tokenizer with --data PREFIX"
+                f"data {text.prefix} was created with another tokenizer, {text.tokenizer}: its"
+                f" token {token!r} (id {number}) {there} the model's tokenizer; name data of the"
+                " model's tokenizer with --data PREFIX"
             )
 
 

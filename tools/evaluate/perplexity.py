@@ -131,8 +131,9 @@ def _losses(
         ids = text.ids[window.begin : window.end + 1].astype(np.int64)
         if len(wrong := np.flatnonzero((ids >= vocabulary(opened)) | (ids < 0))):
             raise ConfigError(
-                f"data {text.prefix} has the token {ids[wrong[0]]} at {window.begin + int(wrong[0])}, but the model has "
-                f"{vocabulary(opened)}: name data of the model's tokenizer with --data PREFIX"
+                f"data {text.prefix} has the token {ids[wrong[0]]} at"
+                f" {window.begin + int(wrong[0])}, but the model has {vocabulary(opened)}: name"
+                " data of the model's tokenizer with --data PREFIX"
             )
         read[row, : len(window)] = ids[:-1]
         wanted.append(ids[window.first - window.begin :])
@@ -156,7 +157,8 @@ def _losses(
         if not np.isfinite(losses).all():
             place = window.first + int(np.flatnonzero(~np.isfinite(losses))[0])
             raise ConfigError(
-                f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: check that the model's weights are finite"
+                f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: check"
+                " that the model's weights are finite"
             )
     return found
 
@@ -255,11 +257,13 @@ def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
     section = manifest.get("config", {}).get("data")
     if section is None:
         raise ConfigError(
-            f"{name}: no held-out data is recorded for it: name a .bin/.idx pair with --data PREFIX (in a suite: data: PREFIX)"
+            f"{name}: no held-out data is recorded for it: name a .bin/.idx pair with --data PREFIX"
+            " (in a suite: data: PREFIX)"
         )
     if not section["valid"]:
         raise ConfigError(
-            f"{name}: its run has no validation data (data.valid is empty): name a .bin/.idx pair with --data PREFIX"
+            f"{name}: its run has no validation data (data.valid is empty): name a .bin/.idx pair"
+            " with --data PREFIX"
         )
     return [Path(source["prefix"]) for source in section["valid"]]
 
@@ -300,7 +304,8 @@ def training_length(opened: OpenModel) -> int:
     )
     if length is None:
         raise ConfigError(
-            f"{opened.name}: no context length is recorded for it: give --context TOKENS (in a suite: context_lengths)"
+            f"{opened.name}: no context length is recorded for it: give --context TOKENS (in a"
+            " suite: context_lengths)"
         )
     return int(length)
 
@@ -311,7 +316,8 @@ def _check(opened: OpenModel, settings: Settings) -> None:
         raise ConfigError(f"--context {settings.context}: must be at least 2")
     if not 1 <= settings.stride <= settings.context:
         raise ConfigError(
-            f"--stride {settings.stride}: must be from 1 to the context length {settings.context}, else some tokens are never scored"
+            f"--stride {settings.stride}: must be from 1 to the context length {settings.context},"
+            " else some tokens are never scored"
         )
     if opened.config is not None and not opened.config.causal:
         raise ConfigError(
@@ -320,7 +326,8 @@ def _check(opened: OpenModel, settings: Settings) -> None:
     longest = opened.max_length
     if longest is not None and settings.context > longest:
         raise ConfigError(
-            f"--context {settings.context} is more than {opened.name} accepts: {longest} tokens at most"
+            f"--context {settings.context} is more than {opened.name} accepts: {longest} tokens at"
+            " most"
         )
 
 
@@ -350,7 +357,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write results below --out, and return the exit code."""
     parser = cli.Parser(
         prog="python -m tools.evaluate.perplexity",
-        description="Measure held-out perplexity: nats per token and bits per byte on any .bin/.idx pair.",
+        description=(
+            "Measure held-out perplexity: nats per token and bits per byte on any .bin/.idx pair."
+        ),
     )
     parser.add_argument(
         "model",
@@ -390,7 +399,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--batch-size",
         type=int,
         metavar="N",
-        help="windows per call of the model; default: as memory allows. Does not change the results",
+        help=(
+            "windows per call of the model; default: as memory allows. Does not change the results"
+        ),
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto"
@@ -436,10 +447,12 @@ def _command(given: argparse.Namespace) -> None:
     opened = open_model(given.model, dtype=dtype, device=given.device, tokenizer=given.tokenizer)
     stem = Path(given.data).name if given.data else "valid"
     print(
-        f"{opened.name}: {given.data or ', '.join(map(str, heldout_data(opened.manifest, opened.name)))}"
+        f"{opened.name}:"
+        f" {given.data or ', '.join(map(str, heldout_data(opened.manifest, opened.name)))}"
     )
     print(
-        f"{'context':>8} {'stride':>8} {'nats/token':>11} {'stderr':>8} {'bits/byte':>10} {'tokens':>12}"
+        f"{'context':>8} {'stride':>8} {'nats/token':>11} {'stderr':>8} {'bits/byte':>10}"
+        f" {'tokens':>12}"
     )
     for context in sorted(set(given.context)) or [training_length(opened)]:
         task = SuiteTask(
@@ -469,11 +482,15 @@ def _command(given: argparse.Namespace) -> None:
         raw, stderr = result["raw"], "-" if result["stderr"] is None else f"{result['stderr']:.4f}"
         bits = "-" if raw["bits_per_byte"] is None else f"{raw['bits_per_byte']:.4f}"
         print(
-            f"{context:>8} {raw['stride']:>8} {result['value']:>11.4f} {stderr:>8} {bits:>10} {raw['tokens']:>12,}",
+            f"{context:>8} {raw['stride']:>8} {result['value']:>11.4f} {stderr:>8} {bits:>10}"
+            f" {raw['tokens']:>12,}",
             flush=True,
         )
     if raw["unscored"]:
-        why = f"{raw['unscored']:,} documents have no end-of-document token before them, so that their first tokens are not scored"
+        why = (
+            f"{raw['unscored']:,} documents have no end-of-document token before them, so that"
+            " their first tokens are not scored"
+        )
         print(f"tools.evaluate.perplexity: no bits/byte: {why}", file=sys.stderr)
 
 

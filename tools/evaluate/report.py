@@ -54,8 +54,9 @@ def markdown(table: Table) -> str:
     ]
     if len(table.rows) > 1:
         blocks.append(
-            "± is one standard error. **Best** and <u>second</u> of each column. Avg Rank and #Top1 are over the columns that every model "
-            "has; models with the same printed score share the better rank."
+            "± is one standard error. **Best** and <u>second</u> of each column. Avg Rank and #Top1"
+            " are over the columns that every model has; models with the same printed score share"
+            " the better rank."
         )
     blocks += [*_rescaled(table), *_heldout(table), "## Columns", _columns(table)]
     blocks += ["## Notes", "\n".join(f"- {note}" for note in table.notes)] if table.notes else []
@@ -98,8 +99,9 @@ def _rescaled(table: Table) -> list[str]:
         for row in table.rows
     ]
     told = (
-        "0 is guessing or worse, 100 is all answers right; the sub-tasks of BBH and MuSR are rescaled before they are averaged. "
-        "Average: mean over the tasks, with the two numbers of IFEval as one task."
+        "0 is guessing or worse, 100 is all answers right; the sub-tasks of BBH and MuSR are"
+        " rescaled before they are averaged. Average: mean over the tasks, with the two numbers of"
+        " IFEval as one task."
     )
     return ["## Rescaled as the Open LLM Leaderboard does", told, _grid_markdown(heads, rows)]
 
@@ -196,7 +198,9 @@ def console(table: Table, width: int = 120) -> str:
 
 
 def _grid(table: Table) -> list[list[str]]:
-    """Return rows of cells for a terminal, one column per model: groups, tasks, the average, ranks."""
+    """Return rows of cells for a terminal, one column per model: groups, tasks, the average,
+    ranks.
+    """
     empty = [""] * len(table.rows)
     grid: list[list[str]] = []
     group = ""
@@ -303,8 +307,10 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     files = {
         "table.md": markdown(table).encode(),
         "results.json": (
-            json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        ).encode(),
+            (
+                json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            ).encode()
+        ),
         "table.png": png(picture.scores(table)),
     }
     if curves is not None:

@@ -171,7 +171,10 @@ def fitting(
     ]
     if differing:
         name = differing[0]
-        return f"{file} was created with {name} {shown(made.get(name))}, now it is {shown(settings.get(name))}"
+        return (
+            f"{file} was created with {name} {shown(made.get(name))}, now it is"
+            f" {shown(settings.get(name))}"
+        )
     if there.get("metric") != column.metric:
         return f"{file} contains {there.get('metric')}, but the suite now requires {column.metric}"
     return ""
@@ -220,11 +223,13 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
         "stderr": scores.get(error),
         "higher_is_better": column.higher_is_better,
         "raw": scores,
-        "chance": column.chance
-        if column.chance is not None
-        else _weighted(chances, parts)
-        if parts
-        else asked.chance.get(column.task),
+        "chance": (
+            column.chance
+            if column.chance is not None
+            else _weighted(chances, parts)
+            if parts
+            else asked.chance.get(column.task)
+        ),
         "subtasks": {
             name: {
                 "value": asked.scores[name][metric],
@@ -317,7 +322,8 @@ def read(folders: Sequence[Path]) -> list[Result]:
             )
             if not same and other.model_key == result.model_key:
                 raise ScoreError(
-                    f"{other.file} and {file} have different numbers for the same model and task: keep one of them"
+                    f"{other.file} and {file} have different numbers for the same model and task:"
+                    " keep one of them"
                 )
             _one_model(other, result)
     results = list(found.values())
@@ -340,7 +346,8 @@ def read_one(file: Path) -> Result:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         told = raw.get("format") if isinstance(raw, dict) else None
         raise ScoreError(
-            f"{file}: not a result of an evaluation, or a result of another version (format {told!r}, expected {FORMAT})"
+            f"{file}: not a result of an evaluation, or a result of another version (format"
+            f" {told!r}, expected {FORMAT})"
         )
     scores, texts = (tuple(item.name for item in fields(kind)) for kind in (Score, Written))
     missing = [key for key in (*texts[:7], *scores) if key not in raw]
@@ -374,15 +381,17 @@ def check(results: Iterable[Result]) -> None:
         for what, ours, theirs in _conditions(result, first):
             if ours != theirs:
                 raise ScoreError(
-                    f"{result.name}: {what} is {ours} for {result.model} ({result.file}), but {theirs} for {first.model} ({first.file}): "
-                    "evaluate both with the same settings"
+                    f"{result.name}: {what} is {ours} for {result.model} ({result.file}), but"
+                    f" {theirs} for {first.model} ({first.file}): evaluate both with the same"
+                    " settings"
                 )
 
 
 def _one_model(first: Result, result: Result) -> None:
     if first.model_key != result.model_key:
         raise ScoreError(
-            f"{first.file} and {result.file} belong to different weights, but both have the model name {result.model}: give one of them another name"
+            f"{first.file} and {result.file} belong to different weights, but both have the model"
+            f" name {result.model}: give one of them another name"
         )
 
 

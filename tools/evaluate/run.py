@@ -91,7 +91,8 @@ def plan(
     if complaints and not retry:
         more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
         raise ConfigError(
-            f"{complaints[0]}{more}: --retry evaluates again and replaces it, --out sets another folder, NAME=MODEL another name"
+            f"{complaints[0]}{more}: --retry evaluates again and replaces it, --out sets another"
+            " folder, NAME=MODEL another name"
         )
     return Plan(tuple(jobs), done)
 
@@ -162,7 +163,8 @@ class Runner:
         )
         self._opened = replace(opened, name=model.name)
         self._say(
-            f"{model.name}: {opened.kind} {opened.source}, {str(opened.dtype).removeprefix('torch.')} on {opened.model.device.type}"
+            f"{model.name}: {opened.kind} {opened.source},"
+            f" {str(opened.dtype).removeprefix('torch.')} on {opened.model.device.type}"
         )
 
     def _one(self, job: Job, count: str) -> None:
@@ -199,7 +201,8 @@ class Runner:
             results.write(self.out, job.model.name, column, content)
             error_bar = "" if content["stderr"] is None else f" ± {content['stderr']:.4f}"
             self._say(
-                f"{count} {job.model.name} {column.label}: {column.metric} {content['value']:.4f}{error_bar}{_cut(content)}"
+                f"{count} {job.model.name} {column.label}: {column.metric}"
+                f" {content['value']:.4f}{error_bar}{_cut(content)}"
             )
         if contents and job.columns[0].kind == "harness":
             self._answers(job).remove()
@@ -276,7 +279,8 @@ def _cut(content: dict[str, Any]) -> str:
     """Return the text about prompts of a result that did not fit into the context."""
     cut = content.get("truncated")
     return (
-        f" ({cut} of {content['requests']} prompts were longer than the context and were cut at the beginning)"
+        f" ({cut} of {content['requests']} prompts were longer than the context and were cut at the"
+        " beginning)"
         if cut
         else ""
     )

@@ -37,16 +37,19 @@ class SuiteTask:
 
     task: str = setting(
         "",
-        "Name of a task or group of the harness, or of a YAML file in task_paths; held-out data: any name.",
+        "Name of a task or group of the harness, or of a YAML file in task_paths; held-out data:"
+        " any name.",
     )
     label: str = setting("", "Heading of the column; empty: the name.")
     metric: str = setting(
         "acc",
-        "Name of the metric in the harness; METRIC,FILTER if its filter is not none. Held-out data: nats_per_token.",
+        "Name of the metric in the harness; METRIC,FILTER if its filter is not none. Held-out data:"
+        " nats_per_token.",
     )
     name: str = setting(
         "",
-        "Name of the result file; empty: the name of the task. Must differ if two columns share a task.",
+        "Name of the result file; empty: the name of the task. Must differ if two columns share a"
+        " task.",
         check=_names_a_file,
     )
     kind: str = setting(
@@ -60,7 +63,8 @@ class SuiteTask:
     )
     rescale: str = setting(
         "none",
-        "leaderboard: the report also gives (value - chance) / (1 - chance), per sub-task if subtask_chance is given.",
+        "leaderboard: the report also gives (value - chance) / (1 - chance), per sub-task if"
+        " subtask_chance is given.",
         choices=("none", "leaderboard"),
     )
     higher_is_better: bool = setting(True, "False for perplexities.")
@@ -78,7 +82,8 @@ class SuiteTask:
     )
     data: str | None = setting(
         None,
-        "Held-out data: path of the .bin/.idx pair without its suffix; null: the validation data of the run.",
+        "Held-out data: path of the .bin/.idx pair without its suffix; null: the validation data of"
+        " the run.",
         path=True,
     )
     context_lengths: tuple[int, ...] = setting(
@@ -88,7 +93,8 @@ class SuiteTask:
     )
     stride: int | None = setting(
         None,
-        "Held-out data: tokens between the starts of two windows; null: the window length, as in training.",
+        "Held-out data: tokens between the starts of two windows; null: the window length, as in"
+        " training.",
         least=1,
     )
     max_tokens: int | None = setting(
@@ -104,7 +110,8 @@ class Suite:
     title: str = setting("", "Title line above the table.")
     task_paths: tuple[str, ...] = setting(
         (),
-        "Folders with task YAML files for the harness; relative paths are relative to the folder of this file.",
+        "Folders with task YAML files for the harness; relative paths are relative to the folder of"
+        " this file.",
         path=True,
     )
     tasks: tuple[SuiteTask, ...] = setting((), "The columns.")

@@ -98,11 +98,13 @@ class Table:
                 continue
             if len({repr(_cut(result)) for result in here}) > 1:
                 found[column.name] = (
-                    "the models read different texts, or the same text in different windows: their losses are not comparable"
+                    "the models read different texts, or the same text in different windows: their"
+                    " losses are not comparable"
                 )
             elif len({result.raw.get("tokens") for result in here}) > 1:
                 found[column.name] = (
-                    "the models' tokenizers split the text differently: bits per byte are comparable, nats per token are not"
+                    "the models' tokenizers split the text differently: bits per byte are"
+                    " comparable, nats per token are not"
                 )
         return found
 
@@ -305,12 +307,14 @@ def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str
         for what, (here, there) in told.items():
             if here != there:
                 raise ScoreError(
-                    f"{result.file}: {what} is {here}, but the suite {suite} requires {there}: evaluate again"
+                    f"{result.file}: {what} is {here}, but the suite {suite} requires {there}:"
+                    " evaluate again"
                 )
         absent = sorted(set(task.subtask_chance) - set(result.subtasks))
         if absent:
             raise ScoreError(
-                f"{result.file}: no score of the sub-task {absent[0]}, which the suite {suite} contains: evaluate again"
+                f"{result.file}: no score of the sub-task {absent[0]}, which the suite {suite}"
+                " contains: evaluate again"
             )
 
 
@@ -396,7 +400,8 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     ]
     if len(table.rows) > 1 and len(table.ranked) < len(table.columns):
         notes.append(
-            f"Ranks count the {len(table.ranked)} of {len(table.columns)} columns that every model has and that are comparable."
+            f"Ranks count the {len(table.ranked)} of {len(table.columns)} columns that every model"
+            " has and that are comparable."
         )
     notes += [
         f"{column.label}: {table.unlike[column.name]}."
@@ -449,7 +454,8 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
         cut = [f"{label} {number}" for label, number in lost if number]
         if cut:
             notes.append(
-                f"{row.model}: prompts longer than its context, cut at the beginning: {', '.join(cut)}."
+                f"{row.model}: prompts longer than its context, cut at the beginning:"
+                f" {', '.join(cut)}."
             )
     if others:
         notes.append(f"Results without a column in this table are left out: {', '.join(others)}.")

@@ -30,17 +30,23 @@ def _parser() -> Parser:
     """Build the command's parser. Long, because it declares the options of all verbs."""
     parser = Parser(
         prog="python -m tools.hf",
-        description="Convert checkpoints to the Hugging Face format and back, and compare two models.",
+        description=(
+            "Convert checkpoints to the Hugging Face format and back, and compare two models."
+        ),
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
 
     verb = verbs.add_parser(
         "export",
         help="write a checkpoint as a folder that transformers loads",
-        description="Write a checkpoint of any layout as a folder that transformers loads: weights (safetensors), configuration, "
-        "tokenizer, model card, and training.json, from which import restores the run. The plain Transformer uses transformers' class "
-        "for Llama, Qwen2, Qwen3 or Mistral; for every other mixer the folder contains its code (trust_remote_code=True). Needs no GPU, "
-        "and memory for two tensors. OUT appears only when it is complete.",
+        description=(
+            "Write a checkpoint of any layout as a folder that transformers loads: weights"
+            " (safetensors), configuration, tokenizer, model card, and training.json, from which"
+            " import restores the run. The plain Transformer uses transformers' class for Llama,"
+            " Qwen2, Qwen3 or Mistral; for every other mixer the folder contains its code"
+            " (trust_remote_code=True). Needs no GPU, and memory for two tensors. OUT appears only"
+            " when it is complete."
+        ),
     )
     verb.add_argument(
         "checkpoint",
@@ -66,8 +72,10 @@ def _parser() -> Parser:
         "--license",
         metavar="ID",
         dest="license_id",
-        help="license of the weights, for the model card: an id of the Hub "
-        "(apache-2.0, cc-by-4.0), or NAME=LINK; default: the card states none",
+        help=(
+            "license of the weights, for the model card: an id of the Hub "
+            "(apache-2.0, cc-by-4.0), or NAME=LINK; default: the card states none"
+        ),
     )
     verb.add_argument(
         "--max-shard-size",
@@ -83,9 +91,13 @@ def _parser() -> Parser:
     verb = verbs.add_parser(
         "import",
         help="convert a Hugging Face folder to a checkpoint from which training starts",
-        description="Write a Hugging Face folder (an export, or a stock Llama, Mistral, Qwen2 or Qwen3) as a checkpoint of weights, from which "
-        "`python -m pretrain RUN.yaml model=CHECKPOINT/model.yaml checkpoint.load=CHECKPOINT` starts at any layout. With --mixer the "
-        "weights initialise a model with another mixer where shapes allow; the command lists copied and new weights.",
+        description=(
+            "Write a Hugging Face folder (an export, or a stock Llama, Mistral, Qwen2 or Qwen3) as"
+            " a checkpoint of weights, from which `python -m pretrain RUN.yaml"
+            " model=CHECKPOINT/model.yaml checkpoint.load=CHECKPOINT` starts at any layout. With"
+            " --mixer the weights initialise a model with another mixer where shapes allow; the"
+            " command lists copied and new weights."
+        ),
     )
     verb.add_argument(
         "hf_dir",
@@ -102,7 +114,10 @@ def _parser() -> Parser:
     verb.add_argument(
         "--mixer",
         metavar="NAME",
-        help="initialise a model with this mixer from the weights (names: python -m pretrain --list-mixers)",
+        help=(
+            "initialise a model with this mixer from the weights (names: python -m pretrain"
+            " --list-mixers)"
+        ),
     )
     verb.add_argument(
         "--dtype",
@@ -125,8 +140,11 @@ def _parser() -> Parser:
     verb = verbs.add_parser(
         "verify",
         help="compare two models: weights, activations, logits; find the first difference",
-        description="Compare two models: configuration, tokenizers, weights, the activations of every layer and the logits of fixed "
-        "prompts; report the first layer that differs. Exit code 0: they are the same model; 1: they are not.",
+        description=(
+            "Compare two models: configuration, tokenizers, weights, the activations of every layer"
+            " and the logits of fixed prompts; report the first layer that differs. Exit code 0:"
+            " they are the same model; 1: they are not."
+        ),
     )
     verb.add_argument("a", type=Path, metavar="A", help=MODEL)
     verb.add_argument("b", type=Path, metavar="B", help="the second model, in the same form")
@@ -140,7 +158,10 @@ def _parser() -> Parser:
         "--tolerance",
         type=float,
         metavar="X",
-        help="allowed difference, relative to the largest value; default: 1e-4, or 2e-2 if one model is bf16",
+        help=(
+            "allowed difference, relative to the largest value; default: 1e-4, or 2e-2 if one model"
+            " is bf16"
+        ),
     )
     verb.add_argument(
         "--json",

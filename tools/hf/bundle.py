@@ -185,7 +185,9 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
 
 
 def _flat_import(source: str, node: ast.ImportFrom) -> tuple[list[str], set[str]]:
-    """Return the lines that replace a ``from source import ...``, and the modules that they need."""
+    """Return the lines that replace a ``from source import ...``, and the modules that they
+    need.
+    """
     space, lines, wanted = " " * node.col_offset, [], set()
     names = []
     for alias in node.names:

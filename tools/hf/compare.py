@@ -25,7 +25,9 @@ TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.(.*))?$")
 
 Trace = dict[str, Tensor]
-"""Place in the model -> its output on the CPU, without dimensions of size one; in the order of computation."""
+"""Place in the model -> its output on the CPU, without dimensions of size one; in the order of
+computation.
+"""
 
 
 def place(path: str) -> str:
@@ -302,7 +304,8 @@ class First:
             largest = max(self.weights, key=lambda found: found.absolute)
             names = named([found.where for found in self.weights], 2)
             parts.append(
-                f"{number(largest.absolute)} in weights ({names}{', ' + largest.note if largest.note else ''})"
+                f"{number(largest.absolute)} in weights"
+                f" ({names}{', ' + largest.note if largest.note else ''})"
             )
         if self.computed is not None:
             parts.append(
@@ -314,7 +317,10 @@ class First:
             if self.weights != []
             else "; its weights agree, so configuration, code or rounding differs"
         )
-        return f"{self.where}: first difference, {', '.join(parts)}; everything before agrees to {number(self.before)}{blame}"
+        return (
+            f"{self.where}: first difference, {', '.join(parts)}; everything before agrees to"
+            f" {number(self.before)}{blame}"
+        )
 
 
 @dataclass(frozen=True)
@@ -359,12 +365,14 @@ class Findings:
             faults.append(f"the tokenizers differ: {self.tokenizers}")
         if not logits.absolute <= allowed:
             faults.append(
-                f"logits differ by {number(logits.absolute)}, more than {number(allowed)}{': ' + logits.note if logits.note else ''}"
+                f"logits differ by {number(logits.absolute)}, more than"
+                f" {number(allowed)}{': ' + logits.note if logits.note else ''}"
             )
         far = self.weights.beyond(self.tolerance) if self.weights else []
         if far:
             faults.append(
-                f"{len(far)} tensors of weights differ by more than {number(self.tolerance)} of their largest number"
+                f"{len(far)} tensors of weights differ by more than {number(self.tolerance)} of"
+                " their largest number"
             )
         return faults
 

@@ -60,7 +60,8 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
         )
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"partial_rotary_factor is {given['partial_rotary_factor']}; this model applies RoPE to all channels of a head"
+            f"partial_rotary_factor is {given['partial_rotary_factor']}; this model applies RoPE to"
+            " all channels of a head"
         )
     if base != int(base):
         raise ValueError(f"rope_theta is {base}; model.rope_base must be a whole number")
@@ -71,7 +72,8 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
     if kind == "yarn":
         if not given.get("truncate", True):
             raise ValueError(
-                "truncate is false; this model supports only truncate: true (a yarn ramp between whole channel pairs)"
+                "truncate is false; this model supports only truncate: true (a yarn ramp between"
+                " whole channel pairs)"
             )
         given = {"original_max_position_embeddings": length} | given
         if "attention_factor" not in given and given.get("mscale") and given.get("mscale_all_dim"):
@@ -241,5 +243,7 @@ class FemLMConfig(PretrainedConfig):
         return fields | {"rope_base": model.rope_base, "rope_scaling": asdict(model.rope_scaling)}
 
     def model(self) -> ModelConfig:
-        """Return the training code's configuration of the current model, including ``recurrence``."""
+        """Return the training code's configuration of the current model, including
+        ``recurrence``.
+        """
         return replace(ModelConfig.from_dict(self.model_fields()), recurrence=self.recurrence)

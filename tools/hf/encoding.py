@@ -46,7 +46,8 @@ def encoder(tokenizer: Any, folder: Path | None, *, as_data: bool) -> Encode:
         return lambda text: list(tokenizer(text)["input_ids"])
     if folder is None or not (folder / "tokenizer.json").is_file():
         raise ConfigError(
-            f"{folder}: no tokenizer.json, which the training data was encoded with; name its folder with --tokenizer DIR"
+            f"{folder}: no tokenizer.json, which the training data was encoded with; name its"
+            " folder with --tokenizer DIR"
         )
     eod = tokenizer.eos_token_id
     data = HuggingFace(

@@ -145,7 +145,9 @@ def export(
 
 
 def refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError if ``out`` is a file, or a folder with content that may not be overwritten."""
+    """Raise ConfigError if ``out`` is a file, or a folder with content that may not be
+    overwritten.
+    """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: choose a folder")
     if not out.exists() or not any(out.iterdir()):
@@ -156,7 +158,8 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
         )
     if Path.cwd().is_relative_to(out.resolve()):
         raise ConfigError(
-            f"{out} contains the working directory, which --overwrite does not replace: choose another folder"
+            f"{out} contains the working directory, which --overwrite does not replace: choose"
+            " another folder"
         )
 
 
@@ -171,7 +174,8 @@ def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Non
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
         if block.mixer.external:
             raise ConfigError(
-                f"model.mixer={name} is a layer of another package, which cannot be exported: save the model with that package"
+                f"model.mixer={name} is a layer of another package, which cannot be exported: save"
+                " the model with that package"
             )
     shapes = parameter_shapes(model)
     for complaint, names in (
@@ -183,7 +187,8 @@ def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Non
     for name, shape in shapes.items():
         if held[name] != shape:
             raise ConfigError(
-                f"{name} has shape {held[name]} in the checkpoint, but {shape} according to its configuration"
+                f"{name} has shape {held[name]} in the checkpoint, but {shape} according to its"
+                " configuration"
             )
 
 
@@ -318,21 +323,26 @@ def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
         raise ConfigError(f"there is no checkpoint {checkpoint}")
     if not checkpoint.is_dir():
         raise ConfigError(
-            f"{checkpoint} is a file: expected a folder step_NNNNNNNN, or a run directory with checkpoints"
+            f"{checkpoint} is a file: expected a folder step_NNNNNNNN, or a run directory with"
+            " checkpoints"
         )
     if is_folder(checkpoint):
         raise ConfigError(
-            f"{checkpoint} is already a Hugging Face folder, which transformers can load: no export is needed"
+            f"{checkpoint} is already a Hugging Face folder, which transformers can load: no export"
+            " is needed"
         )
     _refuse_overlap(checkpoint, out, inside=False)
     if out.exists() and any(out.iterdir()) and not (out / CONFIG).is_file():
         raise ConfigError(
-            f"{out} is not an earlier export ({CONFIG} is missing), and --overwrite replaces only exports: choose another folder"
+            f"{out} is not an earlier export ({CONFIG} is missing), and --overwrite replaces only"
+            " exports: choose another folder"
         )
 
 
 def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None:
-    """Raise ConfigError if ``out`` would replace the checkpoint or, with ``inside``, is inside it."""
+    """Raise ConfigError if ``out`` would replace the checkpoint or, with ``inside``, is inside
+    it.
+    """
     place, target = checkpoint.resolve(), out.resolve()
     if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
         relation = (
@@ -357,7 +367,8 @@ def _tokenizer(
         )
     if folder is None:
         print(
-            "tools.hf: note: no tokenizer is recorded for the checkpoint, so none is exported; name one with --tokenizer DIR",
+            "tools.hf: note: no tokenizer is recorded for the checkpoint, so none is exported; name"
+            " one with --tokenizer DIR",
             file=sys.stderr,
         )
         return None
@@ -366,7 +377,8 @@ def _tokenizer(
         recorded = manifest.tokenizer["sha256"]
         if tokenizer.sha256 is not None and tokenizer.sha256 != recorded:
             raise ConfigError(
-                f"the tokenizer in {folder} (sha256 {tokenizer.sha256[:12]}, {tokenizer.entries} entries) is not the one that {prefix} was "
-                f"created with ({recorded[:12]}, {manifest.tokenizer['vocab_size']} entries), so it is not the model's tokenizer"
+                f"the tokenizer in {folder} (sha256 {tokenizer.sha256[:12]}, {tokenizer.entries}"
+                f" entries) is not the one that {prefix} was created with ({recorded[:12]},"
+                f" {manifest.tokenizer['vocab_size']} entries), so it is not the model's tokenizer"
             )
     return tokenizer

@@ -137,7 +137,8 @@ def read_folder(path: Path) -> Folder:
         absent = [name for name in names if not (path / name).is_file()]
         if absent:
             raise ConfigError(
-                f"{path} is an incomplete model: {absent[0]} is missing ({len(absent)} of {len(names)} files of weights)"
+                f"{path} is an incomplete model: {absent[0]} is missing ({len(absent)} of"
+                f" {len(names)} files of weights)"
             )
     elif (path / WEIGHTS).is_file():
         listed, names = None, [WEIGHTS]
@@ -145,7 +146,8 @@ def read_folder(path: Path) -> Folder:
         pickled = [name for name in PICKLES if (path / name).is_file()]
         if pickled:
             raise ConfigError(
-                f"{path}: {pickled[0]} is a pickle, which this tool does not read: save the model as safetensors with transformers"
+                f"{path}: {pickled[0]} is a pickle, which this tool does not read: save the model"
+                " as safetensors with transformers"
             )
         raise ConfigError(f"{path} is an incomplete model: it contains {CONFIG}, but not {WEIGHTS}")
     files = tuple(path / name for name in names)
@@ -153,7 +155,8 @@ def read_folder(path: Path) -> Folder:
     for name, file_name in (listed or {}).items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise ConfigError(
-                f"{path / INDEX} lists {name} in {file_name}, which does not contain it: fetch both again"
+                f"{path / INDEX} lists {name} in {file_name}, which does not contain it: fetch both"
+                " again"
             )
     return Folder(path, config, files, tensors)
 

@@ -81,19 +81,21 @@ def check_target(source: ModelConfig, target: ModelConfig) -> None:
         ours, theirs = getattr(target, key), getattr(source, key)
         if ours != theirs:
             raise ConfigError(
-                f"--mixer: model.{key} is {ours}, but {theirs} in the folder; both must be equal for weights to be copied"
+                f"--mixer: model.{key} is {ours}, but {theirs} in the folder; both must be equal"
+                " for weights to be copied"
             )
     for layer, (have, want, name) in enumerate(
         zip(source.blocks(), target.blocks(), mixer_names(target), strict=True)
     ):
         if want.mixer.external:
             raise ConfigError(
-                f"--mixer {name}: a layer of another package, whose parameters this tool cannot initialise"
+                f"--mixer {name}: a layer of another package, whose parameters this tool cannot"
+                " initialise"
             )
         if have.mixer != want.mixer and not isinstance(have.mixer, AttentionShape):
             raise ConfigError(
-                f"--mixer requires the weights of a Transformer, but layer {layer} of the folder is {mixer_names(source)[layer]}; "
-                "import it without --mixer"
+                f"--mixer requires the weights of a Transformer, but layer {layer} of the folder is"
+                f" {mixer_names(source)[layer]}; import it without --mixer"
             )
 
 
@@ -246,7 +248,9 @@ def _mixer(source: Shape, target: Shape) -> Origins:
 
 
 def _fits(source: AttentionShape, packing: Packing, part: str, role: str) -> bool:
-    """Return True if a slice is as wide as a head of attention, or as the heads that it contains."""
+    """Return True if a slice is as wide as a head of attention, or as the heads that it
+    contains.
+    """
     width, queries = packing.widths[part], packing.queries
     if packing.heads == source.heads and width == source.head:
         return queries == 1 or role == "v"

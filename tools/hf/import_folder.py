@@ -130,7 +130,8 @@ def import_folder(
         for wrong in damaged_beside(hf_dir, lambda count: None):
             name = wrong.split()[0]
             raise ConfigError(
-                f"{hf_dir / name} is damaged ({wrong}); if the file was rewritten deliberately, remove {name}.{HASHES}"
+                f"{hf_dir / name} is damaged ({wrong}); if the file was rewritten deliberately,"
+                f" remove {name}.{HASHES}"
             )
     with quiet_transformers():
         tokenizer = None if config.data.tokenizer is None else Tokenizer.load(hf_dir, config.model)
@@ -170,7 +171,8 @@ def import_folder(
     for line in table(copied) if plan else []:
         print(line)
     print(
-        f"wrote {out / step.name}: {'-'.join(dict.fromkeys(mixer_names(config.model)))}, {parameters:,} parameters, {types}"
+        f"wrote {out / step.name}: {'-'.join(dict.fromkeys(mixer_names(config.model)))},"
+        f" {parameters:,} parameters, {types}"
     )
     print(f"start from it: python -m pretrain RUN.yaml model={out / MODEL} checkpoint.load={out}")
 
@@ -187,9 +189,13 @@ def read_source(path: Path) -> Source:
     if not any(path.glob("*.safetensors")) and (
         pickled := next((name for name in PICKLES if (path / name).is_file()), None)
     ):
-        fix = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safetensors')"
+        fix = (
+            "from transformers import AutoModelForCausalLM as M;"
+            f" M.from_pretrained('{path}').save_pretrained('{path}-safetensors')"
+        )
         raise ConfigError(
-            f'{path}: {pickled} is a pickle, which this tool does not read; write safetensors first: python -c "{fix}"'
+            f"{path}: {pickled} is a pickle, which this tool does not read; write safetensors"
+            f' first: python -c "{fix}"'
         )
     folder = read_folder(path)
     training = folder.training()
@@ -235,7 +241,8 @@ def run_config(
         settings = [f"model.mixer={mixer}", *settings]
     config = run_of(values, folder.path / (TRAINING if source.training else CONFIG), settings)
     others = ConfigError(
-        "--set changes the weights of the model: use --mixer NAME for another mixer, and leave the other keys out"
+        "--set changes the weights of the model: use --mixer NAME for another mixer, and leave the"
+        " other keys out"
     )
     try:
         if not mixer and mixer_names(config.model) != mixer_names(model):
@@ -248,7 +255,8 @@ def run_config(
             # The value is from the folder, not from ``settings``.
             if getattr(ours, name) == getattr(theirs, name):
                 notes.append(
-                    f"{mixer} has no model.{key}; the folder's value {getattr(ours, name)} is not used"
+                    f"{mixer} has no model.{key}; the folder's value {getattr(ours, name)} is not"
+                    " used"
                 )
                 cleared: Any = replace(ours, **{name: getattr(type(ours)(), name)})
                 whole: dict[str, Any] = {section: cleared}
@@ -277,7 +285,8 @@ def check_tensors(source: Source) -> None:
     )
     if absent := sorted(shapes.keys() - tensors.keys()):
         raise ConfigError(
-            f"{path} lacks {first_of(absent)}, which its {CONFIG} requires: an incomplete model, or the weights of another one"
+            f"{path} lacks {first_of(absent)}, which its {CONFIG} requires: an incomplete model, or"
+            " the weights of another one"
         )
     others = sorted(
         name
@@ -286,24 +295,28 @@ def check_tensors(source: Source) -> None:
     )
     if others:
         raise ConfigError(
-            f"{path} contains {first_of(others)}, which a model of its {CONFIG} lacks: weights of another architecture"
+            f"{path} contains {first_of(others)}, which a model of its {CONFIG} lacks: weights of"
+            " another architecture"
         )
     for name, shape in shapes.items():
         found = tensors[name]
         if found.dtype not in STORED:
             raise ConfigError(
-                f"{found.file}: {name} is {found.dtype}; supported: {', '.join(STORED)}; quantised weights are not supported"
+                f"{found.file}: {name} is {found.dtype}; supported: {', '.join(STORED)}; quantised"
+                " weights are not supported"
             )
         if found.shape != shape:
             raise ConfigError(
-                f"{found.file}: {name} has shape {found.shape}, but {shape} according to {CONFIG}: they belong to different models"
+                f"{found.file}: {name} has shape {found.shape}, but {shape} according to {CONFIG}:"
+                " they belong to different models"
             )
     again = head in tensors.keys() - shapes.keys()
     if again and not torch.equal(
         source.folder.get(head), source.folder.get("model.embed_tokens.weight")
     ):
         raise ConfigError(
-            f"{path}: {CONFIG} ties the output layer to the embedding, but {head} differs from it: set tie_word_embeddings"
+            f"{path}: {CONFIG} ties the output layer to the embedding, but {head} differs from it:"
+            " set tie_word_embeddings"
         )
 
 
@@ -322,12 +335,14 @@ def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
     """Raise ConfigError if the checkpoint cannot be written to ``out``."""
     if hf_dir.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
-            f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'contains'} the folder to import: choose another one"
+            f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'contains'} the folder to"
+            " import: choose another one"
         )
     refuse_occupied(out, overwrite)
     if out.exists() and any(out.iterdir()) and not (out / MODEL).is_file():
         raise ConfigError(
-            f"{out} is not an earlier import ({MODEL} is missing), and --overwrite replaces only imports: choose another folder"
+            f"{out} is not an earlier import ({MODEL} is missing), and --overwrite replaces only"
+            " imports: choose another folder"
         )
 
 
@@ -336,7 +351,10 @@ def _no_folder(path: Path) -> str:
     if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")) or any(
         path.glob("step_*")
     ):
-        return f"{path} is already a checkpoint, or a run directory with checkpoints: no import is needed (export converts it to a folder)"
+        return (
+            f"{path} is already a checkpoint, or a run directory with checkpoints: no import is"
+            " needed (export converts it to a folder)"
+        )
     adapter = (
         " (only an adapter: merge it into its model first)"
         if (path / "adapter_config.json").is_file()
@@ -428,7 +446,8 @@ def _kept(source: Source) -> Kept:
     if not (whole and isinstance(data, str) and isinstance(loss, int | float | None)):
         path = source.folder.path / TRAINING
         raise ConfigError(
-            f"{path} is damaged: its progress, data or heldout_loss has a wrong type; export again, or remove the file"
+            f"{path} is damaged: its progress, data or heldout_loss has a wrong type; export again,"
+            " or remove the file"
         )
     return Kept(
         Kept().progress | {key: progress[key] for key in PROGRESS if key in progress}, data, loss
@@ -467,9 +486,11 @@ def _grafted(
             fresh = torch.empty(weight.shape, dtype=kind)  # every element is overwritten
         yield (
             name,
-            fresh
-            if origin is None
-            else _owned(origin.fill(fresh, list(held.read(origin.sources).values())), dtype),
+            (
+                fresh
+                if origin is None
+                else _owned(origin.fill(fresh, list(held.read(origin.sources).values())), dtype)
+            ),
         )
 
 

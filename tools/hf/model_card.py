@@ -72,7 +72,8 @@ class License:
             or text == "other"
         ):
             raise ConfigError(
-                f"--license {text}: expected an id of the Hub, such as apache-2.0, or NAME=LINK for another license, such as my-license=URL"
+                f"--license {text}: expected an id of the Hub, such as apache-2.0, or NAME=LINK for"
+                " another license, such as my-license=URL"
             )
         return cls(name, link or None)
 
@@ -108,10 +109,13 @@ def model_card(
     builds. whole_tokenizer: True if the folder has a tokenizer.json. packages: requirements of the
     model's code besides torch and transformers; None: a class of transformers. has_code: the folder has
     Python files of the model or the tokenizer.
-    """
+    """  # noqa: E501
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
-    depth = f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
+    depth = (
+        f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)`"
+        " applies it N times."
+    )
     code = (
         f"The model is the class `{architecture}` of transformers: no code of this folder is run."
     )
@@ -121,7 +125,10 @@ def model_card(
             if packages
             else "only torch and transformers"
         )
-        code = f"The code of the model is in the Python files of this folder, starting with `modeling_fem.py`; it needs {needs}."
+        code = (
+            "The code of the model is in the Python files of this folder, starting with"
+            f" `modeling_fem.py`; it needs {needs}."
+        )
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(TEMPLATE)
@@ -162,13 +169,15 @@ def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
     if whole_tokenizer:
         notes.insert(
             0,
-            "The tokenizer needs no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens it without `trust_remote_code`.",
+            "The tokenizer needs no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens"
+            " it without `trust_remote_code`.",
         )
     blocks = zip(mixer_names(model), model.blocks(), strict=True)
     if counting := dict.fromkeys(f"`{name}`" for name, block in blocks if block.counts_padding()):
         notes.append(
-            f"Pad only before or after the text of a row: {', '.join(counting)} counts positions including padding, so that padding between two turns of a "
-            "conversation would change the result. The model raises an error for it."
+            f"Pad only before or after the text of a row: {', '.join(counting)} counts positions"
+            " including padding, so that padding between two turns of a conversation would change"
+            " the result. The model raises an error for it."
         )
     return notes
 
@@ -314,7 +323,10 @@ def training_card(
             "tokens": tokens,
             "steps": found.progress.step,
             "batch": train.global_batch_size * length,
-            "optimizer": f"AdamW, lr {decay.lr:g} to {decay.min_lr:g} ({decay.schedule}), weight decay {decay.weight_decay:g}",
+            "optimizer": (
+                f"AdamW, lr {decay.lr:g} to {decay.min_lr:g} ({decay.schedule}), weight decay"
+                f" {decay.weight_decay:g}"
+            ),
             "precision": train.precision,
         }
         if not config.model.blocks()[0].mixer.external:

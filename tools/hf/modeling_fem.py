@@ -87,7 +87,8 @@ class FemCacheLayer(DynamicLayer):
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise ValueError: the blocks write their states themselves."""
         raise ValueError(
-            "this model's blocks update their states themselves: a FemCache has no keys and values to update"
+            "this model's blocks update their states themselves: a FemCache has no keys and values"
+            " to update"
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -127,8 +128,8 @@ class FemStaticCacheLayer(FemCacheLayer):
             and type(self.room.taken) is Tensor
         ):
             raise ValueError(
-                "torch.export(strict=False) would store this cache as a constant: use strict=True, or assign the module's buffers to "
-                "layer.state and layer.room.taken in its forward"
+                "torch.export(strict=False) would store this cache as a constant: use strict=True,"
+                " or assign the module's buffers to layer.state and layer.room.taken in its forward"
             )
         if not self.state and self.room.taken.device != x.device:
             self.room = Room(self.room.places, self.room.taken.to(x.device))
@@ -174,7 +175,8 @@ class FemCache(Cache):
         layer.
         """
         raise TypeError(
-            "a FemCache has no keys and values: read cache.layers[i].state, and cache.get_seq_length() for its tokens"
+            "a FemCache has no keys and values: read cache.layers[i].state, and"
+            " cache.get_seq_length() for its tokens"
         )
 
     @property
@@ -208,7 +210,8 @@ class FemStaticCache(FemCache):
         bounds = [bound for bound in longest if bound is not None]
         if bounds and max_cache_len > min(bounds):
             raise ValueError(
-                f"max_cache_len={max_cache_len}, but this model's mixer takes {min(bounds)} tokens at most"
+                f"max_cache_len={max_cache_len}, but this model's mixer takes {min(bounds)} tokens"
+                " at most"
             )
         Cache.__init__(
             self,
@@ -227,7 +230,9 @@ class Alone(OneProcess):
 
 
 class FemBlock(GradientCheckpointingLayer, Block):
-    """A block of the training code in one process, with its decoding state in transformers' cache."""
+    """A block of the training code in one process, with its decoding state in transformers'
+    cache.
+    """
 
     def __init__(self, shape: BlockShape, layer_idx: int, causal: bool, recurrence: int) -> None:
         super().__init__(shape, Alone(torch.get_default_dtype()))
@@ -309,7 +314,8 @@ class FemLMPreTrainedModel(PreTrainedModel):
         """
         if getattr(self.base_model, "embed_velocities", None) is not None:
             raise ValueError(
-                "this model has a separate embedding for velocities, which is not resized: train with all tokens"
+                "this model has a separate embedding for velocities, which is not resized: train"
+                " with all tokens"
             )
         made: nn.Embedding = super().resize_token_embeddings(*given, **named)
         return made
@@ -373,7 +379,8 @@ class FemLMModel(FemLMPreTrainedModel):
             raise ValueError("output_attentions: this model has no attention maps to show")
         if kwargs.get("is_causal") not in (None, self.causal):
             raise ValueError(
-                f"is_causal={kwargs['is_causal']}: this model was built with model.causal={self.causal}; leave it out"
+                f"is_causal={kwargs['is_causal']}: this model was built with"
+                f" model.causal={self.causal}; leave it out"
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -381,20 +388,23 @@ class FemLMModel(FemLMPreTrainedModel):
         if self.embed_velocities is not None:
             if input_ids is None:
                 raise ValueError(
-                    "inputs_embeds: this model also needs velocities, from a separate embedding of the tokens; give input_ids"
+                    "inputs_embeds: this model also needs velocities, from a separate embedding of"
+                    " the tokens; give input_ids"
                 )
             x = torch.cat((x, self.embed_velocities(input_ids)), dim=-1)
         borders = _borders(kwargs, x)
         if past_key_values is not None and borders is not None:
             raise ValueError(
-                "past_key_values and cu_seq_lens_q or seq_idx: packed documents have no decoding state; leave one of them out"
+                "past_key_values and cu_seq_lens_q or seq_idx: packed documents have no decoding"
+                " state; leave one of them out"
             )
         documents = (
             _packed(borders, position_ids, attention_mask, x) if past_key_values is None else None
         )
         if documents is not None and use_cache:
             raise ValueError(
-                "use_cache=True: this sequence packs several documents, which have no decoding state"
+                "use_cache=True: this sequence packs several documents, which have no decoding"
+                " state"
             )
         if documents is not None and position_ids is None:
             position_ids = documents.positions.T
@@ -440,7 +450,8 @@ class FemLMModel(FemLMPreTrainedModel):
         # Checked by attributes: a cache created by another folder's code has a different class.
         if not given.layers or not all(hasattr(layer, "state") for layer in given.layers):
             raise ValueError(
-                f"past_key_values is a {type(given).__name__}; this model needs its own FemCache(config)"
+                f"past_key_values is a {type(given).__name__}; this model needs its own"
+                " FemCache(config)"
             )
         return given
 
@@ -472,7 +483,8 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         blocks have their own states.
         """
         raise ValueError(
-            "continuous batching needs a paged cache of keys and values, which this model does not have: call generate() with a padded batch"
+            "continuous batching needs a paged cache of keys and values, which this model does not"
+            " have: call generate() with a padded batch"
         )
 
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -492,7 +504,8 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         kind, given = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if generation_mode in ("assisted_generation", "contrastive_search", "dola_generation"):
             raise ValueError(
-                f"this model's cache cannot return to an earlier step, which {generation_mode.value} requires"
+                "this model's cache cannot return to an earlier step, which"
+                f" {generation_mode.value} requires"
             )
         if given is not None:
             if kind is not None:
@@ -503,7 +516,8 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
             return
         if kind not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation={kind!r}: this model supports 'dynamic' (the default) and 'static'"
+                f"cache_implementation={kind!r}: this model supports 'dynamic' (the default) and"
+                " 'static'"
             )
         if generation_config.use_cache is not False and self.model.causal:
             longest = max(
@@ -617,7 +631,8 @@ def _placed(
         attention_mask = attention_mask[:, :length]
     if attention_mask is not None and attention_mask.shape != (batch, past + length):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; this model needs [{batch}, {past + length}] (past and new tokens)"
+            f"attention_mask has shape {tuple(attention_mask.shape)}; this model needs [{batch},"
+            f" {past + length}] (past and new tokens)"
         )
     valid = None if attention_mask is None else attention_mask.to(torch.bool)
     # A compiled step must be the same with and without padding.
@@ -653,7 +668,8 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
                 or bool((ends.diff() < 0).any())
             ):
                 raise ValueError(
-                    f"{name} does not increase from 0 to the {length} tokens of one row: flatten the batch without padding"
+                    f"{name} does not increase from 0 to the {length} tokens of one row: flatten"
+                    " the batch without padding"
                 )
             found[name] = torch.zeros(1, length, dtype=torch.bool).index_fill_(
                 1, ends[(ends > 0) & (ends < length)], True
@@ -661,7 +677,8 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
     if (numbers := given.get("seq_idx")) is not None:
         if numbers.shape not in ((1, length), (batch, length)):
             raise ValueError(
-                f"seq_idx has shape {tuple(numbers.shape)}; this model needs [1 or {batch}, {length}]"
+                f"seq_idx has shape {tuple(numbers.shape)}; this model needs [1 or {batch},"
+                f" {length}]"
             )
         found["seq_idx"] = pad(numbers.expand(batch, length).diff(dim=1) != 0, (1, 0)).cpu()
     borders = list(found.values())
@@ -690,7 +707,8 @@ def _packed(
             begins = jumps if borders is None else borders
             if bool((jumps & ~begins).any()):
                 raise ValueError(
-                    "position_ids do not increase by one inside a document of cu_seq_lens_q or seq_idx: leave one of them out"
+                    "position_ids do not increase by one inside a document of cu_seq_lens_q or"
+                    " seq_idx: leave one of them out"
                 )
         return (
             Documents.of(begins).to(x.device) if begins is not None and bool(begins.any()) else None
@@ -701,7 +719,8 @@ def _packed(
         back = bool(((positions[:, 1:] <= highest[:, :-1]) & (attention_mask[:, 1:] != 0)).any())
     if back or (borders is not None and bool(borders.any())):
         raise ValueError(
-            "this sequence packs several documents, and attention_mask has padding: leave the mask out"
+            "this sequence packs several documents, and attention_mask has padding: leave the"
+            " mask out"
         )
     return None
 
@@ -720,7 +739,8 @@ def _placed_in_room(
         known.dim() != 2 or known.shape[0] != batch or known.shape[1] > room.places
     ):
         raise ValueError(
-            f"attention_mask has shape {tuple(known.shape)}; this model and cache need [{batch}, up to {room.places}]"
+            f"attention_mask has shape {tuple(known.shape)}; this model and cache need [{batch}, up"
+            f" to {room.places}]"
         )
     if gapless and known is not None and not torch.compiler.is_compiling():
         _check_gaps(known[:, : int(room.taken) + length])
@@ -745,8 +765,9 @@ def _check_gaps(valid: Tensor) -> None:
         ((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()
     ):
         raise ValueError(
-            "attention_mask has padding between two tokens of a row, which this model's mixer counts as positions: pad only on the left, "
-            "and start a new cache with the text without that padding"
+            "attention_mask has padding between two tokens of a row, which this model's mixer"
+            " counts as positions: pad only on the left, and start a new cache with the text"
+            " without that padding"
         )
 
 

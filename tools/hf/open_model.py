@@ -179,7 +179,8 @@ def check_there(path: Path) -> None:
         return
     if path.exists():
         raise ConfigError(
-            f"{path} is a file: expected a folder (a run directory, a checkpoint, or a Hugging Face folder)"
+            f"{path} is a file: expected a folder (a run directory, a checkpoint, or a Hugging Face"
+            " folder)"
         )
     text = str(path)
     if (
@@ -189,7 +190,8 @@ def check_there(path: Path) -> None:
         and not path.parent.is_dir()
     ):
         raise ConfigError(
-            f"there is no folder {text}, and models are not downloaded automatically: fetch it (hf download {text} --local-dir DIR) and name DIR"
+            f"there is no folder {text}, and models are not downloaded automatically: fetch it (hf"
+            f" download {text} --local-dir DIR) and name DIR"
         )
     raise ConfigError(f"there is no folder {text}")
 
@@ -237,14 +239,16 @@ def check_architecture(folder: Folder) -> None:
     if kind not in CONFIG_MAPPING:
         if wanted:
             raise ConfigError(
-                f"{folder.path} (model_type {kind}) requires code from its folder, which is run only for exports of this project"
+                f"{folder.path} (model_type {kind}) requires code from its folder, which is run"
+                " only for exports of this project"
             )
         raise ConfigError(
             f"{folder.path}: transformers {transformers_version} does not support model_type {kind}"
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"{folder.path}: model_type {kind} is not a causal language model, so it has no next-token probabilities"
+            f"{folder.path}: model_type {kind} is not a causal language model, so it has no"
+            " next-token probabilities"
         )
 
 
@@ -275,7 +279,8 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
     ):
         if names:
             raise ConfigError(
-                f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} belong to different models"
+                f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} belong"
+                " to different models"
             )
     _align(model)
     return model
@@ -355,7 +360,10 @@ def misread_by_transformers(
     except ConfigError as error:
         return str(error)
     told = compare_tokenizers(tokenizer, theirs, texts)
-    fix = "export the checkpoint again, or set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
+    fix = (
+        "export the checkpoint again, or set tokenizer_class to PreTrainedTokenizerFast in"
+        " tokenizer_config.json"
+    )
     return told and f"transformers opens {path / WHOLE} as {type(theirs).__name__}: {told}; {fix}"
 
 
@@ -367,7 +375,8 @@ def _tokenizer(
     """
     if named is not None and not has_tokenizer(named):
         raise ConfigError(
-            f"--tokenizer {named}: not a tokenizer folder; it has no tokenizer files (tokenizer.json, ...)"
+            f"--tokenizer {named}: not a tokenizer folder; it has no tokenizer files"
+            " (tokenizer.json, ...)"
         )
     for folder in [named] if named else usual:
         if has_tokenizer(folder):

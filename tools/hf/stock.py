@@ -52,8 +52,9 @@ QKV = ("q", "k", "v")
 
 # Keys of config.json that, if set, change the computation of the class.
 FOREIGN = (
-    "quantization_config num_local_experts num_experts n_routed_experts attn_logit_softcapping final_logit_softcapping use_qk_norm qk_norm "
-    "qk_layernorm mlp_bias partial_rotary_factor logit_scale embedding_multiplier residual_multiplier attention_multiplier"
+    "quantization_config num_local_experts num_experts n_routed_experts attn_logit_softcapping"
+    " final_logit_softcapping use_qk_norm qk_norm qk_layernorm mlp_bias partial_rotary_factor"
+    " logit_scale embedding_multiplier residual_multiplier attention_multiplier"
 ).split()
 
 
@@ -75,10 +76,14 @@ def why_not_stock(model: ModelConfig) -> str | None:
     if not model.rope:
         return "model.rope=false: the model has no rotary position embedding"
     if model.qk_norm and model.attention.qkv_bias:
-        return "model.qk_norm and model.attention.qkv_bias: Qwen3, the class with norms of q and k, would also have a bias on o_proj"
+        return (
+            "model.qk_norm and model.attention.qkv_bias: Qwen3, the class with norms of q and k,"
+            " would also have a bias on o_proj"
+        )
     scaled = AttentionShape.of(model).scale is not None
     return (
-        f"model.mup.base_head_size={model.mup.base_head_size} gives the scores a scale other than 1 / sqrt(d)"
+        f"model.mup.base_head_size={model.mup.base_head_size} gives the scores a scale other than 1"
+        " / sqrt(d)"
         if scaled
         else None
     )
@@ -171,7 +176,9 @@ def to_stock(model: ModelConfig) -> Recipes:
 
 
 def from_stock(model: ModelConfig) -> Recipes:
-    """Return recipes for the reverse direction, bit for bit; rows that pad the vocabulary are zero."""
+    """Return recipes for the reverse direction, bit for bit; rows that pad the vocabulary are
+    zero.
+    """
     recipes: Recipes = {}
     for name, shape in parameter_shapes(model).items():
         place, _, leaf = name.rpartition(".mixer.in_proj.")
@@ -201,7 +208,8 @@ def read_stock(config: dict[str, Any]) -> Any:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise StockError(
-            f"config.json: model_type is {family!r}; a Transformer can be started from {', '.join(FAMILIES)}"
+            f"config.json: model_type is {family!r}; a Transformer can be started from"
+            f" {', '.join(FAMILIES)}"
         )
     _refuse_foreign(config, family)
     try:
@@ -297,7 +305,8 @@ def _window_of(stock: Any, family: str) -> int | None:
     kinds = set(getattr(stock, "layer_types", None) or [])
     if len(kinds) > 1:
         raise StockError(
-            f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; only models with the same window in all layers are supported"
+            f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; only models with the"
+            " same window in all layers are supported"
         )
     if kinds - {"full_attention", "sliding_attention"}:
         raise StockError(f"config.json: layer_types has {kinds.pop()}, which is not supported")
@@ -305,7 +314,8 @@ def _window_of(stock: Any, family: str) -> int | None:
         return window if kinds == {"sliding_attention"} else None
     if kinds and kinds != {"full_attention" if window is None else "sliding_attention"}:
         raise StockError(
-            f"config.json: layer_types is {kinds.pop()}, and sliding_window is {window}: they contradict each other"
+            f"config.json: layer_types is {kinds.pop()}, and sliding_window is {window}: they"
+            " contradict each other"
         )
     return window
 
@@ -317,11 +327,13 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
     architectures = config.get("architectures") or [ARCHITECTURES[family]]
     if ARCHITECTURES[family] not in architectures:
         raise StockError(
-            f"config.json: architectures is {architectures[0]}; a Transformer can be started from {ARCHITECTURES[family]}"
+            f"config.json: architectures is {architectures[0]}; a Transformer can be started from"
+            f" {ARCHITECTURES[family]}"
         )
     if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
         raise StockError(
-            "config.json: auto_map refers to code of the model, which may differ from the class of transformers"
+            "config.json: auto_map refers to code of the model, which may differ from the class of"
+            " transformers"
         )
     if family != "qwen2" and config.get("attention_bias"):
         raise StockError(

@@ -219,7 +219,8 @@ def check_tokenizer(
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1
     if vocab_size is not None and entries > vocab_size:
         raise ConfigError(
-            f"the tokenizer in {folder} has {entries} entries, but the model's vocabulary has only {vocab_size}: not the model's tokenizer; {NAME_A_TOKENIZER}"
+            f"the tokenizer in {folder} has {entries} entries, but the model's vocabulary has only"
+            f" {vocab_size}: not the model's tokenizer; {NAME_A_TOKENIZER}"
         )
     return entries
 

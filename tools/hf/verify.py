@@ -64,7 +64,8 @@ def as_text(found: Findings) -> str:
     lines.append(f"configuration: {'differs: ' + named(told, SHOWN, '; ') if told else 'equal'}")
     if found.lacking_tokenizer:
         lines.append(
-            f"tokenizers: not compared, no tokenizer in {' and '.join(map(str, found.lacking_tokenizer))}"
+            "tokenizers: not compared, no tokenizer in"
+            f" {' and '.join(map(str, found.lacking_tokenizer))}"
         )
     else:
         lines.append(
@@ -89,7 +90,8 @@ def as_text(found: Findings) -> str:
     if seen.tokens:
         mean = number(seen.kl / seen.tokens)
         lines.append(
-            f"likeliest token: the same {seen.agree} of {seen.tokens} times; KL {mean} nats per token, at most {number(seen.largest_kl)}"
+            f"likeliest token: the same {seen.agree} of {seen.tokens} times; KL {mean} nats per"
+            f" token, at most {number(seen.largest_kl)}"
         )
     if found.equal:
         how = "equal bit for bit" if found.bitwise else "equal"
@@ -101,7 +103,10 @@ def as_text(found: Findings) -> str:
     return "\n".join(
         [
             *lines,
-            f"different at {number(found.tolerance)} ({found.tolerance_from}): {'; '.join(found.faults)}",
+            (
+                f"different at {number(found.tolerance)} ({found.tolerance_from}):"
+                f" {'; '.join(found.faults)}"
+            ),
         ]
     )
 
@@ -119,7 +124,10 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
     else:
         worst = max(apart, key=lambda found: found.relative)
         how_far = f"{number(worst.absolute)}{', ' + worst.note if worst.note else ''}"
-        yield f"weights: {count - len(apart)} of {count} tensors equal bit for bit; the worst is {worst.where}, {how_far}"
+        yield (
+            f"weights: {count - len(apart)} of {count} tensors equal bit for bit; the worst is"
+            f" {worst.where}, {how_far}"
+        )
     for side, names in (("A", weights.only_a), ("B", weights.only_b)):
         if names:
             yield f"weights that only {side} has: {named(names, SHOWN)}"
@@ -139,14 +147,16 @@ def as_json(found: Findings) -> dict[str, Any]:
         "tolerance_from": found.tolerance_from,
         "configuration": {key: list(pair) for key, pair in found.settings.items()},
         "tokenizers": found.tokenizers,
-        "weights": None
-        if weights is None
-        else {
-            "compared": len(weights.differences),
-            "differing": [_numbers(d) for d in weights.differences if d.absolute],
-            "only_a": weights.only_a,
-            "only_b": weights.only_b,
-        },
+        "weights": (
+            None
+            if weights is None
+            else {
+                "compared": len(weights.differences),
+                "differing": [_numbers(d) for d in weights.differences if d.absolute],
+                "only_a": weights.only_a,
+                "only_b": weights.only_b,
+            }
+        ),
         "layers": [{"layer": row, **_numbers(d)} for row, d in found.layers()],
         "places": [_numbers(d) for d in found.differences.values()],
         "logits": _numbers(logits),
@@ -154,13 +164,15 @@ def as_json(found: Findings) -> dict[str, Any]:
         "argmax_agrees": seen.agree,
         "kl_nats_per_token": _finite(seen.kl / seen.tokens) if seen.tokens else None,
         "kl_largest": _finite(seen.largest_kl),
-        "first": None
-        if found.equal or first is None
-        else {
-            "where": first.where,
-            "text": str(first),
-            "weights": [d.where for d in first.weights or []],
-        },
+        "first": (
+            None
+            if found.equal or first is None
+            else {
+                "where": first.where,
+                "text": str(first),
+                "weights": [d.where for d in first.weights or []],
+            }
+        ),
     }
 
 
@@ -189,12 +201,24 @@ TEXTS = (
 # Texts for the comparison of the tokenizers, with characters that pre-tokenizers and normalizers
 # treat differently: digits, case, white space, scripts, composed characters.
 READ = (
-    "It's 7 o'clock, they'll have 12345678 of 3.14159265 and 1,000,000; WE'RE done... (2026-11-27T23:59:01Z)",
+    (
+        "It's 7 o'clock, they'll have 12345678 of 3.14159265 and 1,000,000; WE'RE done..."
+        " (2026-11-27T23:59:01Z)"
+    ),
     "  two  spaces,\ta tab,\u00a0no break,\r\n\r\n\n   lines   \n",
-    "#include <vector>\nfor (int i = 0; i < n; ++i) {\n\t\tx[i] += 0x1F00 * y_i; // HTTPServer2go\n}\n",
+    (
+        "#include <vector>\nfor (int i = 0; i < n; ++i) {\n\t\tx[i] += 0x1F00 * y_i; //"
+        " HTTPServer2go\n}\n"
+    ),
     "ftp://host/a_b-c/?q=1%202&lang=de#top @user C:\\temp $x^{2}_{10}$ <p>&amp;</p>",
-    "Été à l’école : « cœur » — ſtraße, İstanbul, Việt; Ελληνικά; Русский язык №5; עִבְרִית; العَرَبِيَّة ١٢٣",
-    "中文没有空格，標點符號；日本語のテキストです。ｶﾀｶﾅ；한국어 문장；हिन्दी १२३ है；ภาษาไทยไม่มีช่องว่าง",
+    (
+        "Été à l’école : « cœur » — ſtraße, İstanbul, Việt; Ελληνικά; Русский язык №5; עִבְרִית;"
+        " العَرَبِيَّة ١٢٣"
+    ),
+    (
+        "中文没有空格，標點符號；日本語のテキストです。ｶﾀｶﾅ；한국어 문장；हिन्दी १२३"
+        " है；ภาษาไทยไม่มีช่องว่าง"
+    ),
     "e\u0301 and é, ﬁ and fi, Ａ and A, x² and ½, \u200bzero\u200dwidth, 👩‍👩‍👧 🇩🇪 👍🏽 𝔘𝔫𝔦",
 )
 
@@ -222,9 +246,10 @@ class Side:
         parameters = sum(weight.numel() for weight in model.parameters())
         about = f"{opened.kind}, {type(model).__name__}, {dtype}, {parameters:,} parameters"
         limit = min(opened.max_length or LONGEST, LONGEST)
-        return cls(
-            path, opened.source, about, opened.dtype, model.config, opened.config, limit
-        ), model
+        return (
+            cls(path, opened.source, about, opened.dtype, model.config, opened.config, limit),
+            model,
+        )
 
     @property
     def ours(self) -> bool:
@@ -305,9 +330,11 @@ def verify(
         prompts=len(asked) - skipped,
         skipped=skipped,
         tolerance=TOLERANCES[coarser] if tolerance is None else tolerance,
-        tolerance_from=f"the default of {str(coarser).removeprefix('torch.')}"
-        if tolerance is None
-        else "--tolerance",
+        tolerance_from=(
+            f"the default of {str(coarser).removeprefix('torch.')}"
+            if tolerance is None
+            else "--tolerance"
+        ),
     )
     print(as_text(findings))
     if json_out is not None:

@@ -7,7 +7,7 @@ micro-batches, the pipeline bubble, the part of the data-parallel collectives th
 and the optimizer update. Collectives of tensor parallelism overlap with no computation. Neither do
 those of context parallelism (`pretrain.plan.context_parallel`), except the keys and values of a ring, which
 overlap with attention.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -175,10 +175,14 @@ def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
         )
     logits = 5 * 4 * config.model.padded_vocab_size() / tensor
     return {
-        "products": (3 * sum(flops.values()) + sum(twice.values())) / (stages * tensor * rate)
-        + 3 * head / (tensor * wide),
-        "attention": ((attention + attention_twice) / forward + 2.5 * attention / backward)
-        / (stages * tensor),
+        "products": (
+            (3 * sum(flops.values()) + sum(twice.values())) / (stages * tensor * rate)
+            + 3 * head / (tensor * wide)
+        ),
+        "attention": (
+            ((attention + attention_twice) / forward + 2.5 * attention / backward)
+            / (stages * tensor)
+        ),
         "pointwise": (moved / stages + logits) / float(device["bandwidth"]),
     }
 

@@ -13,7 +13,8 @@ from fem_common.cli import Verb, verb_main
 VERBS = {
     "list": Verb(
         "tools.papers.catalogue",
-        "list the experiments of the four papers: requirements, costs, and whether this tool can run them",
+        "list the experiments of the four papers: requirements, costs, and whether this tool can"
+        " run them",
     ),
     "run": Verb("tools.papers.running", "run the missing trials of one experiment"),
     "report": Verb(

@@ -1,4 +1,6 @@
-"""FEM, appendix P: one layer finds the largest of the past values in every channel; a mean cannot."""
+"""FEM, appendix P: one layer finds the largest of the past values in every channel; a mean
+cannot.
+"""
 
 from __future__ import annotations
 

@@ -164,8 +164,9 @@ ENTRIES = (
         "-",
         "8 GPUs for hours",
         None,
-        "python -m pretrain configs/run/cem_86m.yaml and llama_86m.yaml; train.tokens=86_350_000 optimizer.warmup_tokens=4_300_000 "
-        "for a twentieth of the tokens; configs/studies/cem_lr.yaml for the rates",
+        "python -m pretrain configs/run/cem_86m.yaml and llama_86m.yaml; train.tokens=86_350_000"
+        " optimizer.warmup_tokens=4_300_000 for a twentieth of the tokens;"
+        " configs/studies/cem_lr.yaml for the rates",
     ),
     Entry(
         "imagenet-100",
@@ -194,7 +195,8 @@ ENTRIES = (
         "-",
         "4 GPUs for days",
         None,
-        "its tokenizer and two of its metrics are third-party networks, whose weights no package contains",
+        "its tokenizer and two of its metrics are third-party networks, whose weights no package"
+        " contains",
     ),
 )
 NAMES = tuple(entry.name for entry in ENTRIES if entry.module)

@@ -206,7 +206,9 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95% interval (Student's t); infinite for one value."""
+    """Return the mean and half the width of its 95% interval (Student's t); infinite for one
+    value.
+    """
     found = list(values)
     mean, freedom = fmean(found), len(found) - 1
     if not freedom:

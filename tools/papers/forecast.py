@@ -101,7 +101,10 @@ def series(name: str) -> Tensor:
             : this.points, int(this.dated) :
         ]
         if found.shape != (this.points, this.series):
-            told = f"{found.shape[0]} lines of {counted(found.shape[1], 'series')}; {name} needs at least {this.points} lines of {this.series}"
+            told = (
+                f"{found.shape[0]} lines of {counted(found.shape[1], 'series')}; {name} needs at"
+                f" least {this.points} lines of {this.series}"
+            )
             raise UserError(f"{file}: {told}")
         return torch.tensor(found.to_numpy("float32"))
     except (OSError, ValueError) as error:

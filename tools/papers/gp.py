@@ -49,7 +49,9 @@ def _periodic(shape: tuple[int, int], generator: Generator) -> Tensor:
 
 
 def _rational_quadratic(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """Sample frequencies of 1 / (1 + d^2 / 2): normal with an exponentially distributed variance."""
+    """Sample frequencies of 1 / (1 + d^2 / 2): normal with an exponentially distributed
+    variance.
+    """
     variance = -torch.log1p(-torch.rand((shape[0], 1), generator=generator))
     return torch.randn(shape, generator=generator) * variance.sqrt()
 
@@ -60,7 +62,7 @@ KERNELS: dict[str, Callable[[tuple[int, int], Generator], Tensor]] = {
     "Periodic": _periodic,
     "Rational Quadratic": _rational_quadratic,
 }
-"""Kernel -> function that draws frequencies [features, inputs] from its spectrum, for length scale 1."""
+"""Kernel -> function that draws frequencies [features, inputs] of its spectrum, length scale 1."""
 
 
 def examples(kernel: str, count: int, inputs: Generator, function: Generator) -> Examples:

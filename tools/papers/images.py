@@ -62,7 +62,8 @@ def images(case: str) -> tuple[Tensor, Tensor, int | None]:
     whole = torch.cat(found)
     if whole.shape[1:] != (side, side, channels):
         raise UserError(
-            f"{case}: the images have shape {' x '.join(map(str, whole.shape[1:]))}; expected {side} x {side} x {channels}"
+            f"{case}: the images have shape {' x '.join(map(str, whole.shape[1:]))}; expected"
+            f" {side} x {side} x {channels}"
         )
     pictures.check_classes(case, classes, kinds)
     return whole.permute(0, 3, 1, 2) / 127.5 - 1, classes, len(found[0])

@@ -35,7 +35,7 @@ LENGTHS = {"compression": 32, "memorization": 32, "selective copying": 256}
 HALVED = ("fuzzy recall", "in-context recall", "noisy recall", "selective copying")
 """Tasks whose sequences are halved once more in the quick form, because they dominate its cost."""
 ENOUGH = 0.999
-"""Accuracy on validation data at which a trial stops; it is also the highest value in the paper's table."""
+"""Validation accuracy at which a trial stops; also the highest value in the paper's table."""
 
 
 def length_of(case: str, size: Size) -> int:

@@ -22,7 +22,7 @@ from tools.papers.training import Examples, Problem
 
 SIDE, PATCH, MOST, VIEWS = 8, 2, 0.4, 8
 """Side of an image and of a patch; share of masked patches, in training the largest one; masked versions of
-each training image."""
+each training image."""  # noqa: E501
 PATCHES, PIXELS = (SIDE // PATCH) ** 2, PATCH**2
 RANGE = 2.0  # pixels are from -1 to 1
 PLAIN, WIDE = HYPERSET["Hyper-SET"], "Hyper-SET, M = 8 D, twice"
@@ -54,7 +54,9 @@ def examples(images: Tensor, seed: int, *, training: bool) -> Examples:
 
 
 class Seen(nn.Module):
-    """A linear layer on the visible patches of an image, and a learned token for the masked ones."""
+    """A linear layer on the visible patches of an image, and a learned token for the masked
+    ones.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -112,7 +112,10 @@ def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictur
     for part in ("train", "val"):
         here = sorted(path.name for path in (folder / part).glob("*/"))
         if len(here) != classes or (names is not None and here != names):
-            wanted = f"expected {classes}, the same in train and val; their names are in {name} on the Hub"
+            wanted = (
+                f"expected {classes}, the same in train and val; their names are in {name} on"
+                " the Hub"
+            )
             raise UserError(f"{folder / part}: {len(here)} folders of classes, {wanted}")
         names = here
         files = [
@@ -129,7 +132,8 @@ def check_classes(where: str, numbers: Tensor, classes: int) -> None:
     found = numbers.unique().tolist()
     if found != list(range(classes)):
         raise UserError(
-            f"{where}: {len(found)} classes from {found[0]} to {found[-1]}; expected {classes} from 0 on"
+            f"{where}: {len(found)} classes from {found[0]} to {found[-1]}; expected {classes} from"
+            " 0 on"
         )
 
 
@@ -156,7 +160,10 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
             else datasets.load_dataset(str(folder) if folder.is_dir() else name)
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        told = f"neither {folder} nor {name} on the Hub could be read: {(str(error) or repr(error)).splitlines()[0]}"
+        told = (
+            f"neither {folder} nor {name} on the Hub could be read:"
+            f" {(str(error) or repr(error)).splitlines()[0]}"
+        )
         raise UserError(
             f"{told}; hf download {name} --repo-type dataset --local-dir {folder}"
         ) from None
@@ -174,7 +181,8 @@ def dataset(folder: Path, name: str, labels: tuple[str, ...], *, decoded: bool =
         label = next((key for key in labels if key in part.features), None)
         if image is None or label is None:
             raise UserError(
-                f"{folder}: columns {', '.join(part.features)}; expected an image and one of {', '.join(labels)}"
+                f"{folder}: columns {', '.join(part.features)}; expected an image and one of"
+                f" {', '.join(labels)}"
             )
         chosen = part.select_columns([image, label]).rename_columns(
             {image: "image", label: "label"}

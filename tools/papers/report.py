@@ -35,13 +35,13 @@ from tools.papers.experiment import (
 
 TITLE = "# The papers' experiments"
 ABOUT = (
-    "Written by `python -m tools.papers report` from the results in the folder papers. Quick forms "
-    "are small models with little training. They show whether our layers behave as the papers "
-    "report, not how well they perform. ± is half of a 95 % interval over seeds (Student's t). Every "
-    "row is tried with the same learning rates; the validation data of the first seed select one. "
-    "The number in brackets is the paper's, at the paper's size. The order of two rows *agrees* or "
-    "*disagrees* with the paper if the 95 % interval of the differences between them over the seeds "
-    "excludes zero; otherwise it *tends to agree* or *tends to disagree*."
+    "Written by `python -m tools.papers report` from the results in the folder papers. Quick forms"
+    " are small models with little training. They show whether our layers behave as the papers"
+    " report, not how well they perform. ± is half of a 95 % interval over seeds (Student's t)."
+    " Every row is tried with the same learning rates; the validation data of the first seed select"
+    " one. The number in brackets is the paper's, at the paper's size. The order of two rows"
+    " *agrees* or *disagrees* with the paper if the 95 % interval of the differences between them"
+    " over the seeds excludes zero; otherwise it *tends to agree* or *tends to disagree*."
 )
 LEVEL = "both solve the task"
 VERDICTS = ("agrees", "tends to agree", "tends to disagree", "disagrees", LEVEL)
@@ -71,7 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
         found = found_results(arguments.runs, arguments.out)
         if not found:
             raise UserError(
-                f"no results in {arguments.runs} or {arguments.out / 'papers'}: python -m tools.papers run argmax --quick creates some"
+                f"no results in {arguments.runs} or {arguments.out / 'papers'}: python -m"
+                " tools.papers run argmax --quick creates some"
             )
         make_folder(arguments.out / "papers")
         parts = [TITLE, wrapped(ABOUT)]
@@ -93,7 +94,8 @@ def main(arguments: argparse.Namespace) -> int:
             parts.append(section(experiment, kind, size, results))
         write_whole(arguments.out / "papers.md", "\n\n".join(parts) + "\n")
     print(
-        f"wrote {arguments.out / 'papers.md'}: {', '.join(f'{name} ({kind})' for name, kind in found)}"
+        f"wrote {arguments.out / 'papers.md'}:"
+        f" {', '.join(f'{name} ({kind})' for name, kind in found)}"
     )
     return 0
 
@@ -144,14 +146,20 @@ def section(experiment: Experiment, kind: str, size: Size, results: Results) -> 
     """Return the section of an experiment."""
     seconds = sum(record["seconds"] for record in results.values())
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
-    sizes = f"{size.steps:,} steps with batches of {size.batch}, width {size.width}, {counted(size.layers, 'layer')}, rates {rates}"
+    sizes = (
+        f"{size.steps:,} steps with batches of {size.batch}, width {size.width},"
+        f" {counted(size.layers, 'layer')}, rates {rates}"
+    )
     made = f"{kind} form: {sizes}; {len(results)} trials, {seconds / 60:.0f} minutes in total."
     tables = [table(experiment, size, results, experiment.metric)]
     for name, said in experiment.also.items():
         tables += [wrapped(said), table(experiment, size, results, name)]
     shown = f"![{experiment.title}](papers/{experiment.name}-{kind}.png)"
     if experiment.curves:
-        shown += f"\n![Values by iteration; dotted: the number of iterations in training](papers/{experiment.name}-{kind}-iterations.png)"
+        shown += (
+            "\n![Values by iteration; dotted: the number of iterations in"
+            f" training](papers/{experiment.name}-{kind}-iterations.png)"
+        )
     return "\n\n".join(
         [
             f"## {experiment.title}",

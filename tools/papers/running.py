@@ -149,7 +149,10 @@ def run(
             stream.flush()
             value = record["validation"]
             progress.advance(
-                note=f"{trial.case} · {trial.row} · {'diverged' if value is None else f'{value:.3g}'}"
+                note=(
+                    f"{trial.case} · {trial.row} ·"
+                    f" {'diverged' if value is None else f'{value:.3g}'}"
+                )
             )
         took = progress.elapsed
     if found() > kept:
@@ -191,8 +194,8 @@ def finished(
                 for future in done:
                     del running[future]
                 yield from ended
-                # Only the pairs of the ended trials can have new trials, because their rate may now be
-                # known.
+                # Only the pairs of the ended trials can have new trials, because their rate may now
+                # be known.
                 waiting = list(dict.fromkeys((trial.case, trial.row) for trial, _ in ended))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -226,6 +229,7 @@ def summary(experiment: Experiment, results: Results, size: Size) -> list[str]:
             )
             rate = best_rate(experiment, results, case, row, size)
             lines.append(
-                f"{case}: {row}: {experiment.metric} {mean:.3g} ± {half:.2g} ({counted(len(records), 'seed')}, rate {rate:g})"
+                f"{case}: {row}: {experiment.metric} {mean:.3g} ± {half:.2g}"
+                f" ({counted(len(records), 'seed')}, rate {rate:g})"
             )
     return lines

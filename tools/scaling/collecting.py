@@ -98,9 +98,13 @@ def main(arguments: argparse.Namespace) -> int:
         lines += [f"  {name}: {why}" for name, why in list(left_out.items())[:_NAMED]]
         lines += [f"  and {len(left_out) - _NAMED} more"] if len(left_out) > _NAMED else []
         if not arguments.partial:
-            run = f"python -m tools.scaling run {arguments.study} (it skips the complete runs in {study.directory})"
+            run = (
+                f"python -m tools.scaling run {arguments.study} (it skips the complete runs in"
+                f" {study.directory})"
+            )
             lines.append(
-                f"tools.scaling: no table was written. Train the missing runs: {run}, or collect the complete ones with --partial"
+                f"tools.scaling: no table was written. Train the missing runs: {run}, or collect"
+                " the complete ones with --partial"
             )
         print("\n".join(lines), file=sys.stdout if arguments.partial else sys.stderr)
         if not arguments.partial:
@@ -116,7 +120,8 @@ def main(arguments: argparse.Namespace) -> int:
     write_table(table, out)
     write_file(out.with_name(COLLECTED), (json.dumps(asdict(collected), indent=1) + "\n").encode())
     print(
-        f"wrote {out}: {len(table)} validations of {table['run'].nunique()} runs, {collected.complete} of them complete"
+        f"wrote {out}: {len(table)} validations of {table['run'].nunique()} runs,"
+        f" {collected.complete} of them complete"
     )
     for note in _notes(found):
         print(f"note: {note}")
@@ -148,8 +153,9 @@ def find_runs(
         if difference is not None:
             key, wanted, held = difference
             raise ConfigError(
-                f"{record.place}: it was trained with {key} = {json.dumps(held)}, but {study.path} now plans {json.dumps(wanted)}; undo "
-                "the change of the study, or move the run away and run it again"
+                f"{record.place}: it was trained with {key} = {json.dumps(held)}, but {study.path}"
+                f" now plans {json.dumps(wanted)}; undo the change of the study, or move the run"
+                " away and run it again"
             )
         record = after_trunk(record, run, left(run.trunk) if run.trunk else None)
         if record is None:
@@ -176,8 +182,9 @@ def _notes(found: list[Found]) -> list[str]:
     other = next((entry for entry in found if heldout_tokens(entry.record.config) != ours), None)
     if other is not None:
         notes.append(
-            f"held-out losses were measured on samples of different sizes: {ours:,} tokens in {first.planned.name}, "
-            f"{heldout_tokens(other.record.config):,} in {other.planned.name}; set train.eval_batches so that they agree"
+            f"held-out losses were measured on samples of different sizes: {ours:,} tokens in"
+            f" {first.planned.name}, {heldout_tokens(other.record.config):,} in"
+            f" {other.planned.name}; set train.eval_batches so that they agree"
         )
     if not first.data.tokenizer:
         notes.append(
@@ -197,5 +204,6 @@ def read_collected(table: Path) -> Collected | None:
         return Collected(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise ConfigError(
-            f"{file}: not a file of collect; write it again: python -m tools.scaling collect STUDY.yaml"
+            f"{file}: not a file of collect; write it again: python -m tools.scaling collect"
+            " STUDY.yaml"
         ) from None

@@ -39,19 +39,22 @@ LONGEST, SEQUENCES, VOCABULARY = 128, 4, 512
 # One process with the peak learning rate from the first step on: a warm-up would hide the effect
 # of a step.
 OWN = (
-    f"train.precision=fp32 train.global_batch_size={SEQUENCES} optimizer.schedule=constant optimizer.warmup_steps=0 "
-    "optimizer.warmup_tokens=null optimizer.decay_steps=null optimizer.decay_tokens=null optimizer.min_lr=0"
+    f"train.precision=fp32 train.global_batch_size={SEQUENCES} optimizer.schedule=constant"
+    " optimizer.warmup_steps=0 optimizer.warmup_tokens=null optimizer.decay_steps=null"
+    " optimizer.decay_tokens=null optimizer.min_lr=0"
 ).split()
 FORCED = (
-    "train.tokens=null train.recompute=none parallel.world_size=1 parallel.tensor_model_parallel_size=1 "
-    "parallel.pipeline_model_parallel_size=1 parallel.virtual_pipeline_model_parallel_size=null parallel.sequence_parallel=false "
-    "parallel.overlap_grad_reduce=false parallel.overlap_param_gather=false evaluate.interval=0 evaluate.at_end=false log.device=null"
+    "train.tokens=null train.recompute=none parallel.world_size=1"
+    " parallel.tensor_model_parallel_size=1 parallel.pipeline_model_parallel_size=1"
+    " parallel.virtual_pipeline_model_parallel_size=null parallel.sequence_parallel=false"
+    " parallel.overlap_grad_reduce=false parallel.overlap_param_gather=false evaluate.interval=0"
+    " evaluate.at_end=false log.device=null"
 ).split()
 NO_DATA = ("data.train=[]", "data.valid=[]", "data.test=[]")
 # Sizes that are scaled in proportion to the width of the run.
 PROPORTIONAL = (
-    "num_attention_heads num_query_groups ffn_hidden_size fem.value_size fem.conditioner_size delta.heads delta.key_size delta.value_size "
-    "mamba2.inner_size"
+    "num_attention_heads num_query_groups ffn_hidden_size fem.value_size fem.conditioner_size"
+    " delta.heads delta.key_size delta.value_size mamba2.inner_size"
 ).split()
 
 
@@ -87,7 +90,8 @@ class Case:
         for name in mixer_names(config.model):
             if describe(name).package is not None:
                 raise ConfigError(
-                    f"model.mixer: {name} is a layer of another package, which muP and this check do not support; leave it out"
+                    f"model.mixer: {name} is a layer of another package, which muP and this check"
+                    " do not support; leave it out"
                 )
         if any_on_disk(config):
             return prepare(config, 1).config
@@ -110,8 +114,9 @@ def _shape(model: ModelConfig, width: int) -> list[str]:
             step = model.hidden_size // math.gcd(size, model.hidden_size)
             near = max(1, round(width / step)) * step
             raise ConfigError(
-                f"--widths: {width} gives no whole number for model.{key} with the run's size of a head ({size} at model.hidden_size = "
-                f"{model.hidden_size}); the nearest valid width: {near}"
+                f"--widths: {width} gives no whole number for model.{key} with the run's size of a"
+                f" head ({size} at model.hidden_size = {model.hidden_size}); the nearest valid"
+                f" width: {near}"
             )
         words.append(f"model.{key}={round(size * width / model.hidden_size)}")
     return words
@@ -136,7 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         type=Path,
         metavar="FILE.yaml",
-        help="a run configuration, or a study, of which each variant is checked with its shape rule",
+        help=(
+            "a run configuration, or a study, of which each variant is checked with its shape rule"
+        ),
     )
     parser.add_argument(
         "--mixer",
@@ -283,8 +290,9 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
         else one.model.parametrization
     )
     print(
-        f"\n{case.name}, {mup}: {one.model.num_layers} layers, {steps} steps at a learning rate of {one.optimizer.lr:g} on one batch of "
-        f"{one.train.global_batch_size} x {one.data.seq_length} tokens, {source}; mean of {counted(seeds, 'seed')}",
+        f"\n{case.name}, {mup}: {one.model.num_layers} layers, {steps} steps at a learning rate of"
+        f" {one.optimizer.lr:g} on one batch of {one.train.global_batch_size} x"
+        f" {one.data.seq_length} tokens, {source}; mean of {counted(seeds, 'seed')}",
         flush=True,
     )
     found, started = [], time.monotonic()
@@ -306,14 +314,15 @@ def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
     if not any_on_disk(config):
         assert config.model.vocab_size is not None
         words = f"drawn by Zipf's law from {config.model.vocab_size}"
-        return zipf_tokens(
-            count, config.model.vocab_size
-        ), f"{words} (the data of the run does not exist)" if config.data.train else words
+        return zipf_tokens(count, config.model.vocab_size), (
+            f"{words} (the data of the run does not exist)" if config.data.train else words
+        )
     prefix = Path(config.data.train[0].prefix)
     found = first_tokens(prefix, count)
     if len(found) < count:
         raise ConfigError(
-            f"data.train.0.prefix = {prefix}: {len(found)} tokens, but a batch needs {count}; set train.global_batch_size=1"
+            f"data.train.0.prefix = {prefix}: {len(found)} tokens, but a batch needs {count}; set"
+            " train.global_batch_size=1"
         )
     return found, f"the first of {prefix}"
 
@@ -324,9 +333,13 @@ def _told(records: Sequence[Record]) -> bool:
     print(table(verdicts))
     found = worst(verdicts)
     name = f"{records[0].variant}, {records[0].parametrization}"
-    at = f"{found.site}, {found.quantity}: {found.ratio:.2f} over widths {found.widths[0]}-{found.widths[-1]}"
+    at = (
+        f"{found.site}, {found.quantity}: {found.ratio:.2f} over widths"
+        f" {found.widths[0]}-{found.widths[-1]}"
+    )
     print(
-        f"{name}: {'flat' if found.flat else 'NOT flat'} within {LIMIT:g}x; largest deviation: {at} ({found.words.strip('()')})"
+        f"{name}: {'flat' if found.flat else 'NOT flat'} within {LIMIT:g}x; largest deviation: {at}"
+        f" ({found.words.strip('()')})"
     )
     return found.flat
 

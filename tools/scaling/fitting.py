@@ -73,7 +73,8 @@ def console(fit: StudyFit) -> str:
     runs = sum(variant.runs for variant in fit.variants.values())
     n_is = "all parameters" if fit.parameters == "total" else "non-embedding parameters"
     lines = [
-        f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are {fit.interval:.0%}"
+        f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are"
+        f" {fit.interval:.0%}"
     ]
     for listing in listings(fit):
         lines += ["", listing.title, *aligned([listing.header, *listing.rows])]
@@ -89,7 +90,8 @@ def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> 
             if name not in study.variants:
                 near = nearest(name, list(study.variants)) or study.baseline
                 raise ConfigError(
-                    f"{table}: variant: {name} is not a variant of {study.path}; the nearest one is {near}; collect again"
+                    f"{table}: variant: {name} is not a variant of {study.path}; the nearest one is"
+                    f" {near}; collect again"
                 )
         return list(study.variants)
     return sorted(there, key=lambda name: name != study.baseline)
@@ -126,7 +128,8 @@ def fit_study(
             raise ConfigError(f"{source}: {variant}: {error}") from None
     if not found:
         raise ConfigError(
-            f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run STUDY.yaml trains them, then collect"
+            f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run"
+            " STUDY.yaml trains them, then collect"
         )
     baseline = variants[0]
     others = (
@@ -173,12 +176,13 @@ def _with_parametric(
     left_out, notes = leave_out(points, law, config.huber_delta)
     if law.failed:
         notes.append(
-            f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the intervals do not include them"
+            f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the"
+            " intervals do not include them"
         )
     if law.on_bound > 0.02 * law.resamples:
         notes.append(
-            f"in {law.on_bound} of {law.resamples} resamples a parameter of the parametric law reached the end of its range: "
-            "the data hardly determine it"
+            f"in {law.on_bound} of {law.resamples} resamples a parameter of the parametric law"
+            " reached the end of its range: the data hardly determine it"
         )
     return replace(
         fit,

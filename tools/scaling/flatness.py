@@ -154,7 +154,8 @@ def summary(records: Sequence[Record]) -> str:
         ]
         ratios = [worst(judge(some)).ratio if some else math.nan for some in own]
         lines.append(
-            f"| `{variant}` | {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |"
+            f"| `{variant}` |"
+            f" {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -183,8 +184,9 @@ def coordinates(records: Sequence[Record]) -> Any:
     looks = _looks(shown_sites(records))
     steps = max(record.step for record in records)
     title = (
-        f"Coordinate check of {records[0].variant}: activations after {steps} steps by width, relative to those at the smallest width\n"
-        f"flat: all widths within {LIMIT:g}x of each other; grey: within {LIMIT:g}x of the smallest width"
+        f"Coordinate check of {records[0].variant}: activations after {steps} steps by width,"
+        f" relative to those at the smallest width\nflat: all widths within {LIMIT:g}x of each"
+        f" other; grey: within {LIMIT:g}x of the smallest width"
     )
     figure = titled_figure(
         (max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(looks) / 4)), title, 10.5
@@ -219,7 +221,9 @@ def coordinates(records: Sequence[Record]) -> Any:
 
 
 def shown_sites(records: Sequence[Record]) -> list[str]:
-    """Return the sites in order; of a deep model's blocks only the first, the middle and the last."""
+    """Return the sites in order; of a deep model's blocks only the first, the middle and the
+    last.
+    """
     sites = list(dict.fromkeys(record.site for record in records))
     blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
     if len(blocks) > BLOCKS:

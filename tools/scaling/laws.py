@@ -41,7 +41,10 @@ class Estimate:
         said = form if callable(form) else f"{{:{form}}}".format
         if self.low is None or self.high is None:
             return said(self.value) + alone
-        return f"{said(self.value)} ({said(self.low)}{' to ' if self.value < 0 else '–'}{said(self.high)})"
+        return (
+            f"{said(self.value)}"
+            f" ({said(self.low)}{' to ' if self.value < 0 else '–'}{said(self.high)})"
+        )
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
     cluster = study.cluster
     total = sum(run.hours or 0.0 for run in runs)
     notes = [
-        f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"
+        f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs,"
+        f" {sum(run.tokens for run in runs):.4g} tokens"
     ]
     if study.trunks:
         forks, straight, own = (
@@ -91,8 +92,9 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
             sum(run.own_flops for run in runs),
         )
         notes.append(
-            f"trunks: {counted(forks, 'run')} start from the checkpoint of a longer run at the step where their decay begins: {own:.4g} FLOPs are trained, "
-            f"{straight - own:.4g} saved ({1 - own / straight:.0%})"
+            f"trunks: {counted(forks, 'run')} start from the checkpoint of a longer run at the step"
+            f" where their decay begins: {own:.4g} FLOPs are trained, {straight - own:.4g} saved"
+            f" ({1 - own / straight:.0%})"
         )
     if cluster.tflops is None:
         notes.append("hours: unknown, because the study does not set cluster.tflops")
@@ -100,9 +102,15 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
         where = cluster.name or "the study's machine"
         processes = f"{counted(cluster.processes, 'process')} per run"
         notes += [
-            f"{_hours(total)} hours of runs on {where}, {processes}: {_hours(total / min(cluster.at_once, len(runs)))} hours with "
-            f"{cluster.at_once} runs at once, {_hours(total * cluster.processes)} process hours",
-            f"the hours assume that a process sustains {cluster.tflops:g} TFLOP/s for every variant and size",
+            (
+                f"{_hours(total)} hours of runs on {where}, {processes}:"
+                f" {_hours(total / min(cluster.at_once, len(runs)))} hours with {cluster.at_once}"
+                f" runs at once, {_hours(total * cluster.processes)} process hours"
+            ),
+            (
+                f"the hours assume that a process sustains {cluster.tflops:g} TFLOP/s for every"
+                " variant and size"
+            ),
         ]
     warmup = (
         f"{study.warmup:g} of a run's steps"
@@ -110,15 +118,18 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
         else f"of {study.warmup_steps} steps"
     )
     notes.append(
-        f"shape rule: {rule_words(study.shape)}; explicit layers, heads or ffn of a size override it"
+        f"shape rule: {rule_words(study.shape)}; explicit layers, heads or ffn of a size"
+        " override it"
     )
     notes.append(
-        f"warm-up {warmup}; {study.validations} validations per run; the smallest learning rate is proportional to the peak"
+        f"warm-up {warmup}; {study.validations} validations per run; the smallest learning rate is"
+        " proportional to the peak"
     )
     known = [run.epochs for run in runs if run.epochs is not None]
     if len(known) < len(runs):
         notes.append(
-            "the data is not on this machine: it was not checked whether a run reads it more than once"
+            "the data is not on this machine: it was not checked whether a run reads it more than"
+            " once"
         )
     elif known:
         notes.append(

@@ -62,8 +62,9 @@ class Sizes:
 def rule_words(shape: ShapeRule) -> str:
     """Return the rule as text."""
     return (
-        f"layers = max({shape.min_layers}, round(width / {shape.aspect_ratio:g})), heads = width / {shape.head_size}, "
-        f"MLP = {shape.ffn_ratio:.4g} x width, rounded up to a multiple of {shape.ffn_multiple}"
+        f"layers = max({shape.min_layers}, round(width / {shape.aspect_ratio:g})), heads = width /"
+        f" {shape.head_size}, MLP = {shape.ffn_ratio:.4g} x width, rounded up to a multiple of"
+        f" {shape.ffn_multiple}"
     )
 
 
@@ -76,7 +77,8 @@ def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
     if size.heads is None and width % shape.head_size:
         near = max(1, round(width / shape.head_size)) * shape.head_size
         raise ConfigError(
-            f"width {width} is not a multiple of shape.head_size = {shape.head_size}; the nearest one: {near}"
+            f"width {width} is not a multiple of shape.head_size = {shape.head_size}; the nearest"
+            f" one: {near}"
         )
     return Sizes(
         width=width,
@@ -309,9 +311,11 @@ class Planner:
             steps=steps,
             flops=flops,
             epochs=tokens / model.facts.tokens["train"] if model.facts is not None else None,
-            hours=flops / (cluster.tflops * 1e12 * cluster.processes * 3600)
-            if cluster.tflops
-            else None,
+            hours=(
+                flops / (cluster.tflops * 1e12 * cluster.processes * 3600)
+                if cluster.tflops
+                else None
+            ),
             settings=(*model.words, *self.words(model, steps, rate), f"train.seed={seed}"),
         )
         self._check(run, length)
@@ -349,14 +353,16 @@ class Planner:
         if run.epochs is not None and run.epochs > self.study.max_epochs:
             most = self.study.max_epochs
             raise ConfigError(
-                f"{where}: it reads its training data {run.epochs:.2f} times, more than max_epochs = {most:g}; prepare more data, train only "
-                f"{run.tokens * most / run.epochs:.3g} of its {run.tokens:.3g} tokens, or set max_epochs: {_up(run.epochs):g}"
+                f"{where}: it reads its training data {run.epochs:.2f} times, more than max_epochs"
+                f" = {most:g}; prepare more data, train only {run.tokens * most / run.epochs:.3g}"
+                f" of its {run.tokens:.3g} tokens, or set max_epochs: {_up(run.epochs):g}"
             )
         config, _ = self.prepared(f"run {run.name}", self.read(f"run {run.name}", run.settings))
         mirror = config.checkpoint.mirror
         if mirror and "{name}" not in mirror:
             raise ConfigError(
-                f"{where}: checkpoint.mirror = {mirror} is the same for all runs; set it to {mirror}/{{name}}"
+                f"{where}: checkpoint.mirror = {mirror} is the same for all runs; set it to"
+                f" {mirror}/{{name}}"
             )
         told = repr(replace(config, name="", run_dir=None))
         if told in self._told:
@@ -365,7 +371,8 @@ class Planner:
             )
         if run.name in self._told.values():
             raise ConfigError(
-                f"{where}: two runs have this name, because their numbers differ by less than the digits in a name"
+                f"{where}: two runs have this name, because their numbers differ by less than the"
+                " digits in a name"
             )
         self._told[told] = run.name
 
@@ -376,7 +383,10 @@ class Planner:
         if run.steps < study.min_steps:
             told = f"its {run.steps} steps are fewer than min_steps = {study.min_steps}"
         elif study.warmup_steps is not None:
-            told = f"its {run.steps} steps are too short for its warm-up (warmup_steps = {study.warmup_steps})"
+            told = (
+                f"its {run.steps} steps are too short for its warm-up (warmup_steps ="
+                f" {study.warmup_steps})"
+            )
         else:
             share = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
             told = f"its {run.steps} steps are too short for its warm-up ({share})"

@@ -55,7 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
     pictures = {name: png(figure) for name, figure in figures(fit, table).items()}
     _write(results, report, pictures)
     print(
-        f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and report.html in {results}"
+        f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and"
+        f" report.html in {results}"
     )
     for statement in report["statements"]:
         print(statement)
@@ -90,11 +91,13 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
         for run, loss in named:
             if run not in losses:
                 raise ConfigError(
-                    f"{study.fit_json}: run {run} is not in {file}, which is another table or was collected after the fit; {again}"
+                    f"{study.fit_json}: run {run} is not in {file}, which is another table or was"
+                    f" collected after the fit; {again}"
                 )
             if not math.isnan(loss) and not math.isclose(loss, losses[run], rel_tol=1e-9):
                 raise ConfigError(
-                    f"{study.fit_json}: run {run} has loss {loss} in the fit, but {losses[run]} in {file}; {again}"
+                    f"{study.fit_json}: run {run} has loss {loss} in the fit, but {losses[run]} in"
+                    f" {file}; {again}"
                 )
 
 
@@ -116,7 +119,9 @@ def figures(fit: StudyFit, table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _write(results: Path, report: Report, pictures: dict[str, bytes]) -> None:
-    """Write every file atomically; delete pictures of an earlier fit that this one does not have."""
+    """Write every file atomically; delete pictures of an earlier fit that this one does not
+    have.
+    """
     for name in PICTURES:
         file = results / f"{name}.png"
         if name in pictures:

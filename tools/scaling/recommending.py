@@ -94,7 +94,8 @@ def main(arguments: argparse.Namespace) -> int:
     with files_told():
         arguments.out.write_text(text, encoding="utf-8")
     print(
-        f"{arguments.out}: {summary(found)}; show its plan: python -m pretrain {arguments.out} --plan"
+        f"{arguments.out}: {summary(found)}; show its plan: python -m pretrain {arguments.out}"
+        " --plan"
     )
     return 0
 
@@ -111,8 +112,9 @@ def recommend(
     measured = _measured(study, fit)
     if flops > FARTHEST * measured and not extrapolate:
         raise ConfigError(
-            f"--flops {flops:g}: {flops / measured:,.0f} times the FLOPs of the study's largest run, {measured:.3g}; its laws are "
-            f"used up to {FARTHEST:g} times, {short(float(f'{FARTHEST * measured:.3g}'))}, and beyond only with --extrapolate"
+            f"--flops {flops:g}: {flops / measured:,.0f} times the FLOPs of the study's largest"
+            f" run, {measured:.3g}; its laws are used up to {FARTHEST:g} times,"
+            f" {short(float(f'{FARTHEST * measured:.3g}'))}, and beyond only with --extrapolate"
         )
     name = _chosen(study, fit, flops, variant)
     planner, laws = Planner(study), fit.variants[name]
@@ -125,8 +127,9 @@ def recommend(
     steps = round(flops / (model.flops_per_token * batch))
     if steps < (least := study.least_steps):
         raise ConfigError(
-            f"--flops {flops:g}: {name} at width {sizes.width} would train {steps} steps of {batch} tokens, but a run needs at least {least}; "
-            f"the smallest sufficient value: --flops {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
+            f"--flops {flops:g}: {name} at width {sizes.width} would train {steps} steps of {batch}"
+            f" tokens, but a run needs at least {least}; the smallest sufficient value: --flops"
+            f" {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
         )
     rate, rate_from = _rate(laws, model, count(model.config.model))
     words = (
@@ -150,19 +153,25 @@ def warnings(study: Study, found: Recommendation) -> Iterator[str]:
     """Yield one line for each reason that makes the recommendation uncertain."""
     factor = found.optimum.flops / found.measured
     if factor > FAR:
-        yield f"{found.optimum.flops:g} FLOPs is {factor:,.0f} times the FLOPs of the study's largest run, {found.measured:.3g}: a far extrapolation"
+        yield (
+            f"{found.optimum.flops:g} FLOPs is {factor:,.0f} times the FLOPs of the study's largest"
+            f" run, {found.measured:.3g}: a far extrapolation"
+        )
     facts = found.model.facts
     if facts is not None and found.tokens > study.max_epochs * facts.tokens["train"]:
         epochs = found.tokens / facts.tokens["train"]
-        yield f"it reads its training data {epochs:,.1f} times (max_epochs = {study.max_epochs:g}), but the laws do not account for repetition"
+        yield (
+            f"it reads its training data {epochs:,.1f} times (max_epochs = {study.max_epochs:g}),"
+            " but the laws do not account for repetition"
+        )
 
 
 def summary(found: Recommendation) -> str:
     """Return a short description of the run."""
     sizes = found.model.sizes
     return (
-        f"{found.variant}, {sizes.layers} layers of {sizes.width}, {found.model.parameters:,} parameters, {found.tokens:,} tokens, "
-        f"predicted loss {found.loss.text('.4f')}"
+        f"{found.variant}, {sizes.layers} layers of {sizes.width}, {found.model.parameters:,}"
+        f" parameters, {found.tokens:,} tokens, predicted loss {found.loss.text('.4f')}"
     )
 
 
@@ -182,16 +191,31 @@ def as_yaml(study: Study, fit: StudyFit, found: Recommendation) -> str:
 def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[str]:
     optimum, model = found.optimum, found.model
     level = f"{fit.interval:.0%} interval"
-    yield f"Recommended for {optimum.flops:g} training FLOPs by `python -m tools.scaling recommend {study.path}`: {summary(found)}."
-    yield f"Predicted held-out loss: {found.loss.text('.4f')} nats per token ({level}), by the {optimum.method} fit of {found.variant}."
+    yield (
+        f"Recommended for {optimum.flops:g} training FLOPs by `python -m tools.scaling recommend"
+        f" {study.path}`: {summary(found)}."
+    )
+    yield (
+        f"Predicted held-out loss: {found.loss.text('.4f')} nats per token ({level}), by the"
+        f" {optimum.method} fit of {found.variant}."
+    )
     n, d = (one.text(".3g") for one in (optimum.n, optimum.d))
-    yield f"Optimal N ({fit.parameters}): {n}; D: {d}. The shape is the nearest one of the study's rule:"
+    yield (
+        f"Optimal N ({fit.parameters}): {n}; D: {d}. The shape is the nearest one of the study's"
+        " rule:"
+    )
     yield f"  {rule_words(study.shape)}."
     batch, flops = found.tokens // found.steps, found.tokens * model.flops_per_token
-    yield f"{found.steps:,} steps of {batch:,} tokens, the batch size of the study: {flops:.4g} FLOPs."
+    yield (
+        f"{found.steps:,} steps of {batch:,} tokens, the batch size of the study: {flops:.4g}"
+        " FLOPs."
+    )
     yield f"Learning rate: {found.rate_from}."
     factor = optimum.flops / found.measured
-    yield f"The largest run of the study had {found.measured:.3g} FLOPs: this is {factor:.3g} times as much. Fit: {study.fit_json}."
+    yield (
+        f"The largest run of the study had {found.measured:.3g} FLOPs: this is {factor:.3g} times"
+        f" as much. Fit: {study.fit_json}."
+    )
     for other, its in _optima(study, fit, optimum.flops).items():
         if other != found.variant:
             yield f"  for comparison, {other} at its optimum: {its.loss.text('.4f')}"
@@ -201,15 +225,19 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
 
 
 def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> str:
-    """Return the requested variant, or the one with the lowest predicted loss. Raises ConfigError."""
+    """Return the requested variant, or the one with the lowest predicted loss. Raises
+    ConfigError.
+    """
     if variant is not None:
         if variant not in study.variants:
             raise ConfigError(
-                f"--variant {variant}: {study.path} has no such variant; {did_you_mean(variant, list(study.variants))}"
+                f"--variant {variant}: {study.path} has no such variant;"
+                f" {did_you_mean(variant, list(study.variants))}"
             )
         if variant not in fit.variants:
             raise ConfigError(
-                f"--variant {variant}: {study.fit_json} has no fit of this variant; run it, then collect and fit again"
+                f"--variant {variant}: {study.fit_json} has no fit of this variant; run it, then"
+                " collect and fit again"
             )
         return variant
     optima = _optima(study, fit, flops)
@@ -221,7 +249,8 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
             for note in fit.variants[name].notes
         )
         raise ConfigError(
-            f"{study.fit_json}: no variant of {study.path} has a law that gives an optimum{f': {told}' if told else ''}"
+            f"{study.fit_json}: no variant of {study.path} has a law that gives an"
+            f" optimum{f': {told}' if told else ''}"
         )
     return min(optima, key=lambda name: optima[name].loss.value)
 
@@ -266,7 +295,8 @@ def _measured(study: Study, fit: StudyFit) -> float:
     flops = flops or [budget.flops for budget in study.budgets]
     if not flops:
         raise ConfigError(
-            f"{study.fit_json}: it contains no FLOPs of runs; write it again: python -m tools.scaling fit {study.path}"
+            f"{study.fit_json}: it contains no FLOPs of runs; write it again: python -m"
+            f" tools.scaling fit {study.path}"
         )
     return max(flops)
 

@@ -31,14 +31,16 @@ DIGITS = 16  # digits of a hash in the table
 # Keys of paths, layout and logging, which do not influence the training. A section includes all
 # its keys.
 _NO_MATTER = (
-    (
-        "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test parallel log evaluate "
-        "model.attention_backend train.micro_batch_size train.recompute train.eval_interval train.max_bad_steps checkpoint.interval "
-        "checkpoint.keep_last checkpoint.async_save checkpoint.resume checkpoint.gb_per_second checkpoint.mirror checkpoint.mirror_interval "
-        "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps checkpoint.keep "
-        "checkpoint.fork"  # compared by `after_trunk`: a fork continues its trunk like an uninterrupted run
-    ).split()
-)
+    "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test"
+    " parallel log evaluate "
+    "model.attention_backend train.micro_batch_size train.recompute train.eval_interval"
+    " train.max_bad_steps checkpoint.interval "
+    "checkpoint.keep_last checkpoint.async_save checkpoint.resume checkpoint.gb_per_second"
+    " checkpoint.mirror checkpoint.mirror_interval "
+    "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps checkpoint.keep "
+    # compared by `after_trunk`: a fork continues its trunk like an uninterrupted run
+    "checkpoint.fork"
+).split()
 _FROM_DATA = ("model.vocab_size",)  # set from the data if it is null in the study
 
 
@@ -75,13 +77,15 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
     if recorded is None and held is None:
         prefix = config.data.train[0].prefix if config.data.train else "data.train"
         raise ConfigError(
-            f"the data that it read is unknown: {prefix} does not exist and the run has no checkpoint; run collect on the machine with the data, from the "
-            "folder that the run was started in"
+            f"the data that it read is unknown: {prefix} does not exist and the run has no"
+            " checkpoint; run collect on the machine with the data, from the folder that the run"
+            " was started in"
         )
     if recorded is not None and held is not None and recorded != held:
         raise ConfigError(
-            f"it was trained on other data (contents {recorded[:12]}) than {config.data.train[0].prefix} contains now ({held[:12]}); "
-            "restore the data, or run it again"
+            f"it was trained on other data (contents {recorded[:12]}) than"
+            f" {config.data.train[0].prefix} contains now ({held[:12]}); restore the data, or run"
+            " it again"
         )
     contents = recorded or held or ""
     shares = (_shares(config.data.train), _shares(config.data.valid))
@@ -231,14 +235,14 @@ class Record:
         last = Schedule.of(self.config).steps
         if not self.validations or (not self.unfinished and self.validations[-1][0] != last):
             raise ConfigError(
-                f"{self.place}: it has no validation at its last step, {last}; give it data.valid and run it again, or leave it out "
-                "of the study"
+                f"{self.place}: it has no validation at its last step, {last}; give it data.valid"
+                " and run it again, or leave it out of the study"
             )
         for step, loss in self.validations:
             if not math.isfinite(loss):
                 raise ConfigError(
-                    f"{self.place}: valid_loss = {loss} at step {step}: the run diverged; lower its learning rate and run it again, or "
-                    "leave it out of the study"
+                    f"{self.place}: valid_loss = {loss} at step {step}: the run diverged; lower its"
+                    " learning rate and run it again, or leave it out of the study"
                 )
 
 
@@ -296,7 +300,8 @@ def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Re
             else "no fork"
         )
         raise ConfigError(
-            f"{record.place}: it began at {fork}, but the study now plans {wanted}; move the run away and run it again"
+            f"{record.place}: it began at {fork}, but the study now plans {wanted}; move the run"
+            " away and run it again"
         )
     if trunk is None:
         return None
@@ -323,7 +328,8 @@ def read_export(path: Path) -> dict[str, Record]:
             record = _exported(f"{path}: line {number}", line)
             if record.config.name in records:
                 raise ConfigError(
-                    f"{record.place}: the run is listed twice, see {records[record.config.name].place}; keep one of the lines"
+                    f"{record.place}: the run is listed twice, see"
+                    f" {records[record.config.name].place}; keep one of the lines"
                 )
             records[record.config.name] = record
     return records
@@ -358,7 +364,8 @@ def _exported(where: str, line: str) -> Record:
     nowhere = [key for key in EXPORTED_KEYS if not any(key in row for row in rows)]
     if nowhere:
         raise ConfigError(
-            f"{place}: history: no row has {', '.join(nowhere)}; export the rows with {', '.join(EXPORTED_KEYS)}"
+            f"{place}: history: no row has {', '.join(nowhere)}; export the rows with"
+            f" {', '.join(EXPORTED_KEYS)}"
         )
     steps, before = [], begins_at(config.checkpoint.fork)[1]
     for row in rows:
@@ -383,7 +390,8 @@ def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
             row = {"step": row["_step"], **row}
         if not isinstance(row, dict) or "step" not in row:
             raise ConfigError(
-                f"{place}: history.{number}: step is missing; export the rows with {', '.join(EXPORTED_KEYS)}"
+                f"{place}: history.{number}: step is missing; export the rows with"
+                f" {', '.join(EXPORTED_KEYS)}"
             )
         try:
             numbers = {key: float(row[key]) for key in EXPORTED_KEYS if row.get(key) is not None}

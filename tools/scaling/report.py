@@ -24,16 +24,31 @@ from .results import StudyFit, optimal
 from .study import Study
 
 _CAPTIONS = {
-    "isoflop": "Held-out loss against model size at equal training compute. Each curve is a parabola in log N through the runs of one "
-    "budget; its minimum is the best size for that compute. Minima outside the measured sizes are open circles and are not part of the law.",
-    "frontier": "Best model size and training tokens against compute, one row per variant. Points and coloured lines: minima of the isoFLOP "
-    "parabolas and the power law through them, with its interval; grey: the other variants. Dashed: the optimum of the parametric law.",
-    "loss_compute": "Held-out loss against training compute of all variants. Points: finished runs. Faint lines: validations during training, "
-    "before the learning rate has decayed, so they are higher than the final loss of a run of that length.",
-    "residuals": "Each run's loss against its variant's parametric law, in percent. A trend with size or budget means that the law has the "
-    "wrong form for the data; the grey band is the typical distance.",
-    "learning_rate": "Held-out loss against the peak learning rate at each size, and the optimum against size. A minimum at the smallest "
-    "or largest rate is not an optimum: the best rate is this rate or a more extreme one.",
+    "isoflop": (
+        "Held-out loss against model size at equal training compute. Each curve is a parabola in"
+        " log N through the runs of one budget; its minimum is the best size for that compute."
+        " Minima outside the measured sizes are open circles and are not part of the law."
+    ),
+    "frontier": (
+        "Best model size and training tokens against compute, one row per variant. Points and"
+        " coloured lines: minima of the isoFLOP parabolas and the power law through them, with its"
+        " interval; grey: the other variants. Dashed: the optimum of the parametric law."
+    ),
+    "loss_compute": (
+        "Held-out loss against training compute of all variants. Points: finished runs. Faint"
+        " lines: validations during training, before the learning rate has decayed, so they are"
+        " higher than the final loss of a run of that length."
+    ),
+    "residuals": (
+        "Each run's loss against its variant's parametric law, in percent. A trend with size or"
+        " budget means that the law has the wrong form for the data; the grey band is the typical"
+        " distance."
+    ),
+    "learning_rate": (
+        "Held-out loss against the peak learning rate at each size, and the optimum against size. A"
+        " minimum at the smallest or largest rate is not an optimum: the best rate is this rate or"
+        " a more extreme one."
+    ),
 }
 
 
@@ -151,9 +166,11 @@ def _asked(
         yield "time in steps of all runs", f"{hours:.3g} hours"
     yield (
         "N of the laws",
-        "all parameters"
-        if fit.parameters == "total"
-        else "parameters without embedding and output layer",
+        (
+            "all parameters"
+            if fit.parameters == "total"
+            else "parameters without embedding and output layer"
+        ),
     )
     yield (
         "data, tokenizer",
@@ -176,10 +193,16 @@ def statements(fit: StudyFit) -> Iterator[str]:
             exponents["parametric"] = variant.parametric.a, variant.parametric.b
         for method, both in exponents.items():
             n, d = (estimate(one, "{:.3f}".format) for one in both)
-            yield f"{name}: by the {_BY[method]} the best size grows as C^{n}, the best number of tokens as C^{d}."
+            yield (
+                f"{name}: by the {_BY[method]} the best size grows as C^{n}, the best number of"
+                f" tokens as C^{d}."
+            )
         rates = variant.learning_rate
         if rates is not None and rates.by_parameters is not None:
-            yield f"{name}: the best peak learning rate scales as N^{estimate(rates.by_parameters.exponent, '{:.3f}'.format)}."
+            yield (
+                f"{name}: the best peak learning rate scales as"
+                f" N^{estimate(rates.by_parameters.exponent, '{:.3f}'.format)}."
+            )
 
 
 def notes(fit: StudyFit) -> list[str]:
@@ -223,7 +246,10 @@ def _parametric(fit: StudyFit) -> Listing:
                 f"{law.resamples - law.failed} of {law.resamples}",
             )
         )
-    header = "variant|E, nats per token|A|B|α|β|a: N ∝ C^a|b: D ∝ C^b|typical distance|runs|resamples converged"
+    header = (
+        "variant|E, nats per token|A|B|α|β|a: N ∝ C^a|b: D ∝ C^b|typical distance|runs|resamples"
+        " converged"
+    )
     return Listing("Parametric law L = E + A/N^α + B/D^β", header.split("|"), rows)
 
 
@@ -272,7 +298,10 @@ def _multipliers(fit: StudyFit) -> Listing:
             for *where, ratio in at
         ]
     baseline = fit.comparisons[0].baseline if fit.comparisons else ""
-    header = f"variant|by|FLOPs of {baseline}|loss reached, nats per token|share of the FLOPs of {baseline}; below 1 is better"
+    header = (
+        f"variant|by|FLOPs of {baseline}|loss reached, nats per token|share of the FLOPs of"
+        f" {baseline}; below 1 is better"
+    )
     return Listing("Compute for the same loss", header.split("|"), rows)
 
 
@@ -347,5 +376,8 @@ def _runs(final: pd.DataFrame) -> Listing:
         hours = "–" if pd.isna(run["wall_seconds"]) else f"{run['wall_seconds'] / 3600:.3g}"
         sizes = (f"{n:,}", inner, f"{d:,}", f"{d / n:.3g}", number(run["flops"]))
         rows.append((run["run"], run["variant"], *sizes, rate, f"{run['loss']:.4f}", hours))
-    header = "run|variant|parameters|without embedding|tokens|tokens per parameter|FLOPs|learning rate|loss|hours"
+    header = (
+        "run|variant|parameters|without embedding|tokens|tokens per parameter|FLOPs|learning"
+        " rate|loss|hours"
+    )
     return Listing("Runs", header.split("|"), rows)

@@ -366,7 +366,9 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
 
 
 def load_fit(path: Path) -> StudyFit:
-    """Read ``fit.json``. Raises ConfigError (missing, or not a fit of this format), StorageError."""
+    """Read ``fit.json``. Raises ConfigError (missing, or not a fit of this format),
+    StorageError.
+    """
     if not path.exists():
         raise ConfigError(
             f"{path}: does not exist; python -m tools.scaling fit STUDY.yaml writes it"
@@ -380,7 +382,8 @@ def load_fit(path: Path) -> StudyFit:
         return typing.cast(StudyFit, built(StudyFit, values))
     except (TypeError, KeyError, ValueError, AttributeError):
         raise ConfigError(
-            f"{path}: not a fit of format {FORMAT}; write it again: python -m tools.scaling fit STUDY.yaml"
+            f"{path}: not a fit of format {FORMAT}; write it again: python -m tools.scaling fit"
+            " STUDY.yaml"
         ) from None
 
 

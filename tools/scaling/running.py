@@ -187,7 +187,8 @@ def launch_command(
     processes, nodes = study.cluster.processes, arguments.nodes
     if nodes < 1 or processes % nodes:
         raise ConfigError(
-            f"--nodes {nodes}: cluster.processes = {processes} of {study.path} cannot be distributed over them evenly"
+            f"--nodes {nodes}: cluster.processes = {processes} of {study.path} cannot be"
+            " distributed over them evenly"
         )
     at_once = study.cluster.at_once if arguments.at_once is None else arguments.at_once
     if at_once < 1:
@@ -280,7 +281,10 @@ class Progress:
             if row["active"] and row["step"] is not None
         ]
         now = f"; now {', '.join(work)}" if work else ""
-        return f"{self.study.name}: {sum(done)} of {len(self.runs)} runs done, {share:.0%} of the FLOPs{left}{now}"
+        return (
+            f"{self.study.name}: {sum(done)} of {len(self.runs)} runs done, {share:.0%} of the"
+            f" FLOPs{left}{now}"
+        )
 
 
 def standings(study: Study) -> dict[str, dict[str, Any]] | None:
@@ -345,7 +349,8 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
         if code:  # launch has printed the reason
             return code
         raise StorageError(
-            f"{study.directory}: launch reports no state of the runs; see: python -m launch status {study.directory}"
+            f"{study.directory}: launch reports no state of the runs; see: python -m launch status"
+            f" {study.directory}"
         )
     done = sum(rows.get(run.name, {}).get("state") == "finished" for run in runs)
     failed = [
@@ -355,7 +360,8 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
     ]
     if came:
         print(
-            f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command continues",
+            f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command"
+            " continues",
             flush=True,
         )
         return INTERRUPTED

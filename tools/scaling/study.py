@@ -177,17 +177,20 @@ class Study:
     )
     directory: str = setting(
         "",
-        "Folder of the run directories; empty: runs/studies/NAME. Relative to the working directory.",
+        "Folder of the run directories; empty: runs/studies/NAME. Relative to the working"
+        " directory.",
         path=True,
     )
     results: str = setting(
         "",
-        "Folder in which collect, fit and plot write; empty: results/ in directory. Relative to the working directory.",
+        "Folder in which collect, fit and plot write; empty: results/ in directory. Relative to the"
+        " working directory.",
         path=True,
     )
     published: str = setting(
         "",
-        "Folder of a table and a fit that are read if results has no table. Relative to the working directory.",
+        "Folder of a table and a fit that are read if results has no table. Relative to the working"
+        " directory.",
         path=True,
     )
     settings: tuple[str, ...] = setting((), "Settings section.key=value of all runs.")
@@ -210,12 +213,14 @@ class Study:
     )
     tokens_per_parameter: tuple[float, ...] = setting(
         (),
-        "Instead of budgets: training tokens per parameter of the baseline of that size; the same for all variants.",
+        "Instead of budgets: training tokens per parameter of the baseline of that size; the same"
+        " for all variants.",
         above=0,
     )
     learning_rates: tuple[float, ...] | None = setting(
         None,
-        "Peak learning rates; every run is trained with each of them. null: the rate of the variant or the base.",
+        "Peak learning rates; every run is trained with each of them. null: the rate of the variant"
+        " or the base.",
         above=0,
     )
     seeds: tuple[int, ...] = setting(
@@ -229,8 +234,9 @@ class Study:
     )
     trunks: bool = setting(
         False,
-        "Of the runs that differ only in length, the longest is trained completely, and the others are forks of it from the start of their decay: "
-        "their losses equal those of uninterrupted runs bit for bit. Requires optimizer.schedule=wsd and warmup_steps.",
+        "Of the runs that differ only in length, the longest is trained completely, and the others"
+        " are forks of it from the start of their decay: their losses equal those of uninterrupted"
+        " runs bit for bit. Requires optimizer.schedule=wsd and warmup_steps.",
     )
     min_steps: int = setting(50, "Fewest steps of a run.", above=0)
     max_epochs: float = setting(4.0, "Largest number of passes over the training data.", above=0)
@@ -333,11 +339,13 @@ def load_study(path: str | Path) -> Study:
 def _check(study: Study) -> None:
     if not NAME.fullmatch(study.name):
         raise ConfigError(
-            f"name = {study.name!r}: it is the name of a folder: use only letters, digits, ., - and _"
+            f"name = {study.name!r}: it is the name of a folder: use only letters, digits, ., -"
+            " and _"
         )
     if not study.base:
         raise ConfigError(
-            "base is missing: set the run configuration that all runs share, such as base: ../run/demo.yaml"
+            "base is missing: set the run configuration that all runs share, such as base:"
+            " ../run/demo.yaml"
         )
     _check_variants(study)
     _check_lists(study)
@@ -350,20 +358,22 @@ def _check(study: Study) -> None:
         _check_sizes(f"budgets.{number}.sizes", budget.sizes)
         if len(sizes) < FEWEST_SIZES:
             raise ConfigError(
-                f"budgets.{number}: {budget.flops:g} FLOPs has {len(sizes)} sizes, but a parabola needs at least {FEWEST_SIZES}; "
-                "add sizes, or give tokens instead of budgets"
+                f"budgets.{number}: {budget.flops:g} FLOPs has {len(sizes)} sizes, but a parabola"
+                f" needs at least {FEWEST_SIZES}; add sizes, or give tokens instead of budgets"
             )
 
 
 def _check_variants(study: Study) -> None:
     if not study.variants:
         raise ConfigError(
-            "variants is empty: give the variants to compare, such as {transformer: [model.mixer=transformer]}"
+            "variants is empty: give the variants to compare, such as {transformer:"
+            " [model.mixer=transformer]}"
         )
     for variant, words in study.variants.items():
         if not isinstance(variant, str) or not VARIANT.fullmatch(variant):
             raise ConfigError(
-                f"variants: {variant!r} is part of the names of runs: use a letter, then only letters, digits, . and _"
+                f"variants: {variant!r} is part of the names of runs: use a letter, then only"
+                " letters, digits, . and _"
             )
         _check_words(study, f"variants.{variant}", words)
     _check_words(study, "settings", study.settings)
@@ -376,7 +386,8 @@ def _check_words(study: Study, key: str, words: Sequence[str]) -> None:
             raise ConfigError(f"{key}: '{word}' is not of the form section.key=value")
         if name in PLANNED:
             raise ConfigError(
-                f"{key}: {name} is set for every run by the plan; set {PLANNED[name]} of the study instead"
+                f"{key}: {name} is set for every run by the plan; set {PLANNED[name]} of the study"
+                " instead"
             )
         if name == "optimizer.lr" and study.learning_rates is not None:
             raise ConfigError(
@@ -397,7 +408,9 @@ def _check_lists(study: Study) -> None:
 
 
 def _check_lengths(study: Study) -> None:
-    """Check that exactly one key defines the lengths of the runs, and that no length occurs twice."""
+    """Check that exactly one key defines the lengths of the runs, and that no length occurs
+    twice.
+    """
     ways = [key for key in ("budgets", "tokens", "tokens_per_parameter") if getattr(study, key)]
     if len(ways) != 1:
         told = (
@@ -408,7 +421,8 @@ def _check_lengths(study: Study) -> None:
         raise ConfigError(f"{told}: exactly one of them must set the length of the runs")
     if study.trunks and study.warmup_steps is None:
         raise ConfigError(
-            "trunks: a warm-up as a share of the steps differs between runs; give it in steps, such as warmup_steps: 100"
+            "trunks: a warm-up as a share of the steps differs between runs; give it in steps, such"
+            " as warmup_steps: 100"
         )
     lists: dict[str, Sequence[float]] = {
         key: getattr(study, key) or ()
@@ -433,7 +447,8 @@ def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
             None,
         ):
             raise ConfigError(
-                f"{key}.{number}: parameters lets the rule choose the shape; give a width together with layers, heads or ffn"
+                f"{key}.{number}: parameters lets the rule choose the shape; give a width together"
+                " with layers, heads or ffn"
             )
     repeated = _repeated(sizes)
     if repeated is not None:

@@ -108,12 +108,14 @@ def check_table(frame: pd.DataFrame, path: Path) -> None:
     again = frame[frame["step"].notna() & frame.duplicated(["run", "step"])]
     for index, row in again.iterrows():
         raise ConfigError(
-            f"{path}: line {index + 2}: run {row['run']} has step {row['step']} twice; keep one of the two rows"
+            f"{path}: line {index + 2}: run {row['run']} has step {row['step']} twice; keep one of"
+            " the two rows"
         )
     last = frame[frame["final"]]
     for index, row in last[last.duplicated("run")].iterrows():
         raise ConfigError(
-            f"{path}: line {index + 2}: run {row['run']} has two rows with final = true; keep one of them"
+            f"{path}: line {index + 2}: run {row['run']} has two rows with final = true; keep one"
+            " of them"
         )
     _check_hashes(frame, path)
     runs = frame.drop_duplicates("run")
@@ -121,8 +123,9 @@ def check_table(frame: pd.DataFrame, path: Path) -> None:
         first = runs.iloc[0]
         for _, row in runs[runs[column] != first[column]].iterrows():
             raise ConfigError(
-                f"{path}: {column}: runs {first['run']} and {row['run']} have {what} of different identity ({first[column] or 'none'} and "
-                f"{row[column] or 'none'}): their losses cannot be compared; keep the runs of one"
+                f"{path}: {column}: runs {first['run']} and {row['run']} have {what} of different"
+                f" identity ({first[column] or 'none'} and {row[column] or 'none'}): their losses"
+                " cannot be compared; keep the runs of one"
             )
 
 
@@ -133,8 +136,9 @@ def _check_hashes(frame: pd.DataFrame, path: Path) -> None:
         other = names.setdefault(identity, name)
         if identity and other != name:
             raise ConfigError(
-                f"{path}: config_hash: runs {other} and {name} have the same configuration ({identity}), so one result would count twice; "
-                "keep one, or give them different seeds"
+                f"{path}: config_hash: runs {other} and {name} have the same configuration"
+                f" ({identity}), so one result would count twice; keep one, or give them different"
+                " seeds"
             )
 
 
@@ -188,7 +192,8 @@ def _check_columns(path: Path, found: list[str]) -> None:
         if column not in COLUMNS:
             near = nearest(column, list(COLUMNS))
             raise ConfigError(
-                f"{path}: unknown column {column!r}; {f'did you mean {near}?' if near else 'columns: ' + ', '.join(COLUMNS)}"
+                f"{path}: unknown column {column!r};"
+                f" {f'did you mean {near}?' if near else 'columns: ' + ', '.join(COLUMNS)}"
             )
     absent = [
         column
@@ -197,7 +202,8 @@ def _check_columns(path: Path, found: list[str]) -> None:
     ]
     if absent:
         raise ConfigError(
-            f"{path}: column {', '.join(absent)} is missing; a table needs at least {', '.join(REQUIRED)}"
+            f"{path}: column {', '.join(absent)} is missing; a table needs at least"
+            f" {', '.join(REQUIRED)}"
         )
 
 
@@ -227,7 +233,8 @@ def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
         raise ConfigError(f"{where} = {cell!r}: expected a number")
     if name in REQUIRED and not math.isfinite(value):
         raise ConfigError(
-            f"{where} = {cell!r} is not finite: the run diverged or was cut off; leave it out, or run it again"
+            f"{where} = {cell!r} is not finite: the run diverged or was cut off; leave it out, or"
+            " run it again"
         )
     if name in _POSITIVE and value <= 0:
         raise ConfigError(f"{where} = {cell!r}: expected more than 0")

@@ -89,12 +89,14 @@ def _decay_begins(planner: Planner, run: PlannedRun) -> int:
     config = planner.read(f"run {run.name}", run.settings)
     if config.optimizer.schedule != "wsd":
         raise ConfigError(
-            f"{planner.study.path}: trunks: run {run.name} has optimizer.schedule = {config.optimizer.schedule}, in which every step depends on "
-            "the length of the run; give settings: [optimizer.schedule=wsd]"
+            f"{planner.study.path}: trunks: run {run.name} has optimizer.schedule ="
+            f" {config.optimizer.schedule}, in which every step depends on the length of the run;"
+            " give settings: [optimizer.schedule=wsd]"
         )
     if config.checkpoint.fork is not None:
         raise ConfigError(
-            f"{planner.study.path}: trunks: run {run.name} is already a fork (checkpoint.fork); set trunks: false"
+            f"{planner.study.path}: trunks: run {run.name} is already a fork (checkpoint.fork); set"
+            " trunks: false"
         )
     schedule = Schedule.of(config)
     return schedule.steps - schedule.decay_samples // schedule.batch_samples
@@ -115,6 +117,7 @@ def _check_order(
         if drawn != (1, False):
             times = trunk.tokens * source.weight / total / tokens
             raise ConfigError(
-                f"{planner.study.path}: trunks: run {trunk.name} reads {source.prefix} {times:.2f} times, in an order that depends on its "
-                "length, so it does not begin with the same data as shorter runs; prepare more data, shorten it, or set trunks: false"
+                f"{planner.study.path}: trunks: run {trunk.name} reads {source.prefix} {times:.2f}"
+                " times, in an order that depends on its length, so it does not begin with the"
+                " same data as shorter runs; prepare more data, shorten it, or set trunks: false"
             )

@@ -4,7 +4,7 @@ The backward recomputes the same tiles from the rows stored before each chunk; i
 the end. With p_t(i) = exp(k_i - m_t) / S_t, w_t(i) = exp(k_i + beta v_i - M_t) / J_t, x_i = beta
 (v_i - c), u = exp(x) - 1 - x, and dmu, dF the gradients of mu and F at t: at tokens where F - mu is
 computed from Z_t = Q_t / S_t, with y_t = beta (mu_t - c) + Z_t, dZ = dF / (beta (1 + y)), dmu
-increases by dF / (1 + y), and dF is set to 0.
+increases by dF / (1 + y), and dF is 0 in B and C.
 
     A_i = sum_{t >= i} p_t(i) dmu_t
     B_i = sum_{t >= i} p_t(i) (dmu_t (mu_t - c) + dZ_t Z_t + dF_t / beta)

@@ -24,7 +24,7 @@ TABLE = """
 MMLU-P acc 5, GPQA acc_norm 0, BBH acc_norm 3, MATH exact_match 4, MuSR acc_norm 0, IFE-I inst_level_strict_acc 0,
 IFE-P prompt_level_strict_acc 0, ARC-C acc_norm 0, ARC-E acc_norm 0, HS acc_norm 0, PIQA acc_norm 0, BoolQ acc 0, WinoG acc 0, COPA acc 0,
 OBQA acc_norm 0, SciQ acc_norm 0
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

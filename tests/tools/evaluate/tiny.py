@@ -104,7 +104,7 @@ def fewer(**_): return rows("fewer", "shown")
 def written(**_): return rows("written")
 def words(**_): return rows("words")
 def broken(**_): raise RuntimeError("this task's code is broken")
-"""
+"""  # noqa: E501
 
 
 def task_folder(folder: Path, **rows: Any) -> Path:

@@ -83,7 +83,7 @@ for folder in (fem, stock):
     prompts = ["w1 w2 w3 w4 w5 w6", "w7", "w8 w9 w10"]
     texts.append([write(prompts, batch_size=size, max_new_tokens=5, do_sample=False) for size in (1, 2)])
 print(json.dumps([transformers.__version__, model.config.eos_token_id, model.generation_config.pad_token_id, text.shape[1], texts]))
-"""
+"""  # noqa: E501
 
 
 Trust = bool | str | None

@@ -225,8 +225,8 @@ def test_the_table(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         and "decoder.layers.N.mlp.gate_up 0-1 copied 6,144 6,144" in lines
     )
     assert (
-        "weights of the folder that are not used: decoder.layers.N.mixer.in_proj.weight (0-1): v; decoder.layers.N.mixer.out_proj.weight (0-1)"
-        in lines
+        "weights of the folder that are not used: decoder.layers.N.mixer.in_proj.weight (0-1): v;"
+        " decoder.layers.N.mixer.out_proj.weight (0-1)" in lines
     )
     manifest = find(tmp_path / "ck").manifest
     assert (

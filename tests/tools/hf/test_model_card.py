@@ -135,7 +135,8 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
         )
         assert (
             not has_code
-            or f"under {project['license']} ([LICENSE](LICENSE)). No license is stated for the weights."
+            or f"under {project['license']} ([LICENSE](LICENSE)). No license is stated for the"
+            " weights."
             in text
         )
     assert hf("export", runs["transformer"], tmp_path / "stock", "--license", "cc-by-4.0") == 0
@@ -174,6 +175,9 @@ def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
 def test_no_license(text: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^--license .*: expected an id of the Hub, such as apache-2.0, or NAME=LINK for another license",
+        match=(
+            r"^--license .*: expected an id of the Hub, such as apache-2.0, or NAME=LINK for"
+            r" another license"
+        ),
     ):
         License.read(text)

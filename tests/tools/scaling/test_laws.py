@@ -130,7 +130,8 @@ def test_a_variant_that_needs_four_fifths_is_found_to() -> None:
             np.exp(np.mean([np.log(multiplier.ratio.value) for multiplier in one.multipliers]))
         )
         assert one.words.startswith(
-            f"fem reaches the loss of transformer with {found.value:.2f} ({found.low:.2f}–{found.high:.2f})"
+            f"fem reaches the loss of transformer with {found.value:.2f}"
+            f" ({found.low:.2f}–{found.high:.2f})"
         )
         assert "neither" not in one.words
     worse = dataclasses.replace(runs(0.001, 2), loss=runs(0.001, 2).loss + 3)

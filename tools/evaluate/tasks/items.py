@@ -132,5 +132,7 @@ def recall() -> Rows:
 
 @dataset
 def idioms() -> Rows:
-    """Return continuations of lines that every Python programmer knows, scored by log-likelihood."""
+    """Return continuations of lines that every Python programmer knows, scored by
+    log-likelihood.
+    """
     return [{"context": context, "target": target} for context, target in WRITTEN["idioms"]]

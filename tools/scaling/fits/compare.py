@@ -36,7 +36,10 @@ def _compared(
     none = ""
     if own.min() > reach.max() or reach.min() > own.max():
         spans = f"{own.min():.3f} to {own.max():.3f} and {reach.min():.3f} to {reach.max():.3f}"
-        none = f"{variant.name} and {baseline.name} have no common range of losses ({spans} by the {by})"
+        none = (
+            f"{variant.name} and {baseline.name} have no common range of losses ({spans} by the"
+            f" {by})"
+        )
     value = _flops_for(ours, reach[None]) / flops
     kept = np.isfinite(value[0])
     if not kept.any():
@@ -61,8 +64,8 @@ def _compared(
         float(np.exp(np.log(value[0]).mean())), np.exp(np.log(ratios).mean(axis=1)), interval
     )
     words = (
-        f"{variant.name} reaches the loss of {baseline.name} with {overall.text('.2f')} times its FLOPs, by the {by} "
-        f"from {flops.min():.1e} to {flops.max():.1e} FLOPs"
+        f"{variant.name} reaches the loss of {baseline.name} with {overall.text('.2f')} times its"
+        f" FLOPs, by the {by} from {flops.min():.1e} to {flops.max():.1e} FLOPs"
     )
     if overall.low is None:
         words += "; too few resamples reach that loss for an interval"

@@ -94,8 +94,9 @@ def fit_isoflop(
         if len(sizes) < FEWEST_SIZES:
             told = " and ".join(f"{size:.4g}" for size in sizes)
             raise ConfigError(
-                f"budget {flops:.4g} FLOPs has {counted(len(sizes), 'size')} ({told} parameters), but a parabola needs {FEWEST_SIZES}: "
-                "add sizes, or leave this approach out with fit.approaches: [parametric]"
+                f"budget {flops:.4g} FLOPs has {counted(len(sizes), 'size')} ({told} parameters),"
+                f" but a parabola needs {FEWEST_SIZES}: add sizes, or leave this approach out with"
+                " fit.approaches: [parametric]"
             )
     budgets = [_Budget.of(flops, points.take(points.budget == flops)) for flops in points.budgets]
     drawn, notes = _draws(budgets, config, rng)
@@ -114,26 +115,32 @@ def fit_isoflop(
     )
     if laws is None:
         notes.append(
-            f"{sum(inside)} of {len(budgets)} budgets have a minimum inside their sizes, but a frontier needs {FEWEST_MINIMA}"
+            f"{sum(inside)} of {len(budgets)} budgets have a minimum inside their sizes, but a"
+            f" frontier needs {FEWEST_MINIMA}"
         )
     n_opt, d_opt, loss = laws or (None, None, None)
     if loss is not None and loss.offset is None:
         notes.append(
-            f"{sum(inside)} minima: the lowest loss is a power law of FLOPs without an offset, which would need {FEWEST_WITH_OFFSET}"
+            f"{sum(inside)} minima: the lowest loss is a power law of FLOPs without an offset,"
+            f" which would need {FEWEST_WITH_OFFSET}"
         )
     if failed > 0.05 * config.resamples:
         notes.append(
-            f"{failed} of {config.resamples} resamples had no frontier; the intervals do not include them and are too narrow"
+            f"{failed} of {config.resamples} resamples had no frontier; the intervals do not"
+            " include them and are too narrow"
         )
-    return IsoFlopFit(
-        parabolas, n_opt, d_opt, loss, config.resamples, failed, config.interval
-    ), notes
+    return (
+        IsoFlopFit(parabolas, n_opt, d_opt, loss, config.resamples, failed, config.interval),
+        notes,
+    )
 
 
 def _draws(
     budgets: list[_Budget], config: FitConfig, rng: np.random.Generator
 ) -> tuple[list[Array], list[str]]:
-    """Return resampled losses of each budget's runs, ``[0, r]`` and a note if no residual remains."""
+    """Return resampled losses of each budget's runs, ``[0, r]`` and a note if no residual
+    remains.
+    """
     pool, fitted = [], []
     degrees = sum(len(budget.points) - FEWEST_SIZES for budget in budgets)
     for budget in budgets:
@@ -166,16 +173,22 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
     note = None
     if not inside:
         end = "smallest" if n < sizes.min() else "largest"
-        note = f"budget {budget.flops:.3g} FLOPs: the minimum is beyond the {end} size, so the frontier does not use it; add sizes beyond that one"
+        note = (
+            f"budget {budget.flops:.3g} FLOPs: the minimum is beyond the {end} size, so the"
+            " frontier does not use it; add sizes beyond that one"
+        )
     shifted = (c0 - c1 * budget.center + c2 * budget.center**2, c1 - 2 * c2 * budget.center, c2)
     pairs = zip((n, d, loss), budget.minima(drawn)[:3], strict=True)
     best, tokens, least = (
         Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws))
         for value, draws in pairs
     )
-    return Parabola(
-        budget.flops, shifted, best, tokens, least, inside, [str(run) for run in points.run]
-    ), note
+    return (
+        Parabola(
+            budget.flops, shifted, best, tokens, least, inside, [str(run) for run in points.run]
+        ),
+        note,
+    )
 
 
 def _frontier(

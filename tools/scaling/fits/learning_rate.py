@@ -42,7 +42,8 @@ def fit_learning_rates(
         )
         if len(rates) < FEWEST_RATES:
             notes.append(
-                f"learning rate: {told}: {len(rates)} rates, but an interpolation of the optimum needs {FEWEST_RATES}"
+                f"learning rate: {told}: {len(rates)} rates, but an interpolation of the optimum"
+                f" needs {FEWEST_RATES}"
             )
             continue
         losses = [points.loss[some] for some in rates.values()]
@@ -50,7 +51,8 @@ def fit_learning_rates(
         if optimum.edge:
             end = "smallest" if optimum.rate.value == optimum.rates[0] else "largest"
             notes.append(
-                f"learning rate: {told}: the best is the {end} rate, {optimum.rate.value:g}: the optimum is not bracketed"
+                f"learning rate: {told}: the best is the {end} rate, {optimum.rate.value:g}: the"
+                " optimum is not bracketed"
             )
         optima.append(optimum)
         drawn.append(draws)

@@ -166,8 +166,9 @@ def descend(
     agreeing = int((settled & (values <= values[best] * (1 + SAME) + 1e-15)).sum())
     if not settled[best] or agreeing < FEWEST_AGREEING:
         raise NotConverged(
-            f"the parametric fit does not converge: {agreeing} of {len(starts)} starts reached the lowest objective with a zero gradient; "
-            "check the runs for an outlier, or leave this law out with fit.approaches: [isoflop]"
+            f"the parametric fit does not converge: {agreeing} of {len(starts)} starts reached the"
+            " lowest objective with a zero gradient; check the runs for an outlier, or leave this"
+            " law out with fit.approaches: [isoflop]"
         )
     return found[best : best + 1], float(values[best]), len(starts), agreeing
 
@@ -196,12 +197,14 @@ def _enough(points: Points) -> huber.Data:
     sizes, lengths = len(np.unique(points.n)), len(np.unique(points.d))
     if len(points) < FEWEST_RUNS:
         raise NotIdentified(
-            f"the parametric law has 5 parameters, but only {len(points)} runs exist; at least {FEWEST_RUNS} are needed"
+            f"the parametric law has 5 parameters, but only {len(points)} runs exist; at least"
+            f" {FEWEST_RUNS} are needed"
         )
     if sizes < FEWEST_VALUES or lengths < FEWEST_VALUES:
         raise NotIdentified(
-            f"the parametric law needs at least {FEWEST_VALUES} sizes and as many numbers of tokens, but the runs have {sizes} and {lengths}: "
-            "E, A, B, alpha and beta are not identified"
+            f"the parametric law needs at least {FEWEST_VALUES} sizes and as many numbers of"
+            f" tokens, but the runs have {sizes} and {lengths}: E, A, B, alpha and beta are not"
+            " identified"
         )
     return huber.Data.of(points.n, points.d, points.loss)
 
@@ -211,5 +214,6 @@ def _check_inside(parameters: Array, data: huber.Data) -> None:
     if outside.any():
         names = ", ".join(name for name, out in zip(NAMES, outside, strict=True) if out)
         raise NotIdentified(
-            f"the parametric law is not identified: {names} reached the end of the allowed range; more sizes or budgets are needed"
+            f"the parametric law is not identified: {names} reached the end of the allowed range;"
+            " more sizes or budgets are needed"
         )

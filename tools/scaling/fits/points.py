@@ -97,7 +97,8 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
                 else "; remove the run, or run it again"
             )
             raise ConfigError(
-                f"run {runs[wrong][0]}: {column} = {arrays[name][wrong][0]:g}: a law needs a positive number{fix}"
+                f"run {runs[wrong][0]}: {column} = {arrays[name][wrong][0]:g}: a law needs a"
+                f" positive number{fix}"
             )
     return Points(run=runs, **arrays)
 

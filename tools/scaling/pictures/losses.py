@@ -59,10 +59,10 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
         _isoflop_panel(
             axes, found, final[final["variant"] == name].set_index("run"), size_column(fit), looks
         )
-        headed(
-            axes,
-            f"{name}: {law_text('best N', found.n_opt, 'C') if found.n_opt else 'no law through the minima'}",
-        )
+        if found.n_opt:
+            headed(axes, f"{name}: {law_text('best N', found.n_opt, 'C')}")
+        else:
+            headed(axes, f"{name}: no law through the minima")
     outer_labels(grid, size_words(fit), "held-out loss, nats per token")
     sizes = final[final["variant"].isin(list(shown))][size_column(fit)].astype(float)
     log_axis(grid[0].xaxis, sizes.min() * 0.85, sizes.max() * 1.18, "count")
@@ -129,7 +129,10 @@ def residuals(fit: StudyFit) -> Any | None:
         return None
     looks = looks_of(_group(entry) for entry in entries)
     worst = max(abs(entry.relative) for entry in entries)
-    title = f"{fit.study}: measured loss against the parametric law\nlargest distance of a run: {100 * worst:.2g}%"
+    title = (
+        f"{fit.study}: measured loss against the parametric law\nlargest distance of a run:"
+        f" {100 * worst:.2g}%"
+    )
     figure, grid = panels(len(shown), title, panel=(4.3, 3.0))
     for axes, (name, (noise, some)) in zip(grid, shown.items(), strict=True):
         axes.axhspan(-100 * noise, 100 * noise, color=QUIET, alpha=0.10, linewidth=0)
@@ -171,7 +174,10 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     if not shown:
         return None
     low, high = final["flops"].min() / _BEYOND, final["flops"].max() * _BEYOND
-    title = f"{fit.study}: model size N and training tokens D with the lowest loss for a compute budget C\nN: {size_words(fit)}"
+    title = (
+        f"{fit.study}: model size N and training tokens D with the lowest loss for a compute budget"
+        f" C\nN: {size_words(fit)}"
+    )
     figure = titled_figure((10.4, 1.4 + 2.35 * len(shown)), title)
     grid = figure.subplots(len(shown), 2, squeeze=False, sharex=True, sharey="col")
     for column, side in enumerate(("n", "d")):
@@ -319,7 +325,10 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
     )
     log_axis(axes.xaxis, low, high, "flops")
     log_axis(axes.yaxis, bottom, top, "number")
-    told = f"points: finished runs; faint: during training; lines: lowest loss for the compute, {fit.interval:.0%} intervals"
+    told = (
+        "points: finished runs; faint: during training; lines: lowest loss for the compute,"
+        f" {fit.interval:.0%} intervals"
+    )
     headed(axes, f"{fit.study}: held-out loss against training compute\n{told}", 11)
     legend_below(figure, handles, labels, 1)
     return figure
