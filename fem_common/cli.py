@@ -3,7 +3,7 @@
 The module uses only the standard library.
 
 A command creates a `Parser` and calls ``run(program, main)``. A command with verbs has a table
-``{"plan": Verb("tools.scaling.planning", "purpose")}``. Only the module of the called verb is
+``{"plan": Verb("tools.scaling.planned_runs", "purpose")}``. Only the module of the called verb is
 imported. That module defines ``add_arguments(parser)`` and ``main(arguments)``. It imports torch
 only inside ``main``, so that ``--help`` is fast.
 """

@@ -32,7 +32,7 @@ from pretrain.validate import planned_world_size, prepare, validate
 from tests.ranks import forked
 from tests.test_house import ROOT, project, texts
 from tests.wording import read_golden
-from tools.scaling.planning import plan_study
+from tools.scaling.planned_runs import plan_study
 from tools.scaling.study import load_study
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fem_megatron.config import ModelConfig
 
 from .folder import UNREAD
-from .recipes import Made, Tensors, to_fem
 from .stock import to_stock, why_not_stock
+from .weight_conversion import Made, Tensors, to_fem
 
 LOGITS = "logits"
 TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}

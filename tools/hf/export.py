@@ -54,7 +54,6 @@ from .model_card import (
     training_card,
     training_record,
 )
-from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import stock_config, to_stock, why_not_stock
 from .tokenizer import (
     NAME_A_TOKENIZER,
@@ -63,6 +62,7 @@ from .tokenizer import (
     special_ids,
     tokenizers_of_checkpoint,
 )
+from .weight_conversion import VOCABULARY, Tensors, first_of, to_fem
 
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",

@@ -25,7 +25,7 @@ from fem_common.errors import ConfigError, files_told
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import HashedFile
 
-from .recipes import Recipe, Recipes, Tensors, made
+from .weight_conversion import Recipe, Recipes, Tensors, made
 
 CONFIG, WEIGHTS, INDEX, TRAINING = (
     "config.json",

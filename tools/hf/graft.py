@@ -38,7 +38,7 @@ from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.shape import Packing, Shape, SwiGluShape
 from pretrain.plan.run_plan import model_weights
 
-from .recipes import padded
+from .weight_conversion import padded
 
 PACKED = "in_proj.weight"
 Fill = Callable[[Tensor, list[Tensor]], Tensor]

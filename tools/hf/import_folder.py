@@ -51,9 +51,9 @@ from .folder import (
 )
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
-from .recipes import Made, Recipes, first_of, from_fem, made, to_fem
 from .stock import StockError, from_stock, model_of, read_stock, to_stock
 from .tokenizer import SPECIAL_IDS, Tokenizer
+from .weight_conversion import Made, Recipes, first_of, from_fem, made, to_fem
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED.values()}

@@ -41,7 +41,6 @@ from .encoding import Encode, encoder, trained_here
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
-from .recipes import VOCABULARY, Recipes, Tensors, first_of, made, to_fem
 from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
 from .tokenizer import (
     NAME_A_TOKENIZER,
@@ -53,6 +52,7 @@ from .tokenizer import (
     special_ids,
     tokenizers_of_checkpoint,
 )
+from .weight_conversion import VOCABULARY, Recipes, Tensors, first_of, made, to_fem
 
 CACHE_LINE = 64
 

@@ -38,7 +38,7 @@ from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 from pretrain.plan.run_plan import parameter_shapes
 
 from .configuration_fem import named_rope, read_rope
-from .recipes import VOCABULARY, Recipe, Recipes, hf_name, padded
+from .weight_conversion import VOCABULARY, Recipe, Recipes, hf_name, padded
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,

@@ -49,7 +49,7 @@ from .open_model import (
     quiet_transformers,
     tokenizer_of,
 )
-from .recipes import Tensors
+from .weight_conversion import Tensors
 
 SHOWN = 8  # settings and tensors that are listed before "and N more"
 

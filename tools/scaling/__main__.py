@@ -13,24 +13,25 @@ from fem_common.cli import Verb, verb_main
 
 VERBS = {
     "plan": Verb(
-        "tools.scaling.plan",
+        "tools.scaling.verbs.plan",
         "show the runs of a study and their cost; refuse studies that cannot answer their question",
     ),
     "run": Verb(
-        "tools.scaling.running",
+        "tools.scaling.verbs.run",
         "train the unfinished runs through launch: as a job array, or on this machine",
     ),
-    "collect": Verb("tools.scaling.collecting", "write one table of the losses of all runs"),
-    "fit": Verb("tools.scaling.fitting", "fit scaling laws with their uncertainty to the table"),
+    "collect": Verb("tools.scaling.verbs.collect", "write one table of the losses of all runs"),
+    "fit": Verb("tools.scaling.verbs.fit", "fit scaling laws with their uncertainty to the table"),
     "plot": Verb(
-        "tools.scaling.plotting", "write pictures and the report from the table and the fits"
+        "tools.scaling.verbs.plot", "write pictures and the report from the table and the fits"
     ),
     "recommend": Verb(
-        "tools.scaling.recommending",
+        "tools.scaling.verbs.recommend",
         "write the configuration of the run that the laws recommend for a compute budget",
     ),
     "coord-check": Verb(
-        "tools.scaling.coordinates", "check whether activations keep their scale over the widths"
+        "tools.scaling.verbs.coord_check",
+        "check whether activations keep their scale over the widths",
     ),
 }
 

@@ -24,7 +24,7 @@ from pretrain.plan.run_plan import flops_per_token
 from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
 from tools.demo.report import History
-from tools.scaling.planning import PlannedRun, non_embedding_parameters, total_parameters
+from tools.scaling.planned_runs import PlannedRun, non_embedding_parameters, total_parameters
 from tools.scaling.trunks import begins_at
 
 DIGITS = 16  # digits of a hash in the table

@@ -17,11 +17,10 @@ import jinja2
 import pandas as pd
 
 from fem_common.errors import ConfigError
-
-from .collecting import Collected
-from .laws import Estimate
-from .results import StudyFit, optimal
-from .study import Study
+from tools.scaling.laws import Estimate
+from tools.scaling.results import StudyFit, optimal
+from tools.scaling.study import Study
+from tools.scaling.verbs.collect import Collected
 
 _CAPTIONS = {
     "isoflop": (

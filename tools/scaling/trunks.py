@@ -21,7 +21,7 @@ from pretrain.data.order import passes_drawn
 from pretrain.schedule import Schedule
 
 if TYPE_CHECKING:
-    from tools.scaling.planning import PlannedRun, Planner
+    from tools.scaling.planned_runs import PlannedRun, Planner
 
 
 def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:

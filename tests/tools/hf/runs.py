@@ -22,8 +22,8 @@ from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, Trai
 from tests.pretrain.data_folder import write_folder, write_manifest
 from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.small import VOCAB, random_state, small, write_tokenizer
-from tools.hf.recipes import to_fem
 from tools.hf.stock import to_stock
+from tools.hf.weight_conversion import to_fem
 
 STEP, SAMPLES, LENGTH = 12, 96, 16
 RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": torch.bfloat16}

@@ -23,8 +23,8 @@ from pretrain.plan.run_plan import model_weights
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.export import export as export_weights
 from tools.hf.modeling_fem import FemLMForCausalLM
-from tools.hf.recipes import hf_name
 from tools.hf.tokenizer import Tokenizer
+from tools.hf.weight_conversion import hf_name
 
 VOCAB = 50
 SIZES: dict[str, Any] = {

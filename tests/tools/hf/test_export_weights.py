@@ -42,8 +42,8 @@ from tests.tools.refusals import Refused
 from tools.checkpoint.__main__ import main as checkpoint
 from tools.hf import folder as shards
 from tools.hf.folder import byte_count, write_shards
-from tools.hf.recipes import to_fem
 from tools.hf.stock import to_stock
+from tools.hf.weight_conversion import to_fem
 
 MEASURE = """
 import sys

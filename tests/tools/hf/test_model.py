@@ -38,7 +38,7 @@ from tests.tools.hf.small import (
 from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM
-from tools.hf.recipes import hf_name
+from tools.hf.weight_conversion import hf_name
 
 
 @pytest.fixture(scope="module")

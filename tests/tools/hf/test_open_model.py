@@ -22,7 +22,7 @@ from tests.tools.hf.texts import byte_tokenizer, save, text_model
 from tests.tools.refusals import Refused
 from tools.hf import open_model as from_store
 from tools.hf.open_model import fingerprint, open_model, tokenizer_of
-from tools.hf.recipes import Recipe
+from tools.hf.weight_conversion import Recipe
 
 MIXERS = ("fem_softmax", "transformer")
 IDS = torch.arange(5, 25)[None]

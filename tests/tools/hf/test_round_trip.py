@@ -31,7 +31,7 @@ from tests.tools.hf.runs import files
 from tests.tools.hf.small import VOCAB, random_state, small
 from tests.wording import Wording
 from tools.hf.open_model import open_model
-from tools.hf.recipes import VOCABULARY
+from tools.hf.weight_conversion import VOCABULARY
 
 MIXERS = tuple(name for name in catalogue.MIXERS if not name.startswith("fla."))
 QKV_BIAS = AttentionConfig(qkv_bias=True)

@@ -32,8 +32,8 @@ from fem_megatron.update import frequencies
 from pretrain.plan.run_plan import parameter_shapes
 from tests.one_process import megatron_of_one_process
 from tests.tools.refusals import Refused
-from tools.hf.recipes import VOCABULARY, Recipes
 from tools.hf.stock import StockError, from_stock, model_of, stock_config, to_stock
+from tools.hf.weight_conversion import VOCABULARY, Recipes
 
 VOCAB, LENGTH = 50, 40
 BASE = ModelConfig(

@@ -18,7 +18,7 @@ from pretrain.config import load_run
 from pretrain.run_directory import resolved
 from pretrain.validate import prepare
 from tools.scaling.fits.points import Array, Points
-from tools.scaling.planning import PlannedRun, plan_study
+from tools.scaling.planned_runs import PlannedRun, plan_study
 from tools.scaling.study import Study, load_study
 from tools.scaling.table import as_table
 

@@ -22,7 +22,7 @@ from pretrain.report.metrics import StepRecord
 from tests.pretrain.data_folder import write_folder
 from tests.tools.scaling.studies import loss, planned, write, write_run
 from tools.scaling.__main__ import main
-from tools.scaling.planning import PlannedRun
+from tools.scaling.planned_runs import PlannedRun
 from tools.scaling.study import Study
 from tools.scaling.table import final_runs, read_table
 

@@ -14,10 +14,10 @@ from tools.scaling.fits.compare import compare
 from tools.scaling.fits.isoflop import fit_isoflop
 from tools.scaling.fits.learning_rate import fit_learning_rates
 from tools.scaling.fits.points import Array, NotIdentified, Points, best_rates
-from tools.scaling.fitting import fit_variant
 from tools.scaling.laws import with_offset
 from tools.scaling.results import Comparison, IsoFlopFit, VariantFit
 from tools.scaling.study import FitConfig
+from tools.scaling.verbs.fit import fit_variant
 
 from .studies import BUDGETS, points, runs
 

@@ -20,7 +20,6 @@ from fem_common.errors import ConfigError
 from tools.scaling.fits import huber
 from tools.scaling.fits.parametric import NAMES, fit_parametric, leave_out
 from tools.scaling.fits.points import NotIdentified, Points
-from tools.scaling.fitting import fit_variant
 from tools.scaling.results import (
     ParametricFit,
     StudyFit,
@@ -31,6 +30,7 @@ from tools.scaling.results import (
     save_fit,
 )
 from tools.scaling.study import FitConfig
+from tools.scaling.verbs.fit import fit_variant
 
 from .studies import BUDGETS, TRUTH, best_n, loss, points, runs
 

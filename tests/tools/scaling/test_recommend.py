@@ -16,7 +16,7 @@ from tests.tools.scaling.studies import write
 from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.laws import Estimate, PowerLaw
-from tools.scaling.planning import shaped, total_parameters
+from tools.scaling.planned_runs import shaped, total_parameters
 from tools.scaling.results import (
     LearningRateFit,
     ParametricFit,

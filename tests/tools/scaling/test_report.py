@@ -21,9 +21,9 @@ from tests.tools.scaling.studies import table, write
 from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.fits.points import NotConverged
-from tools.scaling.plotting import figures
 from tools.scaling.results import load_fit
 from tools.scaling.table import read_table, write_table
+from tools.scaling.verbs.plot import figures
 
 PUBLISHED = {
     "cpu_small": "isoflop frontier loss_compute residuals",
@@ -135,7 +135,7 @@ def test_a_foreign_table_is_fitted_and_what_no_law_fits_is_refused(
     def never(*_: object) -> None:
         raise NotConverged("the parametric fit does not converge: 1 of 12 starts")
 
-    monkeypatch.setattr("tools.scaling.fitting.fit_parametric", never)
+    monkeypatch.setattr("tools.scaling.verbs.fit.fit_parametric", never)
     assert "does not converge" in refused(capsys, *words)
     path, results = made(tmp_path)
     assert main(["fit", str(path)]) == 0

@@ -23,11 +23,11 @@ from tests.ranks import losses
 from tests.test_house import ROOT
 from tests.tools.scaling.studies import trunked, write
 from tests.tools.scaling.test_collect import make
-from tools.scaling import running
 from tools.scaling.__main__ import main
-from tools.scaling.planning import plan_study
+from tools.scaling.planned_runs import plan_study
 from tools.scaling.study import load_study
 from tools.scaling.table import final_runs, read_table
+from tools.scaling.verbs import run as running
 
 # Seconds to wait for any event. Half a minute is usual; a machine shared by many tests takes ten
 # times as long.

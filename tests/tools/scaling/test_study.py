@@ -23,7 +23,12 @@ from tests.test_house import ROOT
 from tests.tools.scaling.studies import planned, trunked, write
 from tests.wording import Wording
 from tools.scaling.__main__ import main
-from tools.scaling.planning import nearest_sizes, non_embedding_parameters, shaped, total_parameters
+from tools.scaling.planned_runs import (
+    nearest_sizes,
+    non_embedding_parameters,
+    shaped,
+    total_parameters,
+)
 from tools.scaling.study import ShapeRule
 
 

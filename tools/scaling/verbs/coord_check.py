@@ -26,8 +26,17 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import any_on_disk
 from pretrain.validate import prepare, validate
-from tools.scaling.flatness import LIMIT, Record, as_csv, coordinates, judge, summary, table, worst
-from tools.scaling.planning import shaped
+from tools.scaling.coordinates.flatness import (
+    LIMIT,
+    Record,
+    as_csv,
+    coordinates,
+    judge,
+    summary,
+    table,
+    worst,
+)
+from tools.scaling.planned_runs import shaped
 from tools.scaling.study import Study, load_study
 from tools.scaling.table import write_file
 
@@ -210,7 +219,7 @@ def main(arguments: argparse.Namespace) -> int:
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
-    from tools.scaling import activations
+    from tools.scaling.coordinates import activations
 
     flat, records = True, []
     with activations.one_process(planned[0][1][widths[0]]):
@@ -280,7 +289,7 @@ def cases(
 
 
 def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) -> list[Record]:
-    from tools.scaling import activations
+    from tools.scaling.coordinates import activations
 
     one = next(iter(configs.values()))
     tokens, source = _tokens(one)
@@ -308,7 +317,7 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
 def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
     """Return the tokens of the batch, and a description of their source."""
     from tools.diagnose.from_checkpoint import first_tokens
-    from tools.scaling.activations import zipf_tokens
+    from tools.scaling.coordinates.activations import zipf_tokens
 
     count = config.train.global_batch_size * (config.data.seq_length + 1)
     if not any_on_disk(config):

@@ -19,12 +19,11 @@ import pandas as pd
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.plot import png
-
-from .collecting import read_collected
-from .report import Report, render_html, render_summary, report_of
-from .results import StudyFit, load_fit
-from .study import Study, add_study, study_of
-from .table import final_runs, read_table, write_file
+from tools.scaling.report import Report, render_html, render_summary, report_of
+from tools.scaling.results import StudyFit, load_fit
+from tools.scaling.study import Study, add_study, study_of
+from tools.scaling.table import final_runs, read_table, write_file
+from tools.scaling.verbs.collect import read_collected
 
 PICTURES = ("isoflop", "frontier", "loss_compute", "residuals", "learning_rate")
 

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from fem_common.errors import ConfigError
 from pretrain.config import load_run
-
-from .planning import PlannedRun, plan_study
-from .records import (
+from tools.scaling.planned_runs import PlannedRun, plan_study
+from tools.scaling.records import (
     DataIdentity,
     Record,
     after_trunk,
@@ -34,8 +33,8 @@ from .records import (
     read_export,
     table_rows,
 )
-from .study import TABLE, Study, add_study, study_of
-from .table import as_table, check_table, write_file, write_table
+from tools.scaling.study import TABLE, Study, add_study, study_of
+from tools.scaling.table import as_table, check_table, write_file, write_table
 
 COLLECTED = "collected.json"
 _NAMED = 10  # largest number of incomplete runs that are listed individually

@@ -32,11 +32,10 @@ from fem_common.signals import taken
 from fem_common.text import counted, duration
 from pretrain.config import load_run
 from pretrain.data.facts import check_data
+from tools.scaling.planned_runs import PlannedRun, plan_study
+from tools.scaling.study import Study, load_study
 
-from .planning import PlannedRun, plan_study
-from .study import Study, load_study
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROFILES = ROOT / "configs" / "cluster"
 TELL_SECONDS = 30.0
 SOME = 0.01  # share of the FLOPs after which the remaining time is estimated

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fem_common.text import aligned, counted
-from tools.scaling.planning import PlannedRun, plan_study, rule_words
+from tools.scaling.planned_runs import PlannedRun, plan_study, rule_words
 from tools.scaling.study import Study, load_study
 
 COLUMNS: dict[str, Callable[[PlannedRun], str]] = {

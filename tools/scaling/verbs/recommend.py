@@ -26,17 +26,18 @@ from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import did_you_mean
 from pretrain.config import RunConfig
-from tools.scaling.planning import (
+from tools.scaling.laws import Estimate
+from tools.scaling.planned_runs import (
+    Model,
+    Planner,
     nearest_sizes,
     non_embedding_parameters,
     rule_words,
+    short,
     total_parameters,
 )
-
-from .laws import Estimate
-from .planning import Model, Planner, short
-from .results import Optimum, StudyFit, VariantFit, load_fit, optimal, predict_loss
-from .study import Size, Study, add_study, study_of
+from tools.scaling.results import Optimum, StudyFit, VariantFit, load_fit, optimal, predict_loss
+from tools.scaling.study import Size, Study, add_study, study_of
 
 # Multiple of the largest measured compute beyond which a prediction has a warning.
 FAR = 10.0

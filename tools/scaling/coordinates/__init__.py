@@ -1,0 +1,1 @@
+"""Coordinate check of muP: sizes of activations by width, and the verdict on each."""

@@ -1,0 +1,1 @@
+"""Verbs of `python -m tools.scaling`, one module each."""
