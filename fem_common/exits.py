@@ -15,11 +15,13 @@ class Exit(IntEnum):
     """
 
     DONE = 0
-    # The input is correct: a full disk, a stale handle, no memory, a bug; or a check failed.
+    # A failed check, or a failure that the input did not cause: full disk, stale handle, no memory,
+    # a bug.
     FAULT = 1
-    # A wrong path, key, value or command line: the same command fails again. Also argparse's code.
+    # A wrong path, key, value or command line: the same command will fail again. argparse also
+    # exits with this code.
     WRONG_INPUT = 2
-    # Loss or gradient stayed non-finite: the same command fails again.
+    # Training stopped because loss or gradient stayed non-finite: the same command will fail again.
     DIVERGED = 3
     # Another process uses the folder: the same command may succeed later (EX_TEMPFAIL, sysexits.h).
     IN_USE = 75

@@ -20,6 +20,7 @@ from typing import Any
 
 from fem_common.errors import ConfigError, InUse, files_told, told
 
+# Age from which temporary files of other hosts are removed.
 ABANDONED_SECONDS = 24 * 3600
 
 
@@ -51,13 +52,14 @@ def sha256(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 text file without a byte order mark; only LF and CRLF end a line.
+    """Return the lines of a UTF-8 text file, without line ends.
 
-    ``str.splitlines`` would also split at U+2028, U+0085, form feeds and others, which occur within
-    prompts and JSON strings.
+    A byte order mark at the start is removed. Only LF and CRLF end a line: ``str.splitlines`` would
+    also split at U+2028, U+0085, form feeds and others, which occur within prompts and JSON
+    strings.
 
     Raises:
-        ConfigError: the file is missing or not UTF-8.
+        ConfigError: the path is wrong, or the file is not UTF-8.
         StorageError: the file system failed.
     """
     try:
@@ -93,7 +95,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the file names in a folder (created, renamed or removed) are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -156,16 +158,16 @@ def make_folder(path: Path) -> None:
 def temporary(path: Path) -> Path:
     """Return a temporary name in the folder of ``path``.
 
-    The name contains the host, the process namespace and the process, which `remove_leftovers`
-    reads.
+    The name contains the host name, the PID namespace and the process id of its owner, so that
+    `remove_leftovers` can find files of dead processes.
     """
     return path.with_name(f".{path.name}~{socket.gethostname()}~{_namespace()}~{os.getpid()}")
 
 
 def _namespace() -> int:
-    """Return the inode of the process namespace, or 0 if it is unknown.
+    """Return the inode of this process's PID namespace, or 0 if it is unknown.
 
-    Processes of two containers on one host can have the same process number; the namespace
+    Processes of two containers on one host can have the same process id; the namespace
     distinguishes them.
     """
     try:
@@ -175,10 +177,12 @@ def _namespace() -> int:
 
 
 def remove_leftovers(folder: Path, process: int | None = None) -> None:
-    """Remove the `temporary` files of dead processes of this host and old files of other hosts.
+    """Remove the `temporary` files in a folder whose owners no longer run.
 
-    Files of other hosts are removed if they are older than a day. ``process``: remove only the
-    files of this process of this host, which must be dead.
+    Files of this host and PID namespace are removed if their process is dead. Files of other hosts
+    and namespaces are removed if they are older than a day.
+
+    process: id of a dead process of this host; only its files are removed.
     """
     here = [socket.gethostname(), str(_namespace())]
     for path in folder.glob(".*~*~*~*"):
@@ -222,9 +226,10 @@ def locked(
 ) -> Iterator[bool]:
     """Lock the file ``path`` during the block; the file is created if necessary and is not removed.
 
-    A file is locked because NFS cannot lock folders. Yields True if the lock is held, and False on
-    a file system without locks, where the work continues without a lock. The lock ends with the
-    block or the process. ``shared``: take a shared lock. ``wait``: wait for the lock.
+    The lock is on a file because NFS cannot lock folders. Yields True if the lock is held, and
+    False on a file system without locks, where the block runs without a lock. The lock ends with
+    the block or the process. ``shared``: take a shared lock instead of an exclusive one. ``wait``:
+    wait for the lock instead of raising InUse.
 
     Raises:
         InUse: another process holds the lock (message ``busy``).

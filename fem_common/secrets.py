@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# Shorter values are not searched in output, because they would match everywhere.
+# Smallest length of a secret that is hidden. Shorter ones would match everywhere.
 SHORTEST = 8
 SECRET_ENDINGS = ("KEY", "KEYS", "TOKEN", "TOKENS", "JWT", "PASSPHRASE")
 SECRET_PARTS = ("SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -29,8 +29,9 @@ _HARMLESS_BEGINNINGS = tuple(
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a variable's name marks its value as a secret, as ``WANDB_API_KEY``,
-    ``HF_TOKEN`` or ``DB_PASSWORD``.
+    """Return True if a variable's name marks its value as a secret.
+
+    Examples: ``WANDB_API_KEY``, ``HF_TOKEN``, ``DB_PASSWORD``.
     """
     words = [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word not in _HARMLESS_WORDS]
     return any(
@@ -40,18 +41,16 @@ def is_secret(name: str) -> bool:
 
 
 def hides_a_password(value: str) -> bool:
-    """Return True if a value is an address with a password in it, as
-    ``postgres://user:password@host``.
-    """
+    """Return True if a value contains a URL with a password: ``postgres://user:password@host``."""
     return _PASSWORD_IN_URL.search(value) is not None
 
 
 def values(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the secret values of an environment as they may appear in a line of output, longest
-    first.
+    """Return the strings to hide in output: the secret values of an environment, longest first.
 
-    A value of several lines gives each of its lines and also all lines joined to one. Passwords
-    inside addresses are included. Values shorter than ``SHORTEST`` are left out.
+    Secrets are the values of variables with a secret name (`is_secret`) and the passwords in URLs
+    of any variable. A value of several lines also yields each of its lines and its text on one
+    line. Strings shorter than ``SHORTEST`` are left out.
     """
     found: set[str] = set()
     for name, value in environ.items():

@@ -16,9 +16,11 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
-    """Handle these signals with ``handler`` inside the block, in the main thread.
+    """Handle these signals with ``handler`` inside the block; restore the earlier handlers after
+    it.
 
-    If SIGHUP is ignored, as under nohup, it stays ignored.
+    Python allows this only in the main thread. If SIGHUP is ignored, for example under nohup, it
+    stays ignored.
     """
     silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     before = {
@@ -34,7 +36,7 @@ def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, as ``SIGKILL``.
+    """Return the name of a signal, for example ``SIGKILL``.
 
     Most real-time signals have no name in Python; for those return ``signal 40``.
     """

@@ -84,8 +84,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) ->
 
 
 def one_line(said: object, longest: int = 0) -> str:
-    """Return a message on one line, cut to ``longest`` characters (0: no limit); for an error
-    without text, its type.
+    """Return a message on one line, cut to ``longest`` characters (0: no limit).
+
+    An error without text gives the name of its type.
     """
     text = " ".join(str(said).split()) or (
         type(said).__name__ if isinstance(said, BaseException) else ""

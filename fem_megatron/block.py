@@ -18,9 +18,10 @@ from fem_megatron.update import Update, normed
 
 
 class Block(nn.Module):
-    """x <- mlp(mixer(x)), ``recurrence`` times (the loop Transformer; Hyper-SET's depth).
+    """One layer: x <- mlp(mixer(x)), repeated ``recurrence`` times with the same weights.
 
-    Every iteration reads the tokens again and therefore has a separate decoding state. To run more
+    The repetition is that of the loop Transformer, and of Hyper-SET's depth. Every iteration
+    attends to the tokens again, so each iteration has a separate decoding state. To run more
     iterations than in training, set ``recurrence`` on the model's blocks.
     """
 
@@ -37,10 +38,11 @@ class Block(nn.Module):
         self.streams = [part.stream for part in (shape.mixer, shape.mlp) if part is not None]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Update x [s (/ tensor-parallel size under sequence parallelism), b, D].
+        """Return x after all iterations.
 
-        If any layer of the model carries more than tokens, x contains these channels after the
-        token channels, and layers that read only tokens pass them on unchanged.
+        x: [s (/ tensor-parallel size under sequence parallelism), b, channels]. Channels are the D
+        of the tokens. If any layer of the model needs more (velocities), these follow the token
+        channels, and layers that read only tokens pass them on unchanged.
         """
         context = replace(context, origin=x[..., : self.hidden], memory={})
         for iteration in range(self.recurrence):
@@ -77,6 +79,6 @@ class SwiGlu(Update):
         return x + self.step(h, context)
 
     def step(self, h: Tensor, context: Context) -> Tensor:
-        """Return the contribution of the normalised slice h to the stream, sliced like h."""
+        """Return the MLP's output for the normalised input h, sliced over the sequence like h."""
         packed = self.parallel.project(h, self.gate_up)
         return self.parallel.leave(self.down(self.parallel.swiglu(packed)))

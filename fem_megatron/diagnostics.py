@@ -1,10 +1,11 @@
 """Diagnostics of every layer's update on a sample of tokens: step norm, energies, entropies.
 
-The module must not import the trainer, a logger or file access. The quantities of a mixer are
-computed by a function in the mixer's folder, which the layer class names. The energies are those of
-the layers and kernels. The sample is the beginning of the first sequence, or of its longest
+`observe` computes the quantities that all updates share. Those of one mixer are computed by a
+function in the mixer's folder, which is named by ``Update.diagnostics`` and calls the layer's own
+projections and energies. The sample is the beginning of the first sequence, or of its longest
 document if documents are read separately. It is treated as an independent sequence. In a causal
-model its energies equal those of the same tokens in the full sequence.
+model its energies equal those of the same tokens in the full sequence. The module must not import
+the trainer, a logger or file access.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from fem_megatron.shape import located
 from fem_megatron.state import Context
 from fem_megatron.update import Update
 
-TOKENS = 256  # tokens of the sample
+TOKENS = 256  # largest number of tokens in the sample
 
 Quantities = dict[str, Tensor]
-"""Name -> a number, the same on every tensor-parallel rank."""
+"""Name -> scalar tensor, equal on all tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Input and output of an update.
+    """Input and output of one update on the sampled tokens.
 
-    x, after: [n (/ tensor-parallel size under sequence parallelism), 1, D]. tokens: 0 .. n - 1.
+    x, after: the stream before and after the update, [n (/ tensor-parallel size under sequence
+        parallelism), 1, D].
+    context: positions and padding of the sample.
+    tokens: 0 .. n - 1.
     """
 
     x: Tensor
@@ -44,20 +48,21 @@ class Sample:
 
 @contextmanager
 def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dict[str, float]]:
-    """Observe the first execution of each block's updates in this context.
+    """Record the diagnostics of each block's updates in the first forward pass inside this context.
 
     The blocks are unchanged after it.
 
-    blocks: layer number in the full model -> block. All ranks of a tensor-parallel group
-        must do this together.
+    blocks: layer number in the full model -> block. All ranks of a tensor-parallel group must
+        enter this context together.
+    tokens: the largest number of tokens in the sample.
 
     The yielded dictionary is filled when the context ends: ``layer_03/mixer/step_norm`` (for a
     block with recurrence ``layer_03/iteration_01/mixer/step_norm``) -> value.
 
     ``step_norm`` is the mean of |x' - x| / |x|. ``activation_max`` is the largest |x'| of a
     channel. ``logit_max`` is the largest input of a softmax or sigmoid over tokens (scans have
-    none). Energies and entropies (nats) are means over the sample; energy_rose is a share of
-    tokens.
+    none). Energies and entropies (nats) are means over the sample. ``energy_rose`` is the share of
+    tokens whose energy rose.
     """
     found: Quantities = {}
     numbers: dict[str, float] = {}
@@ -105,9 +110,10 @@ def _hook(
 def observe(
     update: Update, x: Tensor, after: Tensor, context: Context, tokens: int = TOKENS
 ) -> Quantities:
-    """Return the quantities of one update from x to ``after``.
+    """Return the diagnostics, name -> scalar, of one update that changed x to ``after``.
 
-    The context must not contain a state.
+    x, after: [s (/ tensor-parallel size under sequence parallelism), b, D]; only the first sequence
+    is used. The context must not contain a decoding state.
     """
     parallel = update.parallel
     whole = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
@@ -137,7 +143,7 @@ def observe(
 
 
 def _tokens(update: Update, streams: list[Tensor]) -> list[Tensor]:
-    """Return the streams without the channels that layers carry in addition to the tokens."""
+    """Return only the token channels of each stream, without channels such as velocities."""
     return [stream[..., : update.hidden] for stream in streams]
 
 
@@ -149,9 +155,9 @@ def _generic(before: Tensor, after: Tensor) -> Quantities:
 
 
 def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
-    """Return an energy's mean before and after the update, and the share that rose.
+    """Return the mean energies before and after the update, and the share of tokens that rose.
 
-    The share is that of tokens whose energy rose.
+    before, after: the energy of each token.
     """
     rose = (after > before).to(before.dtype).mean()
     return {f"{name}_before": before.mean(), f"{name}_after": after.mean(), f"{name}_rose": rose}

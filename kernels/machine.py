@@ -1,5 +1,6 @@
-"""Properties of the machine for the kernels package: the device to compute on, its name and its
-architecture. It makes no choices.
+"""Properties of the machine: the device to compute on, its name and its architecture.
+
+Other modules select kernels from them; this module selects none.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 PAPER = torch.device("cuda", 127)
-"""Device index of an assumed H100. A trace with fake tensors uses it to select the kernels that
-would run on an H100.
+"""Device that represents an assumed H100. A trace with fake tensors uses it to select the kernels
+that would run on an H100.
 """
 
 
@@ -38,7 +39,7 @@ def name(where: torch.device) -> str:
 
 
 def architecture(where: torch.device) -> int:
-    """Return 90 for sm_90 and so on; 0 for the CPU."""
+    """Return the GPU's architecture as a number, 90 for sm_90; 0 for the CPU."""
     if where.type != "cuda":
         return 0
     if where == PAPER:
@@ -53,18 +54,19 @@ def capturing() -> bool:
 
 
 def cudnn_attention() -> bool:
-    """Return True if attention may run on cuDNN, and always while torch.compile traces, which
-    cannot read the setting.
+    """Return True if torch may use cuDNN for attention.
+
+    While torch.compile traces, the setting cannot be read and the result is True.
     """
     return torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Disable cuDNN for attention in this context: it compiles a plan for every new shape, about
-    half a second for each direction.
+    """Disable cuDNN for attention in this context.
 
-    The setting is process-wide, like torch's own.
+    cuDNN compiles a plan for every new shape, which takes about half a second in each direction.
+    The setting applies to the process, like torch's own.
     """
     before = cudnn_attention()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -75,7 +77,10 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 class LateNumbers:
-    """``count`` numbers of a device that the host receives without waiting for them."""
+    """Asynchronous copy of ``count`` numbers from a device to the host.
+
+    `send` starts a copy; `so_far` reads the latest values that have arrived without waiting.
+    """
 
     def __init__(self, where: torch.device, count: int = 1) -> None:
         on_gpu = where.type == "cuda"
@@ -85,17 +90,19 @@ class LateNumbers:
         self._arrived = torch.cuda.Event() if on_gpu and where != PAPER else None
 
     def send(self, numbers: Tensor) -> None:
-        """Start to copy the numbers."""
+        """Start to copy the numbers to the host, without waiting for the copy."""
         self._told.copy_(numbers, non_blocking=True)
         if self._arrived is not None and not capturing():
             self._arrived.record()
 
     def so_far(self) -> list[float]:
-        """Return the numbers that have arrived, which may be older ones; 0 at first."""
+        """Return the numbers on the host without waiting; they may be from an earlier `send`, or 0
+        at first.
+        """
         return [float(number) for number in self._memory]
 
     def last(self) -> list[float]:
-        """Return the numbers that were sent last; wait until they have arrived."""
+        """Wait for the latest `send` and return its numbers."""
         if self._arrived is not None and not capturing():
             self._arrived.synchronize()
         return self.so_far()

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the statistics and draw the picture. Raises UserError."""
+    """Print the statistics, and write the picture if --picture is given. Raises UserError."""
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.picture is not None and arguments.picture.suffix != ".png":
         raise UserError(f"{arguments.picture} does not end in .png; the picture is a PNG")

@@ -52,9 +52,10 @@ from fem_common.text import count, counted, size
 
 UNIT_MB = 256.0
 BYTES_PER_TOKEN = 4  # approximate; used for estimates of disk space
+# Files that data_prep writes in OUT.
 PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in KINDS)
 OWN = (PLAN, MANIFEST, *PAIRS, UNITS, BAD_ROWS)
-OPTIONS = {"languages": "language"}
+OPTIONS = {"languages": "language"}  # settings whose option has another name
 AGAIN = "choose another --out or add --overwrite"
 
 
@@ -161,7 +162,7 @@ def check_splits(plan: Plan) -> None:
         wanted -= set(documents.splits.tolist())
         if not wanted:
             return
-    if any(map(len, hashes)):  # if all rows are bad, run reports their places
+    if any(map(len, hashes)):  # if all rows are bad, run reports them
         raise UserError(_empty(split, wanted, np.concatenate(hashes), plan))
 
 
@@ -204,10 +205,10 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Found]:
-    """Return the inputs' files without the files that data_prep wrote to an OUT inside an input
-    folder or glob.
+    """Return the files of the inputs.
 
-    Raises UserError for an input file at a path that data_prep writes in OUT.
+    If OUT is inside an input folder or glob, the files that data_prep wrote to it are left out.
+    Raises UserError for any other input file at a path that data_prep writes in OUT.
     """
     out = arguments.out
     own, folders = (
@@ -239,7 +240,7 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
 
 
 def _lies_at(file: str, places: Iterable[Path]) -> bool:
-    """Return True if a file, or the target of a link, is at or below one of these places."""
+    """Return True if a file, or the target of a link, is at or below one of these paths."""
     path = Path(file)
     return any(
         lies.is_relative_to(place)
@@ -249,17 +250,18 @@ def _lies_at(file: str, places: Iterable[Path]) -> bool:
 
 
 def identity(tokenizer: TokenizerFolder) -> Identity:
-    """Return the properties of a tokenizer that decide the bytes, as stored in the plan."""
+    """Return the properties of a tokenizer that determine the encoded data, for the plan."""
     return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 
 def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
     """Write ``plan`` and a copy of the tokenizer to OUT. Return True if OUT already has this plan.
 
-    If OUT has the same plan, the paths of its files are updated if inputs remain to be read. Raises
-    UserError if OUT contains data of another plan or of none. ``overwrite`` removes this data, and
-    also complete data of the same plan. Finished units of an interrupted run of the same plan are
-    kept.
+    If OUT already has the plan, its finished units are kept. Only the paths of its input files are
+    updated, unless the data is complete.
+
+    overwrite: replace data of any other plan, and also complete data of the same plan; without it,
+    UserError is raised if OUT contains data of another plan or without a plan.
     """
     # Checked before the plan is read, because another task may be writing both.
     taken = [] if overwrite else _taken(out, tokenizer)
@@ -275,12 +277,8 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
             write_plan(out, plan)
         return True
     if overwrite:
-        for name in (
-            MANIFEST,
-            *PAIRS,
-            UNITS,
-            BAD_ROWS,
-        ):  # the manifest first: it marks the data as complete
+        # The manifest is removed first, because it marks the data as complete.
+        for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):
             (out / name).unlink(missing_ok=True)
         remove_shards(out)
     elif old:
@@ -293,8 +291,9 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
 
 
 def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
-    """Return the paths in OUT that a plan would overwrite, except a tokenizer with the same
-    content.
+    """Return the paths in OUT that a new plan would replace.
+
+    Files of the tokenizer's copy that equal the tokenizer's are not among them.
     """
     copy = out / TOKENIZER
     foreign = [

@@ -88,8 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """Task number ``index``, from 0, of ``tasks`` that share the units. The third field is the
-    option or variable that set it.
+    """One of several tasks that share the units of a plan.
+
+    The fields are its number, from 0, the number of tasks, and the option or variable that set its
+    number (for messages).
     """
 
     index: int
@@ -102,8 +104,9 @@ class Task:
 
 
 def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]) -> Task | None:
-    """Return the task from the command line, or else from Slurm's environment, or None. Raises
-    UserError.
+    """Return the task of the command line, else of Slurm's environment; None for all units.
+
+    ``index`` and ``tasks`` are --task-id and --tasks. Raises UserError.
     """
     slurm = environment.get("SLURM_ARRAY_TASK_ID")
     if index is not None or (tasks is not None and not slurm):
@@ -219,7 +222,7 @@ def encode(
 ) -> None:
     """Encode the units that are not done, all or those of one task. Raises UserError.
 
-    ``checked``: the inputs were checked in the same command and are not checked again.
+    ``checked``: True if the same command has already checked that the inputs have not changed.
     """
     mine = [unit for unit in plan.units if task is None or task.has(unit)]
     whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
@@ -301,8 +304,9 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
 
 
 def samples(plan: Plan, unit: Unit) -> list[str]:
-    """Return the first documents of a unit, up to 64 or 1 MB, without the mask, for the self-check
-    of the encoders.
+    """Return the first documents of a unit, up to 64 or 1 MB, for the self-check of the encoders.
+
+    The mask is not applied to them.
     """
     texts = next(
         (

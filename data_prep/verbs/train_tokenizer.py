@@ -85,14 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Sample:
-    """Documents with the smallest hashes of their ids, up to ``wanted_bytes`` of text. Their order
-    makes no difference.
+    """Documents with the smallest hashes of their ids, up to ``wanted_bytes`` of text.
+
+    The order in which documents are added makes no difference.
     """
 
     def __init__(self, wanted_bytes: float) -> None:
         self.wanted_bytes = wanted_bytes
         self.text_bytes = 0
-        # (complement of the hash, text); the first is the next to be removed.
+        # Heap of (complement of the hash, text): the largest hash is first and is removed next.
         self._heap: list[tuple[int, bytes]] = []
 
     @property
@@ -101,7 +102,7 @@ class Sample:
         return [text for _, text in sorted(self._heap, reverse=True)]
 
     def add(self, documents: Documents) -> None:
-        """Add the documents that belong to the sample, and remove those that no longer do."""
+        """Add documents, and remove those whose hashes are no longer among the smallest."""
         keys = ~hash_ids(documents.ids, b"tokenizer")
         full = self.text_bytes >= self.wanted_bytes
         candidates = np.flatnonzero(keys >= np.uint64(self._heap[0][0] if full else 0))
@@ -156,8 +157,9 @@ def _already_there(out: Path, fingerprint: str, overwrite: bool) -> bool:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Train and write the tokenizer. A tokenizer from the same text and settings is not changed.
-    Raises UserError.
+    """Train a tokenizer and write it to OUT. Return 0. Raises UserError.
+
+    A tokenizer in OUT from the same text and settings is not trained again.
     """
     vocab_size, out, sample_mb = arguments.vocab_size, arguments.out, arguments.sample_mb
     style, settings = STYLES[arguments.style], settings_of(arguments)
@@ -252,11 +254,13 @@ LLAMA_LONGEST = 16  # maximum characters of an entry
 
 @dataclass(frozen=True)
 class Style:
-    """Kind of tokenizer.
+    """Kind of tokenizer that can be trained.
 
-    ``train(texts, vocab_size, show)`` returns a tokenizer of at most ``vocab_size`` entries, the
-    same for the same texts in any order. ``rules`` identifies the algorithm. ``config`` is the
-    content of tokenizer_config.json.
+    ``eod``: the end-of-document token. ``smallest``: the smallest vocabulary, whose entries
+    ``contents`` describes. ``rules``: text that identifies the algorithm. ``config``: content of
+    tokenizer_config.json. ``train(texts, vocab_size, show)`` returns a tokenizer of at most
+    ``vocab_size`` entries, the same for the same texts in any order, and shows its progress if
+    ``show``.
     """
 
     name: str
@@ -336,8 +340,8 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
     """Train a BPE with LLaMA-2's layout: <unk> <s> </s>, the 256 bytes from entry 3, characters and
     merges.
 
-    The tokenizer has no pre-tokenizer for encoding. Every UTF-8 text is decoded exactly, except the
-    character U+2581, which becomes a space.
+    Pre-tokenization is used only in training; the returned tokenizer has none. Every UTF-8 text is
+    decoded exactly, except the character U+2581, which becomes a space.
     """
     letters, rare = alphabet(texts, most=(vocab_size - LLAMA.smallest) // 4)
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -353,8 +357,8 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
         max_token_length=LLAMA_LONGEST,
         show_progress=show,
     )
-    # Training skips characters without an entry and would join their neighbours. A line end
-    # separates them.
+    # The trainer skips characters without an entry, which would join the characters around them.
+    # A line end in their place keeps these separate.
     apart = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
     tokenizer.train_from_iterator(
         ([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer

@@ -1,10 +1,11 @@
 """Verb ``verify``: check a data folder against its manifest, plan and entries.
 
-In a merged folder it checks sizes and hashes of every file, the manifest against units and plan,
-each .idx against its .bin, EOD at the end of every document and only at these positions, ids within
-the vocabulary, and the tokenizer. In a folder that is not merged it checks each shard against its
-unit's entry. In both cases a sample of the documents is read from the inputs and encoded by Hugging
-Face tokenizers. The exit code is 1 with a line for each fault, or 0.
+A merged folder passes if all of these are correct: the size and hash of every file, the manifest
+against units and plan, each .idx against its .bin, the tokenizer, ids within the vocabulary, and
+EOD at the end of every document and only at these positions. In a folder that is not merged, each
+shard is checked against its unit's entry. In both cases a sample of the documents is read from the
+inputs, encoded again by Hugging Face tokenizers and compared. The command prints a line for each
+fault and exits with 1, or with 0 if no fault is found.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Report:
-    """Faults, checks that were not possible, and checks that succeeded."""
+    """Result of a verification: faults, checks that were not possible, successful checks."""
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     agree: list[str] = field(default_factory=list)
 
     def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
-        """Add faults, each with the fix, and return True if the list of faults is empty."""
+        """Add faults, each followed by ``fix``. Return True if ``faults`` is empty."""
         found = [f"{fault}; {fix}" if fix else fault for fault in faults]
         self.faults += found
         return not found
@@ -209,14 +210,14 @@ def verify_units(folder: Path, sample: int) -> Report:
 
 
 def _sound_plan(folder: Path) -> Plan:
-    """Return the plan. Raises UserError."""
+    """Return the plan in a folder. Raises UserError if it is missing or damaged."""
     if not (folder / PLAN).is_file():
         raise UserError(f"{folder / PLAN} is missing; {PUT_BACK}")
     return read_plan(folder)
 
 
 def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
-    """Yield the faults of the copy of the tokenizer."""
+    """Yield the differences between the copy of the tokenizer in ``folder`` and its entry."""
     try:
         tokenizer = load_folder(folder)
     except UserError as error:
@@ -235,7 +236,7 @@ def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
 def manifest_faults(
     folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]
 ) -> Iterator[str]:
-    """Yield the differences of manifest.json from plan.json and units.jsonl."""
+    """Yield the differences between manifest.json and what plan.json and units.jsonl imply."""
     if manifest.source.fingerprint != plan.fingerprint:
         yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
         return
@@ -271,7 +272,7 @@ def manifest_faults(
 
 
 def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
-    """Remove the paths of inputs and mask from a manifest.
+    """Clear the paths of the inputs and of the mask's file in a manifest, in place.
 
     Paths are not part of a plan's identity: files may move, and a later plan of the same contents
     contains the new paths.
@@ -283,7 +284,7 @@ def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
 
 
 def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
-    """Return a split's entry with the sums of the units' entries."""
+    """Return a split's manifest entry with its counts replaced by sums over the units."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents, tokens, text_bytes, bin_bytes = (
         sum(getattr(part, what) for part in parts)
@@ -305,7 +306,7 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
 
 
 def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
-    """Yield the differences of two JSON values, with their keys."""
+    """Yield the differences between two JSON values, each with its key, as fault messages."""
     if isinstance(said, dict) and isinstance(found, dict):
         for name in dict.fromkeys([*said, *found]):
             yield from _differences(

@@ -1,7 +1,7 @@
-"""Build Megatron-core GPTModel chunks from a configuration.
+"""Build this rank's part of a model as Megatron-core GPTModel chunks, with initial weights.
 
-The initial weights do not depend on the layout. The module does not import the trainer or
-the launcher.
+The initial weights do not depend on the layout (the parallel sizes). The module does not import
+the trainer or the launcher.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
 from fem_megatron.shape import Normal
 
-MOST_DRAWN = 8  # weights drawn at a time, each complete on the host in float32
+# Largest number of weights drawn concurrently. Each needs host memory for the full float32 weight.
+MOST_DRAWN = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Layout:
 
 
 def _keep_memory(weight: torch.Tensor) -> None:
-    """Leave the weight uninitialised: ``initialize`` fills every parameter afterwards."""
+    """Leave the weight unchanged. `initialize` fills it later."""
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
@@ -74,7 +75,8 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         layernorm_epsilon=model.norm_eps,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Megatron marks a weight as tensor-parallel only while it initialises it.
+        # Megatron marks a weight as tensor-parallel only when it initialises it, so initialisation
+        # stays on with functions that do not change the weight.
         init_method=_keep_memory,
         output_layer_init_method=_keep_memory,
         use_cpu_initialization=not platform.has_cuda(),
@@ -104,8 +106,8 @@ def build(
     """Return this rank's initialised model chunks: one per virtual pipeline stage.
 
     They are on this machine's device. Requires Megatron's process groups. draw: see
-    :func:`initialize`. Raises ValueError if a width does not divide (see
-    ``ModelConfig.blocks``).
+    :func:`initialize`. Raises ValueError if the parallel sizes do not divide the model's widths
+    (see ``ModelConfig.blocks``).
     """
     config = transformer_config(model, layout)
     stages = (
@@ -155,9 +157,10 @@ def build(
 
 
 def add_velocities(chunk: GPTModel, seq_length: int) -> None:
-    """Make the embedding return tokens and velocities, [s, b, 2 hidden_size].
+    """Make the embedding return tokens and velocities, concatenated to [s, b, 2 hidden_size].
 
-    Each has a separate table.
+    Velocities are the second half of the residual stream in models with momentum. They have a
+    separate embedding table.
     """
     embedding, tokens = chunk.embedding, chunk.embedding.forward
     embedding.velocity = LanguageModelEmbedding(
@@ -171,14 +174,13 @@ def add_velocities(chunk: GPTModel, seq_length: int) -> None:
 
 
 def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
-    """Set the logits of the vocabulary's padding rows to -inf.
+    """Set the logits of the vocabulary's padding rows to -inf on the ranks that have such rows.
 
-    Only tensor-parallel ranks with padding rows are changed. This covers calls with and
-    without labels, tied or not, because this layer computes every logit. A softmax gives -inf
-    the weight exp(-inf) = 0, so loss and gradients equal to the bit those of the model
-    without these rows, in any dtype. This includes ranks that hold only padding: both of
-    Megatron's cross-entropies subtract the maximum over all ranks, and they replace, not
-    multiply, a rank's value for a target on another rank.
+    A softmax gives -inf the weight exp(-inf) = 0, so loss and gradients are bitwise equal to those
+    of a model without these rows, in any dtype. This output layer computes every logit, so the
+    change applies with and without labels, and with tied or untied embeddings. It is also correct
+    on ranks that have only padding rows: both of Megatron's cross-entropies subtract the maximum
+    over all ranks, and a rank replaces (does not multiply) its value for a target on another rank.
     """
     rows = output_layer.output_size_per_partition
     kept = min(max(vocab_size - rows * parallel_state.get_tensor_model_parallel_rank(), 0), rows)
@@ -199,7 +201,7 @@ def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """Return a parameter's name in the full model.
+    """Return the name in the full model of a parameter of this chunk.
 
     Layers are numbered over all pipeline stages; a tied output layer has the embedding's name.
     """
@@ -213,9 +215,10 @@ def global_name(chunk: GPTModel, name: str) -> str:
 
 
 def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) -> torch.Tensor:
-    """Return the initial value of the full weight ``name``, float32.
+    """Return the initial value of the full weight ``name`` in float32.
 
-    It is its constant, or a sample of normal(0, std) seeded by the name (see ``starts_from``).
+    It is filled with ``init`` if that is a number, or else drawn from normal(0, init.std) with a
+    generator that is seeded by ``seed`` and the name.
     """
     if isinstance(init, int | float):
         return torch.full(shape, float(init))
@@ -226,17 +229,18 @@ def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) ->
 
 @torch.no_grad()
 def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = True) -> None:
-    """Initialise every randomly drawn weight with a separate generator.
+    """Fill every randomly initialised weight, with a separate generator for each.
 
-    The generator is seeded by the weight's name in the full model. A rank draws the full
-    weight and keeps its slice, so the weights are equal in every layout. As many weights are
-    drawn at a time as torch has threads, at most MOST_DRAWN. Weights that start from a
-    constant (norms, beta, a conditioner's last projection) are not changed. Afterwards every
-    parameter has its weight as ``spec``, including Megatron's own: the embedding, the final
-    norm and the output layer.
+    The generator is seeded by the weight's name in the full model. A rank draws the full weight and
+    keeps its slice, so the weights are equal in every layout. Several weights are drawn
+    concurrently: as many as torch has threads, at most MOST_DRAWN. Weights that start from a
+    constant (norms, beta, a conditioner's last projection) are not changed.
 
-    draw: False fills these weights with NaN instead, for a model into which a checkpoint is
-        loaded. A weight that the checkpoint does not overwrite then shows as a loss of NaN.
+    Afterwards every parameter has an attribute ``spec``, its `shape.Weight`. This includes
+    Megatron's own parameters: the embedding, the final norm and the output layer.
+
+    draw: False fills these weights with NaN instead, for a model into which a checkpoint is loaded.
+    A weight that the checkpoint does not overwrite then shows as a loss of NaN.
     """
     outer, drawn = outer_weights(model), list[tuple[torch.nn.Parameter, str, Normal]]()
     for name, weight in chunk.named_parameters():
@@ -256,7 +260,7 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
 
 @torch.no_grad()  # no_grad applies only to the calling thread
 def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> None:
-    """Fill this rank's slice of the weight ``name``."""
+    """Draw the full weight ``name`` and copy this rank's slice of it into ``weight``."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     split = getattr(weight, "tensor_model_parallel", False)

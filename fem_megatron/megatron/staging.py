@@ -1,4 +1,4 @@
-"""Page-locked host memory for a save's tensors.
+"""Page-locked host memory for the copies of GPU tensors that a checkpoint save makes.
 
 Tensors are packed, so that little more than their size is allocated. torch rounds the
 size of every page-locked allocation up to a power of two (CachingHostAllocator.h), so
@@ -21,9 +21,10 @@ _ALIGNMENT = 512  # bytes, as torch aligns tensors on a GPU
 def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Return block sizes for tensors of these byte sizes, and the (block, offset) of each tensor.
 
-    A block's size is a power of two: the largest within the remaining bytes, or, if larger, the
-    smallest that fits the tensor. The tensors are placed in order of decreasing size, each in the
-    first block with enough free bytes, so that few bytes stay unused.
+    Tensors are placed in order of decreasing size, each in the first block with enough free bytes.
+    If no block has enough, a new one is added. Its size is the largest power of two within the
+    bytes that remain to be placed, or the smallest power of two that fits the tensor if that is
+    larger.
     """
     aligned = [(size // _ALIGNMENT + 1) * _ALIGNMENT for size in sizes]
     left, blocks, used = sum(aligned), list[int](), list[int]()
@@ -43,8 +44,10 @@ def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
 def staged(tensors: Sequence[Tensor], *, pinned: bool = True) -> list[Tensor]:
     """Return host copies of a GPU's tensors, which are complete once the GPU is synchronized.
 
-    Each copy has a storage of exactly its size, as torch saves it; together they keep their block
-    alive.
+    Each copy is a view into a shared block but has a storage of exactly its size, because
+    torch.save writes complete storages. A block is freed when none of its copies is alive.
+
+    pinned: page-lock the blocks.
     """
     sizes, places = packed([tensor.nbytes for tensor in tensors])
     blocks = [

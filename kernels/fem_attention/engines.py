@@ -1,10 +1,11 @@
-"""Attention engines that can read [v | U]: their limits and how each is called.
+"""Attention engines for the free-energy read: their limits, and functions that call them.
 
-`kernels.fem_attention` chooses which one runs. Only public functions are called: torch's
-scaled_dot_product_attention with one backend, the packages of FlashAttention-2, -3 and -4, and this
-package's own Triton kernels. An engine that requires queries and values of equal width gets padded
-tensors, or reads v and U in two calls. Two calls cost the same products where d_v = d_k, and also
-work where 2 d_v exceeds the engine's width limit.
+The read is ordinary softmax attention over the values [v | U], where U is derived from v
+(`kernels.free_energy`). `kernels.fem_attention` chooses the engine of each call. Only public
+functions are called: torch's scaled_dot_product_attention with one backend, the packages of
+FlashAttention-2, -3 and -4, and this package's own Triton kernels. An engine that requires queries
+and values of equal width gets padded tensors, or reads v and U in two calls. Two calls cost the
+same products where d_v = d_k, and also work where 2 d_v exceeds the engine's width limit.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from kernels.implementations import lacks_triton
 
 @dataclass(frozen=True)
 class Call:
-    """Properties of a call that determine the engine.
+    """Properties of a call that determine which engines can take it.
 
-    ``values``: the width that is read, 2 dv, or dv without a free energy.
+    ``values``: number of channels of the values: 2 dv for [v | U], or dv for a read without a free
+    energy.
     """
 
     device: torch.device
@@ -52,9 +54,9 @@ class Call:
     values: int
     causal: bool
     positive: bool  # scale >= 0
-    padding: bool  # keys_valid
-    documents: bool  # cu_seqlens
-    trains: bool
+    padding: bool  # keys_valid is given
+    documents: bool  # cu_seqlens is given
+    trains: bool  # gradients are needed
     cudnn: bool = True  # cuDNN may be used
 
     @property
@@ -65,9 +67,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """Split of the values that an engine reads.
+    """Division of a call's value channels into parts, one call of the engine for each.
 
-    parts: the number of parts, read one after the other. equal: True if all tensors get one width.
+    parts: the number of parts, read one after the other.
+    equal: True if queries, keys and values are padded to one width.
     """
 
     parts: int
@@ -84,14 +87,15 @@ Attend = Callable[[Tensor, Tensor, Tensor, Reading], Tensor]
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to read values [b, hk, tk, n] as softmax(scale q k^T) values [b, h, tq, n],
-    differentiable.
+    """Implementation of attention, with gradients.
 
-    lacks(device): why the engine is not available on this machine, or None.
-    refuses(call): why it cannot take a call of this kind, or None.
-    fits(call, widths): True if it takes these widths.
-    attend(q, k, values, reading): the call itself, at widths that fit.
-    equal: the engine prefers equal widths.
+    It computes softmax(scale q k^T) values [b, h, tq, n] for values [b, hk, tk, n].
+
+    lacks(device): the reason why this machine cannot run the engine, or None.
+    refuses(call): the reason why the engine cannot take a call of this kind, or None.
+    fits(call, widths): True if the engine takes these widths (queries and keys, values).
+    attend(q, k, values, reading): compute the attention, at widths that fit.
+    equal: True if the engine prefers queries and values of equal width.
     """
 
     name: str
@@ -103,7 +107,7 @@ class Engine:
     equal: bool = False
 
     def plan(self, call: Call) -> Plan | None:
-        """Return the first split that fits, or None."""
+        """Return the first division of the values that fits, in order of preference, or None."""
         ways = [Plan(1, self.equal), Plan(2, self.equal), Plan(1, True), Plan(2, True)]
         if self.equal and call.values >= 2 * call.dk:
             ways = [Plan(2, True), Plan(1, True)]
@@ -112,7 +116,7 @@ class Engine:
         )
 
     def unfit(self, call: Call) -> str | None:
-        """Return why the engine cannot take this call, or None."""
+        """Return the reason why the engine cannot take this call, or None."""
         if call.dtype not in (torch.float32, torch.bfloat16):
             return str(call.dtype).removeprefix("torch.")
         if not call.positive:
@@ -128,7 +132,8 @@ class Engine:
     def read(self, q: Tensor, k: Tensor, values: Tensor, reading: Reading, call: Call) -> Tensor:
         """Return softmax(scale q k^T) values [b, h, tq, n].
 
-        reading belongs to ``call``, for which ``unfit`` returns None.
+        Pads the tensors, or reads the values in parts, if the engine requires it. ``call`` must
+        describe these arguments, and ``unfit(call)`` must be None.
         """
         way = self.plan(call)
         assert way is not None
@@ -154,9 +159,10 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
-    """Return torch's attention with one backend, or with torch's own choice (None).
+    """Return a function that calls torch's attention with one backend (None: torch chooses).
 
-    groups: it reads grouped heads itself.
+    groups: True if the backend supports fewer kv heads than query heads; otherwise kv heads are
+    repeated.
     """
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
@@ -184,11 +190,12 @@ _TAKES = {
 def _torch_takes(
     backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int
 ) -> bool:
-    """Return True if torch's backend accepts these widths, queried with a few tokens.
+    """Return True if torch's backend accepts a call with these widths.
 
-    Torch checks lengths only for equality and for 1, so that a few tokens are enough.
-    deterministic: torch's mode, in which some backends are not available. machine.PAPER is not a
-    real device, so torch cannot check it; its result is that of an H100.
+    torch is queried with at most 64 tokens, because it checks lengths only for equality and for 1.
+    deterministic: torch's debug mode, in which some backends are not available; it is an argument
+    so that it is part of the cache key. machine.PAPER is not a real device, so torch cannot check
+    it; the result for it is that of an H100.
     """
     if call.device == machine.PAPER:
         return (
@@ -230,10 +237,10 @@ def _torch_takes(
 
 
 def _flash_package(package: str) -> Attend:
-    """Return the attention of FlashAttention-2 (``flash_attn``), -3 (``flash_attn_interface``) or
-    -4 (``flash_attn.cute``).
+    """Return a function that calls FlashAttention-2 (``flash_attn``), -3 (``flash_attn_interface``)
+    or -4 (``flash_attn.cute``).
 
-    Documents are read by the variable-length function.
+    Documents are read by the package's variable-length function.
     """
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
@@ -269,7 +276,8 @@ def _lacks_package(
 ) -> Callable[[torch.device], str | None]:
     """Return a function that reports why a device cannot use the package, or None.
 
-    The package must be installed and the architecture must be from ``oldest`` to ``newest``, as 90.
+    The package must be installed, and the device's architecture (90 for sm_90) must be between
+    ``oldest`` and ``newest``.
     """
 
     @functools.cache
@@ -296,7 +304,7 @@ def _lacks_package(
 
 
 def _lacks_gpu(device: torch.device) -> str | None:
-    """Return why vendor kernels, and the Triton kernels around them, cannot run, or None."""
+    """Return the reason why a device cannot run GPU attention and Triton kernels, or None."""
     if device.type != "cuda":
         return "no GPU" if device.type == "cpu" else f"no kernels for {device.type}"
     return lacks_triton(device)
@@ -306,10 +314,10 @@ def _lacks_gpu(device: torch.device) -> str | None:
 
 
 def _refuses_new_shapes(call: Call) -> str | None:
-    """Return why cuDNN does not take a call, or None.
+    """Return the reason why cuDNN does not take a call, or None.
 
-    cuDNN compiles a plan for every new shape, and several versions return NaN gradients at lengths
-    that are not multiples of 128.
+    cuDNN compiles a plan for every new shape, so it is not used if shapes change between calls.
+    Several versions return NaN gradients at lengths that are not multiples of 128.
     """
     if not call.cudnn:
         return (
@@ -331,7 +339,10 @@ def _refuses_padding(call: Call) -> str | None:
 
 
 def _refuses_spilling(call: Call) -> str | None:
-    """Return why the gradients would spill sm_90's registers, or None."""
+    """Return the reason why the Triton kernels do not take a call, or None.
+
+    At some head widths the gradient kernels would spill registers on sm_90.
+    """
     if (
         call.device.type == "cpu"
         or not call.trains

@@ -1,12 +1,12 @@
-"""Logarithm of linear attention's read of exp(x), for x of any size. One public function:
-`log_read`.
+"""Logarithm of the weighted mean of exp(x) that linear attention reads, without overflow.
 
-It is the definition of `linear_attention` with logarithms as numbers: a sum is a log-sum-exp with
-its own maximum, a product is a sum. Time and memory are linear in t.
+One public function: `log_read`. The computation is that of `linear_attention` in the log domain:
+every number is represented by its logarithm, every sum is a log-sum-exp and every product a sum.
+Time and memory are linear in t.
 
 It takes chunk + 2 dk exponentials for each token and column of x, and chunk * dk for each token.
-The chunk boundaries depend on shapes alone, and a masked key adds an exact zero: no bit depends on
-later tokens.
+The chunk boundaries depend on shapes alone, and a masked key adds an exact zero, so later tokens
+never change a bit of an output.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.linear_attention import _chunk, _window_sums
 
-NOTHING = -1e30  # log 0: finite, so that no difference of two is NaN, and below every value
-BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = (
-    1 << 20,
-    1 << 24,
-)  # exponentials of a segment: about a CPU's cache, or enough to fill a device
+# Represents log 0. It is below every other logarithm, and finite, so that no difference is NaN.
+NOTHING = -1e30
+# Most exponentials in a segment: about a CPU's cache, or enough to fill a device.
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24
 
 
 def log_read(
     q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, *, causal: bool = True
 ) -> Tensor:
-    """Return log sum_i p_t(i) exp(x_i), [n, t, m], under p_t(i) ~ (q_t * exp(-|c_t - c_i|)) . k_i,
-    sum_i p_t(i) = 1.
+    """Return log sum_i p_t(i) exp(x_i), [n, t, m].
 
-    Shapes: q, k [n, t, dk], not negative; x [n, t, m]; log_decay [n, t], [n, t, dk] or None, at
-    most 0. All float32 or all float64. A row that reads no token returns its own x. A feature that
-    is 0 has no gradient. Equations: those of `linear_attention`.
+    The weights are p_t(i) ~ (q_t * exp(-|c_t - c_i|)) . k_i with sum_i p_t(i) = 1, where c is the
+    cumulative sum of log_decay.
+    Shapes: q, k [n, t, dk], not negative; x [n, t, m]; log_decay [n, t], [n, t, dk] or None,
+    at most 0. All float32 or all float64.
+    A row that reads no token returns its own x. A feature that is 0 has no gradient.
+    Equations: those of `linear_attention`.
     """
     keys, queries = _log(k[:, None]), _log(q[:, None])
-    streams = pad(x, (0, 1))[:, None]  # the column of zeros is the normaliser
+    streams = pad(x, (0, 1))[:, None]  # the added column of zeros reads log sum_i w_t(i)
     decay = (
         None
         if log_decay is None
@@ -46,8 +47,8 @@ def log_read(
     )
     sums = _scan(queries, keys, streams, decay)
     if not causal:
-        # Reversed, with each key one step later: a token is read once, and its own decay is
-        # between it and the tokens before it.
+        # Add the later tokens by a scan of the reversed sequence. Keys are shifted by one step, so
+        # that no token is read twice. A token's decay is between it and the tokens before it.
         faded = keys if decay is None else keys + decay
         late_keys = pad(faded.flip(2)[:, :, :-1], (0, 0, 1, 0), value=NOTHING)
         late_streams, late_decay = (
@@ -66,10 +67,10 @@ def _log(t: Tensor) -> Tensor:
 
 
 def _scan(q: Tensor, k: Tensor, x: Tensor, a: Tensor | None) -> Tensor:
-    """Return log sum_i w_t(i) exp(x_i), [n, 1, t, m], from the logarithms of q and k [n, 1, t, dk]
-    and a [n, 1, t, 1 or dk] or None.
+    """Return log sum_i w_t(i) exp(x_i), [n, 1, t, m], for causal weights w that are not normalised.
 
-    Segments of several chunks are recomputed in the backward.
+    q, k: logarithms of the queries and keys, [n, 1, t, dk]. x: [n, 1, t, m]. a: log decays,
+    [n, 1, t, 1 or dk], or None. Segments of several chunks are recomputed in the backward pass.
     """
     (n, _, t, dk), m = q.shape, x.shape[3]
     size = min(t, _chunk(a))
@@ -120,13 +121,15 @@ def _segment(
 
 
 def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """Reshape [n, 1, t, w] to [n, 1, chunks, size, w]."""
+    """Pad [n, 1, t, w] with ``fill`` and reshape it to [n, 1, chunks, size, w]."""
     return pad(x, (0, 0, 0, -x.shape[2] % size), value=fill).unflatten(2, (-1, size))
 
 
 class LogProduct(torch.autograd.Function):
-    """Autograd function log(exp(a) @ exp(b)) of a [..., m, r] and b [..., r, n], without -inf. Its
-    gradients' weights are at most 1.
+    """Matrix product in the log domain: log(exp(a) @ exp(b)), a [..., m, r], b [..., r, n].
+
+    Inputs must be finite. The gradients weight the incoming gradient by at most 1, so they do not
+    overflow.
     """
 
     @staticmethod

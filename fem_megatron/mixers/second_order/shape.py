@@ -1,6 +1,6 @@
-"""Sizes of second-order attention (MHA2nd1st, MHA2nd) and energy-based linear attention.
+"""Shapes of second-order attention (MHA2nd1st, MHA2nd) and energy-based linear attention.
 
-See mathematics 3. Torch-free.
+A shape gives a mixer's weights, FLOPs and memory without torch. The equations are in `layer`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 LINEAR_CHUNK = 64  # tokens per chunk of linear attention; earlier tokens are summed
-# Elements of the systems that the exact step solves at a time on a GPU.
+# Largest number of elements of the d_h x d_h systems that MHA2nd solves at a time on a GPU.
 BLOCK = 2**26
 
 
 @dataclass(frozen=True)
 class SecondOrderConfig:
-    """Switches of second-order attention.
+    """Configuration keys of second-order attention and energy-based linear attention.
 
     They are read only if ``model.mixer`` is mha2nd1st, mha2nd or energy_linear.
     """
@@ -67,9 +67,9 @@ class SecondOrderConfig:
 
 @dataclass(frozen=True)
 class _Heads(Shape):
-    """Common base of both shapes: D -> H heads of q and k -> D.
+    """Base of both shapes: projections D -> H heads of q and k, and back to D.
 
-    Without values it has three quarters of standard attention's matrices.
+    Keys are also the values, so it has three of the four D x D matrices of standard attention.
     """
 
     sliced = True
@@ -87,7 +87,7 @@ class _Heads(Shape):
         return self.hidden // self.heads
 
     def weights(self) -> Weights:
-        """Return norm, in_proj (head-major: a head's W_Q, then its W_K), out_proj."""
+        """Return the norm, in_proj (for each head W_Q, then W_K) and out_proj."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "in_proj.weight": Weight(
@@ -97,9 +97,10 @@ class _Heads(Shape):
         }
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of q and k.
+        """Return the rows of in_proj that a Transformer's W_Q and W_K can initialise.
 
-        Values are keys, so out_proj does not correspond to attention's.
+        out_proj cannot be copied from a Transformer, because it is applied to keys instead of
+        values.
         """
         return {
             "in_proj.weight": Packing(
@@ -128,11 +129,11 @@ def _sizes(model: ModelConfig) -> tuple[int, int, Rope | None, float, bool, Seco
 
 @dataclass(frozen=True)
 class SecondOrderShape(_Heads):
-    """A Newton step per head.
+    """Shape of MHA2nd1st and MHA2nd: a Newton step on the free energy of each head.
 
-    exact: True for MHA2nd, a solve per token; False for MHA2nd1st, the inverse's
-        first-order term.
-    sharpness: divisor of T and T', the square of yarn's factor.
+    exact: True for MHA2nd, which solves a linear system for every token; False for MHA2nd1st,
+        which uses the first-order term of the inverse.
+    sharpness: divisor of the temperatures T and T', the square of yarn's factor.
     """
 
     layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
@@ -144,14 +145,15 @@ class SecondOrderShape(_Heads):
 
     @classmethod
     def of(cls, model: ModelConfig, *, exact: bool) -> SecondOrderShape:
-        """Return the shape for the configuration. Raise ValueError if heads do not fit."""
+        """Return the shape of a configuration. Raise ValueError if heads do not divide D."""
         return cls(*_sizes(model), exact=exact, sharpness=model.rope_scaling.attention() ** 2)
 
     def weights(self) -> Weights:
-        """Return the weights of `_Heads`, and each head's T and T'.
+        """Return the weights of `_Heads`, and two temperatures of each head.
 
-        T is the temperature of the weights, T' that of the Newton step. These are temperatures or
-        their logarithms; both temperatures start at d_h.
+        ``temperature`` is T of the softmax, ``newton_temperature`` is T' of the Newton step; the
+        parameters are their logarithms if second_order.temperature is "log". Both temperatures
+        start at d_h.
         """
         start = math.log(self.head) if self.switches.temperature == "log" else float(self.head)
         names = ("temperature", "newton_temperature")
@@ -160,10 +162,11 @@ class SecondOrderShape(_Heads):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs by part.
+        """Return the FLOPs of one token's forward pass by part.
 
-        "gram": u = G r, and G per sequence, divided by its tokens. "solves": triangular, and d_h x
-        d_h if exact; torch's counter does not count them.
+        "gram" is the product u = G r, plus G = W_Q W_Q^T, which is computed once per sequence and
+        divided by its tokens. "solves" contains triangular solves, and for MHA2nd a d_h x d_h
+        system per token and head; torch's FLOP counter does not count them.
         """
         seen, d = keys_seen(length, whole_square or not self.causal), self.head
         products = 2.0 * seen * self.hidden * (2 + d if self.exact else 4)
@@ -179,9 +182,10 @@ class SecondOrderShape(_Heads):
         }
 
     def uncapturable(self) -> str | None:
-        """Return the reason: the solver libraries may allocate and wait.
+        """Return why CUDA graphs cannot capture this mixer.
 
-        torch selects cuSOLVER or MAGMA by size.
+        Its solvers may allocate memory and wait: torch selects cuSOLVER or MAGMA by the systems'
+        size.
         """
         return "its systems are solved by a library that may wait for the device"
 
@@ -190,26 +194,28 @@ class SecondOrderShape(_Heads):
         return {f"second_order.{name}" for name in names}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of the keys: half of standard attention's cache."""
+        """Return the bytes of the cached keys: half of standard attention's cache."""
         return length * self.hidden * element
 
     def cut_widths(self) -> SplitWidths:
         return SplitWidths(keyed=self.split_widths())
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of keys, or of q, k, the output and RoPE's angles.
+        """Return the bytes that ranks sharing a sequence exchange.
 
-        The angles are sent once per micro-batch.
+        If keys are gathered, these are the keys. Otherwise ranks exchange q, k, the output and
+        RoPE's angles; the angles are sent once per micro-batch.
         """
         e, tensor = training.element * self.hidden, training.tensor_parallel
         turn = training.wide * self.head / training.micro_batch if self.rope else 0.0
         return Crossing(keys=e / tensor) if kinds.gathers else Crossing(3 * e / tensor, angles=turn)
 
     def moment_bytes(self, training: Training) -> float:
-        """Return the temporary bytes of mha2nd, 0 for mha2nd1st.
+        """Return the peak of temporary bytes in the backward pass of MHA2nd; 0 for MHA2nd1st.
 
-        They are k k^T of every token, and six times a block of queries' systems; on a CPU blocks
-        are small.
+        It consists of a d_h x d_h matrix k k^T for every token and head and, on a GPU, six times
+        the systems that are solved at a time (at most `BLOCK` elements). On a CPU the systems are
+        small enough to neglect.
         """
         tokens = training.micro_batch * training.length / training.ranks
         numbers = tokens * self.hidden * self.head / training.tensor_parallel
@@ -220,7 +226,7 @@ class SecondOrderShape(_Heads):
         return self.switches.exact_max_length if self.exact else None
 
     def summary(self) -> str:
-        """Return the heads and the kind of Newton step."""
+        """Describe the heads and the kind of Newton step."""
         return (
             f"{self.heads} heads of {self.head}, {'exact' if self.exact else 'first-order'} "
             "Newton step"
@@ -229,9 +235,9 @@ class SecondOrderShape(_Heads):
 
 @dataclass(frozen=True)
 class EnergyLinearShape(_Heads):
-    """A gradient step per head on F = -1/2 sum_i (q.k_i)^2.
+    """Shape of energy-based linear attention: linear attention whose values are its keys.
 
-    This is linear attention whose values are its keys.
+    Each head takes a gradient step on F = -1/2 sum_i (q.k_i)^2.
     """
 
     layer_class = "fem_megatron.mixers.second_order.layer:EnergyLinearAttention"
@@ -239,13 +245,14 @@ class EnergyLinearShape(_Heads):
 
     @classmethod
     def of(cls, model: ModelConfig) -> EnergyLinearShape:
-        """Return the shape for the configuration. Raise ValueError if heads do not fit."""
+        """Return the shape of a configuration. Raise ValueError if heads do not divide D."""
         return cls(*_sizes(model))
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, comparisons within a chunk, and sums.
+        """Return the FLOPs of one token's forward pass by part.
 
-        The sums are over earlier tokens.
+        "attention" consists of the products with the keys of the token's own chunk (causal models
+        only), and of updating and reading the sum of k k^T.
         """
         inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
         return {
@@ -254,7 +261,11 @@ class EnergyLinearShape(_Heads):
         }
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of q, k and the output, in fp32; or of the sums of k k^T."""
+        """Return the bytes that ranks sharing a sequence exchange.
+
+        These are the sums of k k^T if the ranks pass states (causal models only), otherwise q, k
+        and the output in fp32.
+        """
         own = training.wide * self.hidden / training.tensor_parallel
         return (
             Crossing(states=own * self.head) if kinds.states and self.causal else Crossing(3 * own)
@@ -271,9 +282,9 @@ class EnergyLinearShape(_Heads):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of each head's d_h x d_h sum of k k^T, for any length."""
+        """Return the bytes of the sums of k k^T, d_h x d_h per head, for any length."""
         return self.hidden * self.head * max(4, element)
 
     def summary(self) -> str:
-        """Return the heads and the state's size."""
+        """Describe the heads and the size of their state."""
         return f"{self.heads} heads of {self.head}, state {self.head} x {self.head}"

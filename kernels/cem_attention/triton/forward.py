@@ -1,7 +1,7 @@
-"""Forward of CEM's attention in Triton, one pass over the keys.
+"""Forward pass of CEM's attention (Causal Energy Minimization) in Triton, one pass over the keys.
 
-The module also contains the helpers shared with the backward: tiles, scores, block sizes. A tile of
-keys is loaded once, as keys and as values.
+The module also contains the helpers shared with the backward pass: tiles, scores, block sizes. Keys
+are also the values, so a tile of keys is loaded once for both.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ from kernels.tiles import (
 
 
 class Part(NamedTuple):
-    """Some rows of some sequences, and the keys that they may see.
+    """Arguments of a kernel launch: some query rows of some sequences, and their keys.
 
-    The last dimension has unit stride. q [b, heads, rows, r], whose first row is at position
-    ``first`` among the keys k [b, heads, keys, r]; bias: C [b, 1 or heads, rows, keys] or None;
-    slopes [heads] and alone [], float32; valid [b, at least keys] or None.
+    The last dimension has unit stride.
+    q: [b, heads, rows, r]; its first row is at position ``first`` among the keys.
+    k: [b, heads, keys, r], keys and values.
+    bias: C [b, 1 or heads, rows, keys], added to q.k before the scale, or None.
+    slopes: ALiBi's slopes [heads], float32.
+    alone: b_self - b_cross, a float32 scalar added to the score of a token with itself.
+    valid: [b, at least keys] bool, False at padding, or None.
     """
 
     q: Tensor
@@ -47,16 +51,17 @@ class Part(NamedTuple):
     causal: bool
 
     def pointers(self) -> tuple[Tensor | None, ...]:
-        """Return the first arguments of every kernel."""
+        """Return the tensor arguments with which every kernel's signature begins."""
         return self.q, self.k, self.bias, self.slopes, self.alone, self.valid
 
     def numbers(self) -> tuple[int | float, ...]:
-        """Return the number of rows, the number of keys, first, and the scale for base 2."""
+        """Return the scalar arguments: rows, keys, ``first``, and scale times log2(e)."""
         return self.q.shape[2], self.k.shape[2], self.first, self.scale * LOG2E
 
     def strides(self, *others: Tensor) -> tuple[int, ...]:
-        """Return the strides of q, k, C (0 between heads if they share one C), valid and, three
-        each, the other tensors.
+        """Return the strides of q, k, C, valid and the other tensors, three for each but valid.
+
+        C has stride 0 between heads if they share one C.
         """
         bias = (0, 0, 0)
         if self.bias is not None:
@@ -75,7 +80,7 @@ class Part(NamedTuple):
         )
 
     def constants(self, sizes: Blocks, *others: Tensor) -> dict[str, int | bool]:
-        """Return the compile-time arguments and launch options that every kernel has."""
+        """Return the compile-time arguments and launch options that all kernels have in common."""
         width = self.q.shape[3]
         tiles = {
             "WIDTH": width,
@@ -106,8 +111,8 @@ BLOCKS = {
 def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
     """Return the block sizes of a kernel for heads of this width.
 
-    They are small in the interpreter, so that a test has many blocks, and in float32, which has no
-    tensor cores.
+    In Triton's interpreter they are small, so that a test has many blocks. In float32 they are
+    small because float32 multiplies without tensor cores.
     """
     narrow, middle, broad = BLOCKS[kernel.fn.__name__]
     wide = padded(width)
@@ -131,7 +136,10 @@ def row_tile(
     PADDED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Load with `load_tile` the rows of x from ``start`` on; x has ``count`` rows."""
+    """Load [ROWS, PADDED] of x, from row ``start``; zero from row ``count`` on.
+
+    WIDTH and ALIGN: see `load_tile`.
+    """
     return load_tile(
         at_row(x, tl.cast(start, tl.int64), x_t, ALIGN),
         x_t,
@@ -149,7 +157,7 @@ def head_tile(
     x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Load the `row_tile` of a head of x."""
+    """Load a `row_tile` of head h of sequence b of x."""
     return row_tile(
         of_head(x, b, h, x_b, x_h, ALIGN=ALIGN), x_t, start, count, ROWS, WIDTH, PADDED, ALIGN
     )
@@ -170,13 +178,15 @@ def pair_scores(
     edge,
     CAUSAL: tl.constexpr,
 ):
-    """Return a_ij log2(e) of a tile; -inf where i does not see j.
+    """Return a tile of scores a_ij times log2(e), for queries i and keys j.
 
-    products: q_i.k_j + C_ij if ``scaled`` is None; otherwise q_i.k_j, and ``scaled`` is C_ij times
-    scale.
-    own, key: positions as float32 (exact to 2^24) that broadcast against each other; ``keys`` is
-    the number of keys. slope, alone and scale include log2(e).
-    own_valid, key_valid: None, or masks that broadcast likewise.
+    a_ij is defined in `cem_attention`; b_cross is left out, because a softmax ignores it. The
+    score is -inf where i does not see j.
+    products: q_i.k_j + C_ij if ``scaled`` is None; otherwise q_i.k_j, and ``scaled`` is C_ij
+    times scale.
+    own, key: positions of queries and keys as float32 (exact to 2^24) that broadcast against
+    each other; ``keys`` is the number of keys. slope, alone and scale include log2(e).
+    own_valid, key_valid: None, or masks of unpadded tokens that broadcast likewise.
     edge: True if the tile may contain i <= j or j >= keys.
     """
     distance = own - key
@@ -199,10 +209,10 @@ def pair_scores(
 
 @triton.jit
 def bias_tile(bias, row_stride, row, rows, key, keys):
-    """Load C_ij as float32; zeros outside C.
+    """Load a tile of C_ij as float32; zeros outside C.
 
-    Values above the diagonal may be arbitrary, because their pairs are not seen.
-    row, key: indices that broadcast against each other; ``bias`` begins at row 0.
+    row, key: indices that broadcast against each other; ``bias`` points to row 0. In a causal read,
+    values above the diagonal may be arbitrary, because these pairs are masked.
     """
     return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(
         tl.float32
@@ -219,10 +229,10 @@ def _forward_kernel(
     CAUSAL: tl.constexpr, STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Compute out, and lse in base 2, of M rows of a head.
+    """Compute the output, and the log-sum-exp in base 2, of M rows of a head.
 
-    Grid: heads (they share C's tiles), row tiles from the last, which sees the most keys, batch.
-    ``first`` is row 0's position among the keys.
+    Grid: heads (they share C's tiles), row tiles in reverse order (the last one sees the most
+    keys), batch. ``first`` is row 0's position among the keys.
     """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * M
@@ -283,7 +293,10 @@ def _forward_kernel(
 
 
 def attend(part: Part, out: Tensor, lse: Tensor) -> None:
-    """Write a part's out [b, heads, rows, r] and lse [b, heads, rows] (base 2, float32)."""
+    """Compute a part's attention: fill out [b, heads, rows, r] and lse [b, heads, rows].
+
+    lse is the log-sum-exp of the scores in base 2, float32.
+    """
     b, heads, rows, width = part.q.shape
     sizes = sizes_of(_forward_kernel, part.q.dtype, width)
     _forward_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](

@@ -1,13 +1,15 @@
-"""Free-energy read of a few queries over many keys (decoding) in Triton: exact at any range,
-without gradients.
+"""Free-energy read of a few queries over many keys (decoding) in Triton.
 
-Decoding is limited by memory bandwidth, so each key and each value is read once. A program has a
-(batch, kv head) and a part of the sequence. Its rows are all query heads and queries of the group.
-Per row and channel it keeps a running maximum of log p + beta v and the sum of its exponentials, so
-that no centre and no window is needed. Scores are relative to their own running maximum. Where
-|beta v| stays below 1/2, the sum of p (exp(beta v) - 1) gives F instead, because a logarithm near 0
-would lose F's digits. A second kernel joins the parts by their log-sum-exps and applies lam and
-gate. Logarithms are in base 2.
+The read is exact for values of any range and has no gradients. Decoding is limited by memory
+bandwidth, so each key and each value is read once. A program computes one part of the sequence for
+one (batch, kv head). Its rows are the queries of all query heads that share this kv head. For each
+row and channel it keeps a running maximum of log p + beta v and the sum of its exponentials. Unlike
+in training, no centre of the values and no limit of their range is needed. Scores are relative to
+their own running maximum. If every |beta v| is at most 1/2, F is computed from the sum of p
+(exp(beta v) - 1) instead, because a logarithm near 0 would lose digits.
+
+A second kernel joins the parts by their log-sum-exps and applies lam and gate. Logarithms are in
+base 2.
 """
 
 from __future__ import annotations
@@ -25,21 +27,25 @@ from kernels.tiles import LOG2_E, LOG2E, of_head, padded, rows_of, strides_of
 PROGRAMS = 264  # two per multiprocessor of an H100
 SLOTS = tl.constexpr(16)  # rows of the smallest matrix product
 STAGES = 3
-JOINED, JOIN_WARPS = 16, 4  # parts per step
+# Parts that the join kernel reads at a time, and its warps.
+JOINED, JOIN_WARPS = 16, 4
 
 
 def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=None):
     """Return the read o = gate (mu + lam (F - mu)) of the last tq of tk positions.
 
-    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate
-    mu), lam and gate [b, h, tq, dv] or None (lam: 1, gate: 1), keys_valid [b, tk] bool: only the
-    query at the same position reads a False key; hk divides h, and query head i reads head
-    i // (h // hk).
+    mu is the mean of v under the attention weights p, and F = (1 / beta) log sum_i p_i exp(beta
+    v_i).
+
+    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None
+    (o = gate mu), lam and gate [b, h, tq, dv] or None (lam: 1, gate: 1), keys_valid [b, tk] bool:
+    a key that is False is read only by the query at the same position. hk divides h, and query
+    head i reads kv head i // (h // hk).
     Returns [b, h, tq, dv] in q's dtype.
     Dtypes: float32 or bfloat16; reads are summed in float32.
-    splits: the most parts of the sequence; None: enough to fill a device. Intended for tq up to
-    about 16: beyond 16 rows (queries times heads of a group; fewer for wide values), keys and
-    values are read more than once.
+    splits: the largest number of parts of the sequence; None: enough to fill a device. Intended
+    for tq up to about 16: beyond 16 rows (queries times heads of a group; fewer for wide values),
+    keys and values are read more than once.
     Equations: Free Energy Mixer, the two-level gated read.
     """
     (b, h, tq, width), (hk, tk, channels) = q.shape, v.shape[1:]
@@ -70,8 +76,9 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
 
 
 class _Sizes:
-    """Block sizes for a head's widths and the rows of a kv head: tiles [keys, rows, channels] of 16
-    to 32 numbers per thread.
+    """Block sizes for given head widths and number of rows per kv head.
+
+    They are chosen so that a tile [keys, rows, channels] has 16 to 32 numbers per thread.
     """
 
     def __init__(self, width, channels, rows):
@@ -89,9 +96,10 @@ class _Sizes:
 
 
 def _keys_each(tk, heads, keys, splits):
-    """Return the keys per part, a multiple of the block size.
+    """Return the number of keys in each part of the sequence, a multiple of the block size.
 
-    The parts of all heads together fill a device, and each part has four blocks where possible.
+    By default the parts of all heads together fill a device, and each part has at least four blocks
+    where possible.
     """
     blocks = triton.cdiv(tk, keys)
     wanted = min(triton.cdiv(PROGRAMS, heads), triton.cdiv(blocks, 4)) if splits is None else splits
@@ -188,7 +196,7 @@ def _part_kernel(
             level = _finite_or_zero(peak)
             mass = mass * tl.exp2(before - level) + tl.sum(tl.exp2(joint - level[None, :, :]), 0)
             small = values * (beta_2 / LOG2_E)[None, :]
-            # A term beyond 1/2 becomes infinite; a sum that is not finite is not used.
+            # A term beyond 1/2 makes the sum infinite, and _join_kernel then does not use it.
             small = tl.where(tl.abs(small) <= 0.5, excess_of(small) + small, INFINITY)
             excess = excess * fading[:, None] + tl.sum(
                 tl.where(allowed[:, :, None], p[:, :, None] * small[:, None, :], 0.0), 0
