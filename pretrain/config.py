@@ -1,4 +1,5 @@
-"""Configuration of a run: one dataclass per section, with help texts and ranges, and its reader.
+"""Configuration of a run: one dataclass per section, with help texts and ranges, and functions that
+load it.
 
 ``pretrain.validate`` checks conditions that involve several fields. Long, because it defines every
 key of a run. The module does not import torch.
@@ -614,10 +615,10 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the run; settings that it omits are the run's.
+    """One stage of the run. Settings that are omitted have the values of the run.
 
-    If any of the last five keys is set, the stage has its own learning-rate schedule, which begins
-    at its first step.
+    If lr, min_lr, schedule, warmup_steps or decay_steps is set, the stage has its own learning-rate
+    schedule, which begins at its first step.
     """
 
     name: str = setting(
@@ -679,8 +680,10 @@ class RunConfig:
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the run at ``path`` with ``section.key=value`` overrides; sections may be parts
-    (`fem_common.config.load`).
+    """Load the configuration at ``path`` with ``section.key=value`` overrides.
+
+    A section may be a mapping, or the name or path of a file (see ``parts`` of
+    `fem_common.config.load`).
 
     Raises:
         ConfigError: the run's file is missing or unreadable.
@@ -692,8 +695,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def run_of(values: Mapping[Any, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run from ``values``, as `load_run` does for a file with that content; errors name
-    ``path``.
+    """Return the configuration from ``values``, as `load_run` does for a file with this content.
+
+    path: file named in error messages; its name is also the run's default name.
     """
     with _named_after(path) as named:
         return named(build(RunConfig, values, path, overrides, parts=True, absent=ABSENT))

@@ -1,4 +1,6 @@
-"""One attempt of a run: construction of all components, and the stages from start to end."""
+"""Run one attempt of a training run: construct all components and train the stages from start to
+end.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ from pretrain.trainer import Outcome, Trainer
 from pretrain.training_stages import Part, facts_of, parts_of
 from pretrain.validate import Prepared
 
-# Bytes; reading takes tenths of a second from a local disk, many seconds from a busy network disk.
+# Bytes of .idx files above which a message announces their reading. It takes tenths of a second
+# from a local disk, many seconds from a busy network disk.
 _LONG_TO_READ = 10**8
 
 
@@ -83,7 +86,7 @@ def train(prepared: Prepared, received: Received) -> Outcome:
                     f"{run.folder} is in use by another process; wait for it, end it, or choose "
                     "another run_dir"
                 )
-            if run.first:  # other ranks print only warnings, to stderr
+            if run.first:  # the other ranks print only warnings, to stderr
                 stack.enter_context(kernels_told(run.say))
             with _failure_told(run.file):
                 return run.attempt()
@@ -130,9 +133,10 @@ def build_index(prepared: Prepared) -> None:
 def make_engine(
     config: RunConfig, schedule: Schedule, say: Say = lambda text: None, *, draw: bool = True
 ) -> Engine:
-    """Create the engine selected by ``engine.name``. The third argument receives its messages.
+    """Create the engine selected by ``engine.name``.
 
-    draw: initialize the weights; if False they are NaN, because a checkpoint is loaded afterwards.
+    The third argument is a function that prints the engine's messages. draw: initialize the
+    weights; if False they are NaN, because a checkpoint is loaded afterwards.
 
     Raises:
         ValueError: a width is not divisible (see ``ModelConfig.blocks``).
@@ -161,7 +165,8 @@ def make_engine(
 
 
 class Run:
-    """Components of an attempt on this rank; collective.
+    """Components of an attempt on this rank. All ranks must construct it and call its methods
+    together.
 
     ``first`` is True on rank 0, which prints and writes files.
     """
@@ -184,7 +189,9 @@ class Run:
         self.enter(self.parts[0])
 
     def enter(self, part: Part) -> None:
-        """Make ``part`` the current stage: set configuration, schedule, facts and contents."""
+        """Make ``part`` the current stage: set its configuration, schedule, data facts and
+        contents.
+        """
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
         self.facts = facts_of(part, self.all_facts)
         self.contents = contents_of(self.parts, part, self.all_contents)
@@ -195,7 +202,7 @@ class Run:
             print(text, flush=True)
 
     def attempt(self) -> Outcome:
-        """Run all remaining stages in the claimed run directory and return the outcome.
+        """Run all remaining stages and return the outcome. The run directory must be claimed.
 
         Each stage starts from a checkpoint of the previous one.
         """
@@ -235,7 +242,7 @@ class Run:
             )
             self.say(f"{heading}: {told}")
         step, steps = start.progress.step, self.schedule.last_step
-        # The state is "complete" after the last validation.
+        # After the last step, the state is "complete" only if the last validation is done.
         complete = before is not None and (before.get("state"), before.get("step")) == (
             "complete",
             step,
@@ -255,10 +262,11 @@ class Run:
                 checkpoints.mirror.end()
 
     def _stage(self, checkpoints: Checkpoints, start: Start) -> Outcome | None:
-        """Train to the end of the stage and return the outcome.
+        """Train to the end of the current stage and return the outcome.
 
-        Returns None if the checkpoint to start from is damaged and the start found instead needs
-        another engine or stage.
+        Return None if the checkpoint is damaged and training must continue from an older start that
+        belongs to another stage, or that has no checkpoint and needs an engine with initialized
+        weights.
         """
         part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
@@ -274,7 +282,7 @@ class Run:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
-            # A method of the trainer would keep a reference to the engine.
+            # Not a method of the trainer, which would keep a reference to the engine.
             checkpoints.alert = partial(alert, callbacks, "checkpoint not written")
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
@@ -288,7 +296,7 @@ class Run:
                 callback.on_end()
 
     def samples_to_order(self, progress: Progress | None) -> int:
-        """Return the number of samples for which the training order is drawn.
+        """Return the number of samples for which the training order is generated.
 
         ``progress``: the progress of the run; None if the run has no checkpoint.
         """
@@ -321,8 +329,8 @@ class Run:
         )
 
     def _read_contents(self) -> Contents:
-        """Read the content of the data on rank 0, compare it with the manifests, and share the
-        result.
+        """Read the identities of the data files' contents on rank 0, compare them with the
+        manifests, and send them to all ranks.
         """
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
@@ -340,7 +348,7 @@ class Run:
         return start
 
     def _load(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Start:
-        """Load the start's checkpoint and return the start that was used.
+        """Load the checkpoint of ``start`` and return the start that was used.
 
         If the tensors of the run's own checkpoint are damaged, continue with an older start.
         """
@@ -418,7 +426,8 @@ class Run:
         )
 
     def _watch(self, engine: Engine) -> Watch:
-        """Return the watch for the diagnostics in log.diagnostics.
+        """Return the context manager around a step that computes the diagnostics in
+        log.diagnostics.
 
         Layer diagnostics are disabled under ZeRO-3, because a layer's weights are released before
         they can be read, and with context parallelism, because no rank has all tokens of a
@@ -482,7 +491,7 @@ class Run:
             late = self._evaluations(
                 checkpoints, [Console(self.config.log.interval, self.schedule.last_step)], step
             )
-            if late.running is not None:  # else no logger is opened
+            if late.running is not None:  # open loggers only for an evaluation
                 late.loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
                 for callback in (late, *late.loggers):
                     callback.on_end()
@@ -505,7 +514,7 @@ def _check_packages(config: RunConfig) -> None:
                 "engine.name = deepspeed needs a package that is not installed: pip install -c "
                 "constraints.txt -e .[deepspeed]"
             )
-        # DeepSpeed compiles its operations, which must be possible.
+        # DeepSpeed compiles its operations when they are first used. Check that this will work.
         obstacle = check_ops(config.engine.offload_optimizer)
         if obstacle:
             raise ConfigError(f"engine.name = deepspeed: {obstacle}")
@@ -525,7 +534,7 @@ def _check_packages(config: RunConfig) -> None:
 
 @contextmanager
 def _failure_told(file: ProgressFile) -> Iterator[None]:
-    """Record an exception that ends the attempt in progress.json, and raise it again.
+    """Write an exception that ends the attempt to progress.json, and raise it again.
 
     Raises:
         StorageError: a file system failed; it replaces the OSError.

@@ -1,7 +1,7 @@
-"""Calls of Slurm's commands, one query per function. Errors are one line. Standard library alone.
+"""Functions that run Slurm's commands and parse their output. Uses only the standard library.
 
-The user's SBATCH_*, SQUEUE_* and SLURM_* variables, which would change a command's meaning, are
-removed from its environment.
+Every error is a SlurmError with a message of one line. The user's SBATCH_*, SQUEUE_* and SLURM_*
+variables, which would change a command's meaning, are removed from the command's environment.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from pathlib import Path
 
 from fem_common.errors import UserError
 
-# seconds for an answer; slurmctld's own message time-out is 10
+# Seconds that a command may take; slurmctld's own message time-out is 10.
 TIMEOUT = 60.0
 ANSWER_SECONDS = 20.0  # the same for queries while ranks run
-# Variables that identify the Slurm cluster and the user.
+# Variables that identify the Slurm cluster and the user. `clean_environment` does not remove them.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-# Without these, answers leave out partitions that are hidden or closed to the user's groups, with
-# their jobs and nodes.
+# Without these settings, Slurm's output omits partitions that are hidden or closed to the user's
+# groups, with their jobs and nodes.
 ALL = {"SQUEUE_ALL": "1", "SINFO_ALL": "1", "SCONTROL_ALL": "1"}
+# Variables of Slurm and of torchrun (PET_).
 OURS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SQUEUE|SCANCEL|SCONTROL|SALLOC|SACCT|SINFO|PET)_")
-# Variables that give the submitting shell's rank in another MPI job: by Hydra, MVAPICH, PALS, PMIx,
-# Open MPI. Settings (PMIX_MCA_*, OMPI_MCA_*) are kept, except those that mpirun sets for its ranks.
+# Variables that are set if the submitting shell is itself a rank of an MPI job (Hydra, MVAPICH,
+# PALS, PMIx, Open MPI). Settings (PMIX_MCA_*, OMPI_MCA_*) do not match, except those that mpirun
+# sets for its ranks.
 OTHERS_RANK = re.compile(
     r"(PMI|HYDI|HYDRA_(PROXY|CONTROL)|MPISPAWN|MV2_COMM_WORLD|PALS)_|MPI_LOCAL(RANKID|NRANKS)$"
     r"|PMIX_(?!MCA_|INSTALL_PREFIX)"
@@ -36,7 +38,7 @@ OTHERS_RANK = re.compile(
     r"|OMPI_MCA_(ess|orte_(ess|hnp_uri|local_daemon|parent_uri|app_num"
     r"|num_nodes|(jobfam|top)_session))"
 )
-# States of jobs that hold, or will hold, nodes.
+# States of jobs that use nodes or will use them.
 ACTIVE = {
     "PENDING",
     "CONFIGURING",
@@ -68,12 +70,13 @@ class QueueState:
 
     @property
     def active(self) -> bool:
-        """True if it is in the queue or on nodes."""
+        """True if the job is in the queue or uses nodes."""
         return self.state in ACTIVE
 
     def runs(self, script: Path) -> bool:
-        """Return True if this may be a job of this batch script. After MaxJobId jobs, Slurm uses a
-        job id again for another job.
+        """Return True if the job runs this batch script, or if its script is unknown.
+
+        Slurm reuses job ids after MaxJobId jobs, so an old id may belong to another job.
         """
         return (
             not self.command
@@ -83,8 +86,11 @@ class QueueState:
 
 
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment without the variables of a surrounding job or the user's shell that
-    Slurm's commands, or a job, would read.
+    """Return an environment without the variables of Slurm, torchrun and other MPI jobs.
+
+    Slurm's commands, or the submitted job, would read them. Variables in KEPT stay.
+
+    environ: the environment to filter; default: that of this process.
     """
     environ = os.environ if environ is None else environ
     return {
@@ -129,7 +135,9 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
 
 
 def _words(text: str) -> str:
-    """Return Slurm's message as one line, without its prefixes."""
+    """Return Slurm's error output as one line without prefixes and repetitions, with a hint for
+    common errors.
+    """
     lines = [re.sub(r"^(\w+: )?(fatal|error): ", "", line.strip()) for line in text.splitlines()]
     words = "; ".join(dict.fromkeys(line for line in lines if line))
     if re.search(
@@ -156,12 +164,13 @@ def submit(script: Path, *options: str) -> str:
 
 
 def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]:
-    """Return the states of jobs. Keys are the given ids, and for an array's id also ``ID_TASK`` of
-    every task.
+    """Return the states of jobs. The keys are the given ids and, for an array's id, also
+    ``ID_TASK`` of every task.
 
-    The state of an array's id is that of a running task, else of a waiting one, else of one that
-    ended badly, else of the last. An id that Slurm no longer stores is missing. Slurm forgets a job
-    minutes after its end; accounting, which ``past`` queries, never forgets.
+    The state of an array's id is that of its first running task. If no task runs, it is that of a
+    waiting task, else of a task that did not complete, else of the last task. Ids that Slurm does
+    not store are missing from the result. The controller deletes a job minutes after its end;
+    accounting, which is queried only if ``past``, stores it permanently.
 
     Raises:
         SlurmError: squeue fails.
@@ -173,7 +182,7 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
     if past:
         arrays = {name.partition("_")[0] for name in found}
         found |= _sacct([job for job in wanted if job not in found and job not in arrays])
-    # State of an array's id.
+    # Tests for the task whose state an array's id gets, in order of priority.
     ways = (
         lambda task: task.active and task.state != "PENDING",
         lambda task: task.active,
@@ -187,7 +196,7 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
 
 
 def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
-    """Return the jobs that the controller still stores, ended or not."""
+    """Return the states of jobs that the controller stores, including recently ended ones."""
     try:
         answer = call(
             "squeue",
@@ -200,8 +209,8 @@ def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
-        # Slurm reports this error only if the query has one id. Of several, it skips the unknown
-        # ones.
+        # Slurm reports this error only if the query has one id. If it has several, Slurm skips
+        # unknown ids.
         return {}
     return _parse(answer)
 
@@ -226,7 +235,7 @@ def _parse(answer: str) -> dict[str, QueueState]:
 
 
 def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
-    """Return the jobs in Slurm's accounting, or {} without accounting."""
+    """Return the states of jobs in Slurm's accounting, or {} if accounting is not available."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     columns, question = (
@@ -254,10 +263,10 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
 
 
 def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[str, QueueState]:
-    """Return the jobs and array tasks in the queue or on nodes that run this batch script.
+    """Return the active jobs and array tasks that run this batch script.
 
-    If Slurm reports no batch script, for instance because a site's sbatch passes it through a pipe,
-    jobs with this ``name`` and an id in ``noted`` count.
+    Slurm may report no batch script, for instance if a site's sbatch passes it through a pipe.
+    Those jobs are included if their name is ``name`` and their id is in ``noted``.
 
     Raises:
         SlurmError: a command fails.
@@ -273,7 +282,7 @@ def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[s
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """End jobs. Jobs that have ended are skipped.
+    """Cancel jobs. Jobs that have already ended are skipped.
 
     Raises:
         SlurmError: scancel fails.
@@ -326,7 +335,7 @@ class Node:
 
     @property
     def in_service(self) -> bool:
-        """True if the node accepts jobs, now or after its present ones."""
+        """True if the node accepts new jobs, now or after its running jobs end."""
         return not re.search(
             r"DOWN|DRAIN|FAIL|NOT_RESPONDING|MAINT|POWERING_DOWN|INVAL|UNKNOWN|\*", self.state
         )
@@ -387,15 +396,17 @@ def number(text: str | None) -> int:
 
 
 def mebibytes(size: str | None) -> float:
-    """Convert a Slurm memory size (1800G, 62.50G, 16000) to MiB. The partition's default and a
-    node's entire memory are 0.
+    """Convert a Slurm memory size (1800G, 62.50G, 16000) to MiB.
+
+    Return 0 if the size is missing (the partition's default applies), 0 (all memory of a node) or
+    in another form.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", size or "0")
     return float(match[1]) * _UNITS[match[2]] if match else 0.0
 
 
 def all_nodes() -> list[Node]:
-    """Return every node that Slurm lists, or none if the site hides nodes from users
+    """Return every node that Slurm lists, or an empty list if the site hides nodes from users
     (PrivateData=nodes).
 
     Raises:
@@ -419,16 +430,18 @@ def all_nodes() -> list[Node]:
             features=tuple(record.get("AvailableFeatures", "").split(",")),
         )
         for record in records(answer)
-        if record.get("NodeName")  # a line without NodeName is the second one of a reason
+        if record.get("NodeName")  # other lines are the second line of a Reason
     ]
 
 
 def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collection[str]) -> bool:
-    """Return True if enough nodes for a job meet its requirements, without the excluded ones.
+    """Return True if the job can still get its number of nodes when ``exclude`` is not used.
 
-    All of them are in one partition and in the job's reservation, and a node that the job names
-    (--nodelist) cannot be excluded. With too few, Slurm never starts the job (BadConstraints). job:
-    the fields of scontrol.
+    The nodes must meet the job's requirements and belong to one of its partitions and, if it has a
+    reservation, to that. Return False if ``exclude`` contains a node that the job requires
+    (--nodelist). Slurm never starts a job with too few usable nodes (BadConstraints).
+
+    job: the fields of scontrol.
 
     Raises:
         SlurmError: the job's node list cannot be read.
@@ -455,13 +468,15 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
 
 
 def listed(record: Mapping[str, str], field: str) -> list[str]:
-    """Split a field's list at its commas. Empty if scontrol shows none."""
+    """Split the value of a field at its commas. Return an empty list if the field is missing or
+    empty.
+    """
     text = record.get(field, "(null)")
     return [] if text in ("", "(null)") else text.split(",")
 
 
 def hosts(lists: Sequence[str]) -> list[str]:
-    """Expand lists such as node[01-04],node07 to node names, in order.
+    """Expand node lists (node[01-04],node07) to node names, in order.
 
     Raises:
         SlurmError: scontrol fails.
@@ -489,15 +504,16 @@ def records(text: str) -> list[dict[str, str]]:
 
 
 def fields(text: str, separator: str = " ") -> dict[str, str]:
-    """Parse ``A=b C=d e`` into {A: b, C: d e}. With a line break as separator, each line is a
-    field, and blanks around = are allowed.
+    """Parse ``A=b C=d e`` into {A: b, C: d e}.
+
+    separator: if it is a line break, each line is one field, and spaces around ``=`` are removed.
     """
     if separator == "\n":
         pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
         return {name.strip(): value.strip() for name, _, value in pairs}
     parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
     # The first occurrence of a name counts: the users' free texts (Comment, Reason), which may
-    # contain text in the form of fields, follow the fields that are read.
+    # contain text of the form A=b, are after the fields that this package reads.
     return dict(
         reversed([*zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True)])
     )

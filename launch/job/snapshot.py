@@ -1,8 +1,8 @@
 """Snapshot of the code that a job runs: a copy of the packages' files at submission. Later changes
-do not affect running jobs.
+to the files do not affect running jobs.
 
-The packages are next to this one, in a checkout or among the installed packages. Standard library
-and git alone.
+The packages are in the same folder as the package ``launch``, in a checkout or among the installed
+packages. Uses only git and the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launch.job.job import launch_folder, read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
-BESIDE = "configs"  # folder of a checkout that some commands read
+BESIDE = "configs"  # folder next to the packages of a checkout; some commands read it
 SUFFIXES = (
     ".py",
     ".pyi",
@@ -36,8 +36,8 @@ SUFFIXES = (
     ".cpp",
     ".h",
 )
-LARGEST = 1 << 20  # bytes of a file; source files are smaller
-LARGEST_DIFF = 16 << 20  # bytes of changes.diff
+LARGEST = 1 << 20  # bytes; larger files are not copied
+LARGEST_DIFF = 16 << 20  # bytes; changes.diff is truncated to this size
 REVISION = "REVISION.json"
 
 
@@ -45,11 +45,11 @@ REVISION = "REVISION.json"
 class Code:
     """Description of the code in a snapshot."""
 
-    revision: str | None  # git's, of the checkout; None outside one
-    dirty: bool | None  # whether the files differ from the revision
+    revision: str | None  # git revision of the checkout; None without a checkout
+    dirty: bool | None  # True if the files differ from the revision
     files: int
     bytes: int
-    # files that are no source: too large, another type, or a link to a place outside
+    # number of files that are not copied: too large, of another type, or a link out of the root
     left_out: int
     sha256: str  # over names and contents of all files
 
@@ -78,10 +78,10 @@ def read_code(directory: Path) -> Code | None:
 
 
 def take(directory: Path, root: Path = ROOT) -> Code:
-    """Copy the packages' files below ``root`` into the job's folder, in place of an older snapshot,
-    and describe the copy.
+    """Copy the packages' files below ``root`` into the job's folder, replace an older snapshot, and
+    return a description of the copy.
 
-    The files are made read-only. An interruption leaves the older snapshot or none, never an
+    The files are made read-only. If it is interrupted, the older snapshot or none exists, never an
     incomplete one.
 
     Raises:
@@ -114,7 +114,7 @@ def take(directory: Path, root: Path = ROOT) -> Code:
             left_out,
             digest.hexdigest(),
         )
-        # root is itself a snapshot
+        # if root is itself a snapshot, copy the revision that it records
         if revision is None and (installed := read_json(root / REVISION)):
             code = Code(
                 **{
@@ -139,10 +139,10 @@ def take(directory: Path, root: Path = ROOT) -> Code:
 
 def source_files(root: Path) -> tuple[list[str], int]:
     """Return the packages' source files below ``root``, sorted and relative to it, and the number
-    of other files.
+    of files left out.
 
-    In a git checkout these are the tracked files and the untracked files that git does not ignore.
-    Elsewhere they are all files but caches.
+    In a git checkout, the tracked files and the untracked files that git does not ignore are
+    considered. Elsewhere, all files except caches and those in hidden folders are considered.
     """
     names = _listed(root, "--cached", "--others", "--exclude-standard") or _walk(root)
     present = [name for name in names if (root / name).is_file()]  # git also lists deleted files
@@ -151,15 +151,15 @@ def source_files(root: Path) -> tuple[list[str], int]:
 
 
 def _is_source(root: Path, path: Path) -> bool:
-    """Return True for a source file of moderate size inside ``root``, with links resolved."""
+    """Return True for a source file of at most LARGEST bytes. A link must point into ``root``."""
     if not path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
         return False
     return path.resolve().is_relative_to(root.resolve())
 
 
 def _walk(root: Path) -> Iterable[str]:
-    # Another project's folder may have the same name, so check for known subfolders.
     """Yield the packages' files outside a git checkout, without caches and hidden folders."""
+    # Another project may have a folder of the same name, so check for known subfolders.
     beside = (
         [BESIDE]
         if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir()
@@ -186,8 +186,8 @@ def _listed(root: Path, *options: str) -> list[str]:
 
 
 def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
-    """Return git's revision of a checkout at ``root`` and a diff of the packages' changes since,
-    with new files.
+    """Return the git revision of a checkout at ``root``, and a diff of the packages' uncommitted
+    changes, including untracked files.
 
     Return (None, b"") if ``root`` is not the top of a checkout.
     """

@@ -1,7 +1,7 @@
-"""State of a node from nvidia-smi and the kernel: GPUs and their faults, memory, folders, network
-ports.
+"""Query a node's state from nvidia-smi and the kernel: GPUs and their faults, memory, folders,
+network ports.
 
-Standard library alone.
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# memory in use that marks a GPU as busy; the driver's own share is well below
+# A GPU with at least this much memory in use is busy; the driver itself uses much less.
 BUSY_MIB = 2048
+# Cells of nvidia-smi's output that mean that the GPU has no value.
 NOTHING = frozenset(
     {
         "",
@@ -60,8 +61,8 @@ class Answer:
 
 @dataclass
 class Gpu:
-    """A GPU as nvidia-smi reports it. Sizes in MiB, temperature in °C; None for values that it does
-    not report.
+    """A GPU as nvidia-smi reports it. Sizes are in MiB, the temperature in °C; values that
+    nvidia-smi does not report are None.
     """
 
     index: int
@@ -75,15 +76,15 @@ class Gpu:
     temperature: int | None
     row_pending: bool = False  # a repair of its memory waits for a reset
     row_failure: bool = False  # a repair of its memory failed
-    throttled: tuple[str, ...] = ()  # of THROTTLING
+    throttled: tuple[str, ...] = ()  # names from THROTTLING
     recovery: str | None = None  # the driver's request: Reset, Reboot, ...
     fabric: str | None = None  # NVSwitch: Completed, In Progress, Not Started
     users: tuple[str, ...] = ()  # "pid 12 (python, 71000 MiB)"
     odd: tuple[str, ...] = ()  # fields whose value is an error, such as memory.used [Unknown Error]
 
     def faults(self) -> list[str]:
-        """Return the faults that make the GPU unfit for a run, one line each. Throttling is
-        reported by `throttling`.
+        """Return the faults that make the GPU unfit for a run, one line each. Throttling is not
+        included (see `throttling`).
         """
         found = list(self.odd)
         if self.ecc_uncorrected:
@@ -104,8 +105,8 @@ class Gpu:
         return [f"GPU {self.index} ({self.bus}): {fault}" for fault in found]
 
     def busy(self) -> list[str]:
-        """Return a line about the processes that use memory of a GPU that should be free, or no
-        line.
+        """Return one line that names the processes on the GPU, or an empty list if less than
+        BUSY_MIB is in use.
         """
         if (self.memory_used or 0) < BUSY_MIB:
             return []
@@ -113,8 +114,9 @@ class Gpu:
         return [f"GPU {self.index} ({self.bus}): {self.memory_used} MiB in use by {users}"]
 
     def throttling(self) -> tuple[list[str], list[str]]:
-        """Return (faults, warnings) about reduced clocks: faults if the hardware reduces them,
-        warnings if the driver does.
+        """Return (faults, warnings) about reduced clocks, one line each.
+
+        Reductions by the hardware are faults, reductions by the driver are warnings.
         """
         lines = {
             reason: f"GPU {self.index} ({self.bus}): {SAID[reason]} ({self.temperature} °C)"
@@ -128,8 +130,10 @@ class Gpu:
 def ask(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> Answer:
-    """Run a command with a time limit. A process that cannot be killed (a driver that hangs) is
-    left behind without waiting.
+    """Run a command with a time limit.
+
+    After the time limit the command is killed. This function does not wait for its end, because a
+    process in a hanging driver cannot be killed.
 
     Raises:
         OSError: the command cannot be started.
@@ -151,10 +155,10 @@ def ask(
 
 
 def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
-    """Return every GPU that is visible to this process, and the output lines that describe no GPU,
-    such as one about a lost GPU.
+    """Return the GPUs that are visible to this process, and nvidia-smi's output lines that do not
+    describe a GPU, such as one about a lost GPU.
 
-    All queries together take at most `seconds`.
+    All queries together take at most ``seconds``.
 
     Raises:
         SmiError: nvidia-smi is missing, failed, or does not answer.
@@ -178,8 +182,9 @@ def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
 
 
 def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
-    """Set the reasons for which the GPUs' clocks are reduced now. Older drivers' names for them are
-    tried, too.
+    """Set ``throttled`` of each GPU to the reasons for which its clocks are reduced now.
+
+    The field names of older drivers are tried too.
     """
     for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
         rows = _of_each(
@@ -196,8 +201,10 @@ def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
 def _of_each(
     gpus: Sequence[Gpu], what: str, fields: Sequence[str], seconds: float
 ) -> list[tuple[Gpu, list[str]]]:
-    """Query fields of these GPUs, the first of which is the UUID, and return (GPU, other cells) for
-    each row of one of them.
+    """Query nvidia-smi and return (GPU, cells after the UUID) for each row that belongs to one of
+    ``gpus``.
+
+    what: the query, as in --query-WHAT. fields: the first one is the UUID of the GPU.
     """
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
     return [
@@ -220,8 +227,8 @@ def listed(seconds: float) -> int:
 
 
 def named_gpus(seconds: float) -> list[str]:
-    """Describe the driver's GPUs, with equal ones counted: ``8 x NVIDIA H100 80GB HBM3, compute
-    capability 9.0``.
+    """Return descriptions of the driver's GPUs, with equal GPUs counted: ``8 x NVIDIA H100 80GB
+    HBM3, compute capability 9.0``.
 
     Return an empty list if nvidia-smi does not report them.
     """
@@ -233,8 +240,11 @@ def named_gpus(seconds: float) -> list[str]:
 
 
 def chosen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number or UUID, or all if nvidia-smi
-    does not list one of its words.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number or UUID.
+
+    Return all GPUs if the variable is empty or one of its entries is not a listed GPU.
+
+    visible: value of the variable.
     """
     words = [word.strip() for word in (visible or "").split(",") if word.strip()]
     found = [
@@ -249,7 +259,7 @@ def chosen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 def _query(
     what: str, fields: Sequence[str], seconds: float, complaints: list[str]
 ) -> list[list[str]]:
-    """Return nvidia-smi's rows for some fields. Append its other lines to the complaints.
+    """Return nvidia-smi's rows for some fields. Append its other lines to ``complaints``.
 
     Raises:
         SmiError: nvidia-smi is missing, failed, or does not answer.
@@ -289,7 +299,7 @@ def _optional(what: str, fields: Sequence[str], seconds: float) -> list[list[str
 
 
 def _gpu(row: Sequence[str]) -> Gpu:
-    """Convert a row of CORE to a GPU."""
+    """Convert a row with the fields of CORE to a `Gpu`."""
     index, uuid, name, bus, driver, *numbers = row
     values = [int(cell) if cell.isdigit() else None for cell in numbers]
     odd = [
@@ -313,22 +323,22 @@ def _gpu(row: Sequence[str]) -> Gpu:
 
 
 def _word(cell: str) -> str | None:
-    """Return a cell, or None if it means that no value exists."""
+    """Return a cell, or None if it means that the GPU has no value."""
     return None if cell.lower() in NOTHING else cell
 
 
 def _yes(cell: str) -> bool:
-    """Return True if a cell means yes, in the form of older or newer drivers."""
+    """Return True if a cell means yes, as older or newer drivers write it."""
     return cell.lower() in ("yes", "1", "true")
 
 
 def _text(raw: bytes | str | None) -> str:
-    """Return a process's output as text."""
+    """Decode a process's output; None gives ""."""
     return raw.decode(errors="replace") if isinstance(raw, bytes) else raw or ""
 
 
 def last_line(text: str) -> str:
-    """Return the last non-empty line, or ""."""
+    """Return the last non-empty line of a text, or ""."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
@@ -337,11 +347,11 @@ XID = re.compile(
     r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, "
     r"(?P<said>.*))?$"
 )
-# an older error had no effect, or its GPU was reset since
+# Older errors are ignored: they had no effect, or the GPU has been reset since.
 RECENT_SECONDS = 3600.0
-# Numbers in NVIDIA's list of Xid errors that concern the hardware, the driver or the links: the GPU
-# needs a reset, a reboot or a technician. All others (13, 31, 43, 45, 63, 94 ...) are a program's
-# errors, or are already handled.
+# Numbers of the Xid errors in NVIDIA's list that concern the hardware, the driver or the links, and
+# after which the GPU needs a reset, a reboot or a repair. All others (13, 31, 43, 45, 63, 94 ...)
+# are errors of a program, or the driver has handled them.
 BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 
 
@@ -380,8 +390,8 @@ def probe_folder(folder: Path) -> float:
 
 
 def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """Return the state (ACTIVE, DOWN, INIT ...) of each InfiniBand, RoCE and EFA port. Empty
-    without ports.
+    """Return the state (ACTIVE, DOWN, INIT ...) of each InfiniBand, RoCE and EFA port by its name
+    (DEVICE/PORT). Empty without ports.
     """
     ports = {}
     for path in sorted(root.glob("*/ports/*/state")):
@@ -394,12 +404,12 @@ def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
 
 
 def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
-    """Return numbers and texts of the driver's errors of the last hour, the latest of each number
-    and device.
+    """Return (number, text) of the Xid errors that the NVIDIA driver reported in the last hour: the
+    latest error for each number and device.
 
-    Return none if the kernel log cannot be read.
+    Return an empty list if the kernel log cannot be read.
 
-    now: seconds since the machine started.
+    now: seconds since the machine started; default: read from /proc/uptime.
     """
     try:
         answer = ask(["dmesg"], 10)

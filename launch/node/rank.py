@@ -1,14 +1,15 @@
-"""Keeper of one rank: ``python -m launch.node.rank ATTEMPT -- COMMAND...`` starts the command and
-is its parent until it ends.
+"""Parent process of one rank (its keeper): ``python -m launch.node.rank ATTEMPT -- COMMAND...``
+starts the command and runs until it ends.
 
 The keeper writes the command's output with time stamps into ATTEMPT/logs/rank_NNNNN.log ("<unix
-time> <text>", secrets' values as ***) and the pid, host, end and error into
-ATTEMPT/ranks/rank_NNNNN.json. It passes signals on and dumps stacks on SIGUSR2. When its own parent
-dies, it ends together with the command and the command's children. It exits with the command's
-code, or 128 + n after a signal n. Standard library alone: it runs in the ranks' interpreter.
+time> <text>", the values of secrets as ***). It writes the pid, the host, the time of the end, the
+exit code and the error into ATTEMPT/ranks/rank_NNNNN.json. It forwards signals to the command, and
+on SIGUSR2 it dumps stacks. When the keeper's own parent dies, the keeper, the command and the
+command's children end too. Its exit code is the command's, or 128 + n after a signal n.
 
 The command ignores SIGUSR1 and SIGUSR2 until it installs its own handlers, so that a signal during
-the import of torch does not end it.
+the import of torch does not end it. This module uses only the standard library, because it runs in
+the ranks' interpreter.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from launch.node.failures import Findings, blameless_signal, killed_for_memory, 
 from launch.node.logs import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# an unfinished line is written after this; also the time that left-over processes get to end
+# Seconds after which an incomplete line is written to the log, and seconds that processes left
+# running by the command have to end after SIGTERM.
 PATIENCE_SECONDS = 5.0
-# an out-of-memory kill that is older (up to twice as much) did not kill the rank
+# Interval at which the count of out-of-memory kills is read. Only kills of the last one to two
+# intervals can be the cause of the rank's end.
 OOM_SECONDS = 60.0
 _PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # from <linux/prctl.h>
 _FLIGHT_FOLDERS = {
@@ -56,7 +59,7 @@ OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    2: the command line is wrong. 126 or 127: the command cannot be started.
+    Return 2 if the command line is wrong, and 126 or 127 if the command cannot be started.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 3 or words[1] != "--":
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Keeper:
-    """The command of one rank, its log and its record."""
+    """Parent of one rank's command, which writes the command's log and record."""
 
     def __init__(self, attempt: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.attempt, self.command = attempt, list(command)
@@ -97,8 +100,8 @@ class Keeper:
             self._scribe.note(f"no folder on this node for compiled kernels: {fault}")
 
     def _defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return variables for the command that are not set yet: unbuffered output, stacks of a
-        crash, NCCL's flight recorder.
+        """Return default environment variables for the command: unbuffered output, stacks after a
+        crash, NCCL's flight recorder. Variables that are already set override them.
 
         The flight recorder's older variable names are added only if a GPU may exist: older versions
         of torch use only these, and newer ones warn about them.
@@ -131,7 +134,7 @@ class Keeper:
         source, sink = os.pipe()
         try:
             for name in self._environ.keys() & _FLIGHT_FOLDERS:
-                # torch does not create them, and a pipe without its folder ends the rank.
+                # torch does not create these folders, and the rank fails if the pipe's is missing.
                 Path(self._environ[name]).parent.mkdir(parents=True, exist_ok=True)
             prepare = functools.partial(_in_the_command, os.getpid())
             quiet = subprocess.DEVNULL
@@ -214,9 +217,7 @@ class Keeper:
             self._scribe.note(f"the stacks cannot be written: {error}")
 
     def _clean_up(self, source: int) -> None:
-        """After the command's end, end the processes that it left running, and read the rest of its
-        output.
-        """
+        """End the processes that the command left running, and read the rest of its output."""
         self._child_ended = time.time()
         os.set_blocking(source, False)
         meanwhile = functools.partial(self._drain, source)
@@ -242,7 +243,7 @@ class Keeper:
                 pass
 
     def _ended(self, child: subprocess.Popen[bytes]) -> int:
-        """Record the command's end and return its exit code in a shell's form."""
+        """Record the command's end and return its exit code (128 + n after a signal n)."""
         by = signal_name(-child.returncode) if child.returncode < 0 else None
         code = 128 - child.returncode if child.returncode < 0 else child.returncode
         found = self._findings.cause(by) if code else None
@@ -265,7 +266,9 @@ class Keeper:
         return code
 
     def _save(self, **end: object) -> None:
-        """Write the record. A disk that cannot be written does not end the rank."""
+        """Write the record, with ``end`` as its last entries. An error of the disk does not end the
+        rank.
+        """
         record: dict[str, object] = {
             "rank": self.rank,
             "local_rank": self.local_rank,
@@ -312,7 +315,7 @@ class _Wakeup:
 
 
 def _may_have_gpus(environ: Mapping[str, str]) -> bool:
-    """Return True if the command may find an NVIDIA GPU, and so use NCCL."""
+    """Return True if the command may find an NVIDIA GPU, and therefore use NCCL."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return Path("/dev/nvidiactl").exists() if visible is None else visible.strip() not in _NO_GPUS
 
@@ -326,7 +329,7 @@ def oom_counter() -> Path | None:
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            # cgroup version 1, then 2
+            # first the folder and file of cgroup version 1, then those of version 2
             folder, name = (
                 (CGROUPS / controllers, "memory.oom_control")
                 if controllers
@@ -336,14 +339,14 @@ def oom_counter() -> Path | None:
                 folder / path.lstrip("/") / name,
                 folder / name,
             ):
-                # The second one: a container may show its own cgroup as the root.
+                # The second path is for containers, which may mount their own cgroup as the root.
                 if counter.is_file():
                     return counter
     return None
 
 
 def oom_kills(counter: Path | None) -> int:
-    """Return the number of out-of-memory kills in a file from `oom_counter`, or 0 if unknown."""
+    """Return the number of out-of-memory kills in the file of `oom_counter`, or 0 if unknown."""
     with contextlib.suppress(OSError):
         found = re.search(r"^oom_kill (\d+)$", counter.read_text() if counter else "", re.MULTILINE)
         return int(found[1]) if found else 0
@@ -351,8 +354,8 @@ def oom_kills(counter: Path | None) -> int:
 
 
 def _die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, and adopt all processes that the
-    command leaves behind.
+    """Make the kernel kill this process when its parent dies, and make it the parent of all
+    processes that the command leaves behind.
     """
     parent = os.getppid()
     _prctl(_PDEATHSIG, signal.SIGKILL)
@@ -362,8 +365,10 @@ def _die_with_parent() -> None:
 
 
 def die_with(parent: int, number: int) -> None:
-    """Between fork and exec: request a signal for the parent's death, and exit at once if the
-    parent has died already.
+    """Request signal ``number`` for this process when its parent dies; exit if the parent is
+    already dead.
+
+    Called between fork and exec. parent: the parent's pid.
     """
     _prctl(_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -371,7 +376,10 @@ def die_with(parent: int, number: int) -> None:
 
 
 def _in_the_command(keeper: int) -> None:
-    """Between fork and exec: die with the keeper, let its py-spy attach, unblock signals."""
+    """Prepare the command's process between fork and exec.
+
+    It will die with the keeper, the keeper's py-spy may attach to it, and signals are unblocked.
+    """
     die_with(keeper, signal.SIGKILL)
     _prctl(_PTRACER, keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -381,7 +389,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl and ignore errors: without kernel support the run only has less protection."""
+    """Call prctl and ignore errors: without kernel support, the run only has less protection."""
     _LIBC.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
@@ -406,10 +414,11 @@ def _children() -> list[int]:
 def _wait_for_children(
     number: signal.Signals | None, seconds: float, meanwhile: Callable[[], None]
 ) -> int:
-    """Wait at most this long until no child is left, including adopted ones. Return how many got
-    the signal.
+    """Wait at most ``seconds`` until no child process is left, including adopted ones. Return the
+    number of processes that got the signal.
 
-    The signal, if any, is sent once to each child.
+    number: signal to send once to each child; None: no signal. meanwhile: called repeatedly during
+    the wait.
     """
     end, told = time.monotonic() + seconds, set[int]()
     while children := _children():

@@ -1,7 +1,8 @@
-"""Classification of an attempt's end, from its ranks' records, the run's own files, and Slurm's
-report of the job.
+"""Classify the end of an attempt, from its ranks' records, the run's own files, and Slurm's report
+of the job.
 
-Standard library alone.
+Uses only the standard library. Agents are the processes that start ranks: torchrun on each node,
+and srun. Their output is in logs/agents*.log.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _AGENT_LINES = 400
 # Bytes at the end of an agent's log that are searched for Slurm's message, because torchrun's
 # output may follow it.
 _OOM_BYTES = 16 * TAIL_BYTES
-# Not "Exceeded job memory limit at some point": that limit includes the page cache, and no process
-# was killed.
+# "Exceeded job memory limit at some point" does not match: that limit includes the page cache, and
+# no process was killed.
 _OOM = re.compile(
     rb"Detected \d+ oom[_-]kill event|: tasks? [\d,-]+: Out Of Memory|OOM Killed"
     rb"|[Ee]xceeded [\w. ]*memory limit(?! at some point)"
@@ -41,31 +42,31 @@ _TELLING = re.compile(
 
 @dataclass(frozen=True)
 class Observed:
-    """Observations of the supervisor about an attempt that has ended."""
+    """Facts about an ended attempt that the supervisor collected."""
 
-    code: int | None  # of the launcher; None: it could not be started
-    before: RunState  # the run's files when it started
-    after: RunState
-    told: bool = False  # a signal requested to save and end
-    hang: str | None = None  # the watchdog's reason for killing it
-    refused: str | None = None  # the reason if it could not be started
+    code: int | None  # exit code of the launcher; None: it could not be started
+    before: RunState  # the run's files when the attempt started
+    after: RunState  # the run's files after its end
+    told: bool = False  # a signal requested the run to save and end
+    hang: str | None = None  # the watchdog's reason for killing the ranks
+    refused: str | None = None  # the reason if the ranks could not be started
     # Node -> faults found by the pre-flight check. Only nodes with faults.
     faults: Mapping[str, list[str]] = field(default_factory=dict)
     # Nodes of the attempt that are down -> reason.
     down: Mapping[str, str] = field(default_factory=dict)
     cancelled: bool = False  # a user stopped the item
-    taken: bool = False  # its allocation is being taken away
-    queue: bool = False  # a queue exists, with other nodes; it may not answer for a while
+    taken: bool = False  # the job loses its nodes: preempted, requeued, or a node was lost
+    queue: bool = False  # a requeue can get other nodes
     # the kernel's OOM killer killed a process in the supervisor's own memory cgroup
     oom_kill: bool = False
-    limit: str | None = None  # `memory_limit`
+    limit: str | None = None  # text of `memory_limit`
 
 
 def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | None]:
     """Return the outcome of an attempt and its failure, or None if it did not fail.
 
-    kind: the job's, "run" or "command".
-    folder: the attempt's.
+    kind: kind of the job, "run" or "command".
+    folder: folder of the attempt.
     """
     step = last_step(seen)
     state = seen.after.state if fresh(seen) else None
@@ -82,7 +83,7 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
             "place" if seen.queue else "exit", seen.refused
         )
     if kind == "command" and seen.told and seen.code != 0:
-        # The command's finished work is kept, and the same command continues.
+        # The results of a command remain, and the same command continues from them.
         return ("cancelled" if seen.cancelled else "saved"), None
     if seen.hang is not None:
         return "cancelled" if seen.cancelled else "hang", Failure("hang", seen.hang, step=step)
@@ -102,14 +103,14 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     first = first_failure(folder)
     if first is not None and first.kind == "busy":
         return "busy", None
-    # only a run's exit code means divergence
+    # Divergence has a special exit code only in runs; a command may use the code for another error.
     if kind == "command" and first is not None and first.kind == "diverged":
         first = replace(first, kind="exit")
     return "failed", _failure(seen, folder, first, step)
 
 
 def fresh(seen: Observed) -> bool:
-    """Return True if progress.json was written in this attempt."""
+    """Return True if this attempt wrote progress.json."""
     return seen.after.writer != seen.before.writer
 
 
@@ -164,10 +165,12 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
 
 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
-    """Return the message if an out-of-memory kill ended the attempt, by the kernel's counter or
-    Slurm's log, otherwise None.
+    """Return the error message if an out-of-memory kill ended the attempt, otherwise None.
+
+    The evidence is a kernel counter or Slurm's message in an agent's log.
     """
-    # The rank's keeper survived, and its counter is closer to the rank than the supervisor's.
+    # True if the rank's keeper survived. Its count of kills is then more reliable than the
+    # supervisor's, because its cgroup is that of the rank.
     kept = first is not None and first.kind != "lost"
     if first is None:
         words = killed_for_memory(None, Exit.KILLED) if seen.code else None
@@ -188,7 +191,7 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
 
 
 def _tells_oom(log: Path) -> bool:
-    """Return True if an agent's log has Slurm's message about an out-of-memory kill."""
+    """Return True if an agent's log contains Slurm's message about an out-of-memory kill."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _OOM_BYTES))
         return bool(_OOM.search(file.read(_OOM_BYTES)))
@@ -196,8 +199,9 @@ def _tells_oom(log: Path) -> bool:
 
 
 def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """Describe the memory limit of a node's ranks and how to raise it, from the job's environment
-    or its profile.
+    """Describe the memory limit of a node's ranks and how to raise it.
+
+    It is read from the job's environment, else from its profile.
     """
     nodes = profile.get("nodes") or {}
     counts = {
@@ -235,8 +239,9 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
 
 
 def agents_words(folder: Path) -> str | None:
-    """Return the first line of the agents' output that reports an error, otherwise the last line,
-    or None without output.
+    """Return the first line of the agents' output that reports an error.
+
+    Without an error line, return the last line, and without output None.
     """
     lines = [
         line.strip()
@@ -261,8 +266,12 @@ _LASTING = re.compile(
 
 
 def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
-    """Return True if a user cancelled the job: Slurm ends it for no reason that Slurm gives, and
-    has not requeued it.
+    """Return True if a user cancelled the job.
+
+    Its state is CANCELLED, or it is COMPLETING without a reason and with exit code 0:0. Jobs that
+    were preempted or requeued do not count.
+
+    fields: the fields of scontrol. restarts: Slurm's restart count when this supervisor started.
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return False
@@ -277,8 +286,8 @@ def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
 def taken(fields: Mapping[str, str], restarts: int) -> bool | None:
     """Return True if the job loses its nodes: it was preempted or requeued, or a node was lost.
 
-    False: the job ends at its time limit or was cancelled by a user. None: it runs, and no end is
-    known.
+    Return False if the job ends at its time limit or was cancelled by a user, and None if it runs
+    and no end is known.
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return True
@@ -301,14 +310,14 @@ def _preempted(fields: Mapping[str, str]) -> bool:
 
 
 def is_away(refusal: str) -> bool:
-    """Return True if a Slurm command failed because the controller does not answer, which is
-    temporary.
+    """Return True if a Slurm command failed because the controller does not answer, a temporary
+    error.
     """
     return bool(_AWAY.search(refusal))
 
 
 def is_lasting(fault: str) -> bool:
-    """Return True if a node's fault is one of its hardware.
+    """Return True if a node's fault is a hardware fault.
 
     Other faults, such as a full disk, a busy GPU or a missing mount, may disappear within hours.
     """

@@ -1,6 +1,7 @@
-"""Check that a blend's sources differ: the same tokens under two names would be read twice.
+"""Check that the sources of a blend have different contents. The same tokens under two paths would
+be read twice.
 
-Compares contents. No torch.
+The module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pretrain.data.facts import SourceFacts, sample_digest
 
 
 def check_distinct(sources: Iterable[SourceFacts]) -> None:
-    """Refuse two sources of a split with the same contents, whatever their paths.
+    """Raise ConfigError if two sources of a split have the same contents, even under different
+    paths.
 
-    Files are read only if the headers agree: samples of the .idx and of the .bin (`sample_digest`).
+    Sources with equal numbers of tokens and documents and equal dtypes are compared by hashes of
+    samples of their .idx and .bin files (`sample_digest`). Files of other sources are not read.
 
     Raises:
         ConfigError: two sources contain the same tokens.

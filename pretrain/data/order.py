@@ -1,6 +1,6 @@
-"""Compare the training orders of a longer and a shorter run without drawing them.
+"""Compare the training orders of a longer and a shorter run without generating them.
 
-Uses megatron-core's arithmetic. No torch.
+Uses megatron-core's arithmetic. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from pretrain.data.facts import DataFacts
 
 # Additional share of a blended source's samples: GPTDatasetConfig.mid_level_dataset_surplus.
 _SURPLUS = 0.005
-# Share of a pass: a last pass with fewer samples is shuffled separately (GPTDataset).
+# A last pass with less than this share of a pass's samples is shuffled separately (GPTDataset).
 _APART = 0.80
 
 
 def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tuple[int, bool]]:
-    """Return (passes, True if the last is shuffled separately) for each training source.
+    """Return (number of passes, True if the last pass is shuffled separately) for each training
+    source.
 
-    The passes are those that an order of ``samples`` samples shuffles. These numbers decide the
-    order: two lengths with the same passes have the same order.
+    A training order of ``samples`` samples shuffles this number of passes over the documents of the
+    source. If the results for two lengths are equal, the shorter order is the beginning of the
+    longer one.
     """
     length, sources = config.data.seq_length, config.data.train
     weights = np.array([source.weight for source in sources], dtype=np.float64)
@@ -36,7 +38,7 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
         share = (
             math.ceil(math.ceil(samples * weight) * (1 + _SURPLUS)) if len(sources) > 1 else samples
         )
-        # The last label takes one more token.
+        # The label of the last token needs one more token.
         passes = max(1, -(-(share * length + 1) // source.tokens))
         before = ((passes - 1) * source.tokens - 1) // length
         found.append(
@@ -46,14 +48,16 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
 
 
 def longest_order(config: RunConfig, facts: DataFacts, drawn: int, wanted: int) -> int:
-    """Return the most samples whose order begins with the one drawn for ``drawn`` samples.
+    """Return the largest number of samples, from ``drawn`` to ``wanted``, whose order begins with
+    the order of ``drawn`` samples.
 
-    The result is from ``drawn`` to ``wanted``.
+    Return ``drawn`` if ``wanted`` is smaller.
     """
-    # Each pass of best-fit packing has a separate order.
+    # With best-fit packing, each pass has a separate order, so a longer order always begins with a
+    # shorter one.
     if wanted <= drawn or config.data.packing == "best_fit":
         return max(drawn, wanted)
-    if config.stages:  # the documents of an order end with its stage
+    if config.stages:  # an order contains only the documents of its stage, so it has a fixed length
         return drawn
     before = passes_drawn(config, facts, drawn)
     return drawn + bisect_left(

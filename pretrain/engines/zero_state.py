@@ -2,8 +2,8 @@
 
 The tensors have the model's own shapes. The format is that of the Megatron engine: ``<name>`` in
 the training precision, ``optimizer.state.<one of STATE>.<name>`` in fp32, steps and learning rates
-in the common part. So either engine resumes the other's checkpoint, and any stage, DP and TP size
-resumes any other's.
+in the common part. Therefore each engine can resume the other's checkpoints, and a run can resume
+with another ZeRO stage, DP size or TP size.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pretrain.engines.sharding import (
     read_optimizer,
 )
 
-PIECE = 2**28  # elements of full weights that are read at a time
+PIECE = 2**28  # number of elements of full weights that are read at a time
 
 
 class ZeroState:
-    """The state of one DeepSpeed engine of any stage.
+    """Weights and optimizer state of a DeepSpeed engine at any ZeRO stage.
 
-    Methods are collective over the data-parallel group: all of its ranks call the same ones. The
-    optimizer of stage 0 is torch's own, over the model's parameters themselves.
+    Methods are collective: all ranks of the data-parallel group must call the same ones. At stage 0
+    the optimizer is torch's, and it updates the model's parameters directly.
     """
 
     def __init__(self, engine: Any, weights: dict[torch.nn.Parameter, ShardedTensor]) -> None:
@@ -52,7 +52,9 @@ class ZeroState:
         return self.engine.optimizer.optimizer if self.stage else self.engine.optimizer
 
     def prepare(self) -> None:
-        """Create a new optimizer's zero state, which AdamW otherwise creates at its first step."""
+        """Initialize the optimizer's missing state with zeros, which AdamW otherwise does at its
+        first step.
+        """
         for flat in self.flat():
             state = self.adam.state[flat]
             if not state:
@@ -60,8 +62,7 @@ class ZeroState:
                 state.update({name: torch.zeros_like(flat) for name in self._moments(flat)})
 
     def connect(self, model: ModelConfig) -> None:
-        """If the optimizer is Muon, pass it the parts of its weights that this rank updates.
-
+        """If the optimizer is Muon, set the parts of its weights that this rank updates.
         Collective.
         """
         if isinstance(self.adam, Muon):
@@ -77,9 +78,9 @@ class ZeroState:
         return self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
 
     def saved(self) -> dict[str, Any]:
-        """Return this rank's part of weights and optimizer state.
+        """Return this rank's part of the weights and the optimizer state as sharded tensors.
 
-        The weights are cast from the fp32 weights.
+        The weights are the fp32 weights, cast to the training precision.
         """
         self.prepare()
         held = {parameter: one for parameter in self.weights if (one := self.held(parameter))}
@@ -93,9 +94,8 @@ class ZeroState:
         return {"model0": weights, "optimizer": optimizer_state(held.values(), self.groups())}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups without their parameters, with their step.
-
-        They have the form that Megatron's optimizer stores.
+        """Return the optimizer's parameter groups in the form that Megatron's optimizer stores:
+        without parameters, with the step.
         """
         defaults = {
             key: value
@@ -119,9 +119,10 @@ class ZeroState:
 
     @torch.no_grad()
     def restore(self, read: Read, *, model_only: bool) -> None:
-        """Read the optimizer state in place, and the weights about PIECE elements at a time.
+        """Read the checkpoint's weights, about PIECE elements at a time, and its optimizer state in
+        place.
 
-        model_only: read only the weights, and copy them to the fp32 weights.
+        model_only: read only the weights, and also copy them to the fp32 weights.
         """
         self.prepare()
         for piece in self._pieces():
@@ -146,10 +147,11 @@ class ZeroState:
             self._replay(int(steps))
 
     def _replay(self, steps: int) -> None:
-        """Repeat the steps of DeepSpeedCPUAdam on one number.
+        """Repeat the steps of DeepSpeedCPUAdam on tensors with one element, to restore its bias
+        correction.
 
-        This restores its bias correction exactly. The correction is a running product inside the
-        optimizer. A new optimizer lacks it, and would change the last bits of every update.
+        The correction is a running product inside the optimizer, which is not in the checkpoint.
+        Without the exact product, the last bits of every update would differ.
         """
         adam: Any = self.adam
         group = adam.param_groups[0]
@@ -193,16 +195,17 @@ class ZeroState:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def _step(self, value: float, flat: torch.Tensor) -> Any:
-        """Return Adam's step count.
+        """Return a value as the optimizer's step count.
 
-        It is an int for DeepSpeed's Adam, a tensor on the parameters' device for torch's fused one.
+        It is an int for DeepSpeed's Adam, and a tensor on the parameters' device for torch's fused
+        Adam.
         """
         if not isinstance(self.adam, torch.optim.AdamW):
             return int(value)
         return torch.tensor(value, dtype=torch.float32, device=flat.device)
 
     def held(self, parameter: torch.nn.Parameter) -> Held | None:
-        """Return this rank's part of a parameter, or None if it holds none."""
+        """Return this rank's part of a parameter, or None if the rank has no part of it."""
         part, place = self._part(parameter), self.weights[parameter]
         if part is None:
             return None
@@ -219,10 +222,11 @@ class ZeroState:
         return Held(only_here(place) if self.stage else place, start, numel, tensors, gradient)
 
     def updating(self, clipped: float) -> Iterator[Held]:
-        """Yield this rank's parts of the parameters in the optimizer's current groups.
+        """Yield this rank's parts of the parameters that the optimizer is about to update.
 
-        DeepSpeed gives the optimizer one group at a time, with gradients that it has multiplied by
-        ``clipped``.
+        During an update, DeepSpeed passes the optimizer one group at a time.
+
+        clipped: factor by which DeepSpeed has already multiplied the gradients.
         """
         given = {id(flat) for group in self.adam.param_groups for flat in group["params"]}
         for parameter in self.weights:
@@ -243,7 +247,7 @@ class ZeroState:
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             flat = optimizer.fp32_partitioned_groups_flat[group]
             start = numel * self.group.rank()
-            numel = min(numel, _numel(place) - start)  # the last ranks hold padding
+            numel = min(numel, _numel(place) - start)  # the last ranks have padding
         else:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is None:
@@ -258,7 +262,7 @@ class ZeroState:
     ) -> None:
         """Copy a full weight into the model's parameter.
 
-        If ``with_main``, it is also copied into this rank's fp32 weights.
+        with_main: also copy it into this rank's fp32 weights.
         """
         if self.stage == 3:
             from deepspeed.runtime.zero import GatheredParameters

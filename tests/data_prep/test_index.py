@@ -1,5 +1,5 @@
-"""Tests from text to training: two kinds of input are encoded, blended, indexed and trained on;
-``blend`` and ``index``.
+"""Tests of the verbs ``blend`` and ``index``, from text to training: two kinds of input are
+encoded, blended, indexed and trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.pretrain.conftest import DEMO, SMALL
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """Three data folders of 300, 100 and 60 documents.
+    """Folder with three data folders ``a``, ``b`` and ``c`` of 300, 100 and 60 documents.
 
     ``a`` has all splits and parquet input; ``b`` has no test split and JSONL input; ``c`` has only
     train.
@@ -115,8 +115,8 @@ def test_from_text_to_a_run_on_a_blend(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """blend -> index -> pretrain; then a byte is flipped, and then one source is made again from
-    other text.
+    """A blend is indexed, and training uses that index. After a byte is flipped, ``--index`` fails
+    with one line. After a source is prepared from other text, ``--index`` builds a second cache.
     """
     web, books, cache = (
         room.copied(folders / "a", tmp_path / "web"),
@@ -170,8 +170,8 @@ def test_from_text_to_a_run_on_a_blend(
     assert room.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale
 
 
-# Imported at Python's start: the process stops as soon as the folder of a cache under
-# construction exists.
+# sitecustomize.py, which Python imports at its start. The process sleeps as soon as it has created
+# the folder of an unfinished cache.
 STUCK = """
 import os, time
 make = os.mkdir
@@ -224,8 +224,10 @@ def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
 
 
 def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> None:
-    """data_prep can be installed without the training code. The test provides only its folder,
-    fem_common and the libraries.
+    """Without the training code, which data_prep does not require, ``index`` prints one line with
+    the command that installs it.
+
+    The process can import only data_prep, fem_common and the libraries.
     """
     for folder in ("data_prep", "fem_common"):
         (tmp_path / folder).symlink_to(room.ROOT / folder)

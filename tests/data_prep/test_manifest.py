@@ -1,5 +1,5 @@
-"""Tests of plans, manifests and entries: round trips, one-line errors for other content, samples
-equal to pretrain's.
+"""Tests of plans, manifests and unit entries: round trips, one-line errors for invalid content,
+sample digests equal to pretrain's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shard
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys that lead to each value within a JSON value."""
+    """Yield the path (a tuple of keys) of each value within a JSON value."""
     for key in (
         value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     ):
@@ -83,7 +83,9 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
-    """Return a copy with another value at a place, or without this value."""
+    """Return a copy of a JSON value in which the value at ``place`` is ``wrong[0]``, or is removed
+    if ``wrong`` is empty.
+    """
     whole = within = copy.deepcopy(value)
     for key in place[:-1]:
         within = within[key]
@@ -95,7 +97,8 @@ def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
 
 
 WRONGS: list[Any] = [None, True, 6, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
-# Values that may be missing or have another type: they decide no byte, or verify checks them.
+# Values that may be missing or have another type: they have no effect on the output, or `verify`
+# checks them.
 FREE = {
     *"files.*.path files.*.bytes files.*.rows files.*.text_bytes".split(),
     *"units.*.* unit_bytes bad.*".split(),
@@ -113,8 +116,10 @@ READ: dict[str, Callable[[Path], object]] = {
 def test_any_wrong_shape_is_one_line_that_names_the_file(
     shards: Path, merged: Path, name: str
 ) -> None:
-    """A value of another type, missing, unknown or truncated is refused. A plan's fingerprint also
-    detects other values.
+    """A file that is truncated, or in which a value is missing, unknown or of another type, gives
+    an error of one line with its path.
+
+    A plan's fingerprint also detects changed values of the right type.
     """
     shutil.copy(merged / "manifest.json", shards)
     read, path = READ[name], shards / name

@@ -1,5 +1,5 @@
-"""Tests of muP in training: groups of parameters, the base's run bit for bit, equivalence with a
-multiplier, layouts, resuming, exports.
+"""Tests of muP in training: parameter groups, bitwise equality with the standard parametrization at
+the base size, equivalence with an output multiplier, parallel layouts, resuming, exports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def train(engine: Any, steps: int = STEPS) -> list[Any]:
 
 
 def groups(engine: Any) -> dict[tuple[float, float], int]:
-    """Return (lr_mult, wd_mult) -> number of elements."""
+    """Return the number of elements of the optimizer's groups by (lr_mult, wd_mult)."""
     return {
         (group["lr_mult"], group["wd_mult"]): sum(p.numel() for p in group["params"])
         for group in engine.optimizer.param_groups
@@ -42,8 +42,10 @@ def groups(engine: Any) -> dict[tuple[float, float], int]:
 
 @pytest.mark.parametrize(("base", "m"), [(8, 4.0), (128, 0.25)])
 def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, m: float) -> None:
-    """Every parameter is in the group of its powers, vectors have no decay, lr x decay is the
-    base's; the logged rate is the schedule's.
+    """Every parameter's learning rate has muP's power of m, the ratio of the width to the base.
+
+    Vectors have no decay, learning rate x decay is that of the base, and the logged learning rate
+    is that of the schedule.
     """
     with engine_of(
         [*settings, *MUP, f"model.mup.base_hidden_size={base}", "model.mixer=cem"]
@@ -77,7 +79,9 @@ def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, 
 def test_vectors_are_not_decayed_however_they_are_stored(
     settings: list[str], mixer: str, engine: str
 ) -> None:
-    """The four lambda vectors of differential attention are one parameter with two dimensions."""
+    """Vectors have no weight decay, including the four lambda vectors of differential attention,
+    which are stored as one parameter with two dimensions.
+    """
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
     with engine_of([*settings, f"model.mixer={mixer}", f"engine.name={engine}"]) as made:
@@ -130,8 +134,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 def results(
     request: pytest.FixtureRequest, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Done]:
-    """One process with 2 + 3 steps without interruption, saved after 2, and this session's cases
-    resumed from that checkpoint.
+    """Results by case: an uninterrupted run of 2 + 3 steps, and the layouts under test resumed from
+    its checkpoint after step 2.
     """
     folder = tmp_path_factory.mktemp("mup")
     model = [
@@ -161,8 +165,8 @@ def results(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resumes_with_its_groups_at_every_layout(results: dict[str, Done], name: str) -> None:
-    """Equal bit for bit at the same layout; else to 1e-6, as in test_parity: another order of
-    summation in fp32.
+    """A resumed run gives the losses of the uninterrupted run: bit for bit at the same layout,
+    otherwise to 1e-6, because fp32 sums have another order (as in test_parity).
     """
     wanted = results["whole"].steps[2:]
     assert results[name].steps == (
@@ -172,7 +176,7 @@ def test_resumes_with_its_groups_at_every_layout(results: dict[str, Done], name:
 
 
 def test_another_base_is_another_model(pretrain: Command) -> None:
-    """A run with muP does not continue with another base, or without muP."""
+    """A run with muP cannot be resumed with another base, or without muP."""
     base = "model.mup.base_hidden_size=8"
     assert pretrain(*MUP, base, "train.steps=4") == 0
     for words in (
@@ -203,8 +207,10 @@ EXPORTED = {
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_an_export_computes_the_same_and_comes_back(name: str, tmp_path: Path) -> None:
-    """An export loaded by stock transformers gives the training model's logits in float32 to 1e-5
-    of their size (other orders of summation). Its import has the configuration with the base.
+    """An export loaded by stock transformers gives the training model's float32 logits, and its
+    import has the same model configuration, including the base.
+
+    The tolerance is 1e-5 of the largest logit, because sums have another order.
     """
     from transformers import AutoModelForCausalLM
 
@@ -237,8 +243,11 @@ def test_an_export_computes_the_same_and_comes_back(name: str, tmp_path: Path) -
 
 
 def test_an_export_s_fresh_weights_start_as_training_s() -> None:
-    """From the configuration only: an output layer of 1 / m, matrices of 1 / sqrt(m). Tolerance:
-    five times the scatter of a draw, 1 / sqrt(2 n).
+    """An exported model created from its configuration is initialized as in training.
+
+    The standard deviation of the output layer is scaled by 1 / m, that of the matrices by 1 /
+    sqrt(m). The tolerance is five times the statistical error of a standard deviation, 1 / sqrt(2
+    n).
     """
     from tools.hf.configuration_fem import FemLMConfig
     from tools.hf.modeling_fem import FemLMForCausalLM
@@ -255,12 +264,12 @@ def test_an_export_s_fresh_weights_start_as_training_s() -> None:
 
 
 def test_it_trains_as_an_output_multiplier_does(settings: list[str]) -> None:
-    """Lemma J.1, table 8's form: an output layer m times as large, with the base's rate and decay,
-    followed by a multiplier 1 / m.
+    """muP trains like an output layer m times as large, with the base's learning rate and decay,
+    followed by a multiplier 1 / m (the form of table 8; lemma J.1).
 
-    m = 4 is a power of two, so both runs round alike. Differences are Adam's epsilon, which is
-    reduced, and the input of clipping, which is disabled. Losses agree up to the rounding of a rate
-    of lr / 4 times a moment, 1e-6.
+    m = 4 is a power of two, so both runs round equally. Adam's epsilon and gradient clipping would
+    differ; epsilon is reduced and clipping disabled. Losses agree to 1e-6, the rounding of the
+    learning rate lr / 4 times a moment.
     """
     plain = [
         "model.mixer=transformer",

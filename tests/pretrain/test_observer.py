@@ -1,5 +1,5 @@
-"""Tests of layer diagnostics in training: sent to the loggers at the interval, equal at every
-layout, without effect on training.
+"""Tests of the diagnostics in training: they are logged at the interval, are equal at every
+parallel layout, and do not change training. Also tests of the profiler's traces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HYBRID += ["log.diagnostics_interval=1"]
 
 
 def looks(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Return step -> its diagnostics."""
+    """Return the logged diagnostics by step."""
     found = [
         {
             key: value
@@ -116,8 +116,10 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
 def test_a_trace_is_whole_before_the_memory_snapshot_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
 ) -> None:
-    """A failure or signal in the snapshot leaves the trace, and a failure does not end the run.
-    Without a GPU, torch's two functions are replaced.
+    """The trace is complete before the memory snapshot begins, and remains if the snapshot fails or
+    is interrupted. A failure of the snapshot does not end the run.
+
+    Two functions of torch are replaced, because the test has no GPU.
     """
     recorded, history = list[Any](), torch.cuda.memory._record_memory_history
     name = tmp_path / "profile/step_00000007_rank_00000"
@@ -160,8 +162,8 @@ def test_a_trace_is_whole_before_the_memory_snapshot_begins(
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_at_every_layout(pretrain: Command, stages: int, tmp_path: Path) -> None:
-    """TP 2 with SP (x PP 2) gives the values of one process; the weights of the first step are
-    equal at every layout.
+    """Diagnostics of the first step with TP 2 and SP (and PP 2) are those of one process; the
+    initial weights are equal at every layout.
     """
     several = tmp_path / "several"
     layout = [

@@ -1,10 +1,10 @@
 """``python -m tools.bench.diagnostics_cost``: measure the cost of the per-layer diagnostics.
 
-The cost is relative to the training step that they are part of.
-
-Steps with and without diagnostics alternate in one process, on random tokens. The cost at an
-interval is the share of one observation divided by the interval. The configuration selects the
-diagnostics: ``log.diagnostics=[tensors]`` measures the norms of all tensors.
+The cost is the time that the diagnostics add to a training step, relative to the step without them.
+Steps with and without diagnostics alternate in one process, on random tokens. The last column of
+the output is this cost divided by log.diagnostics_interval, since diagnostics run only once per
+interval. The configuration selects the diagnostics: ``log.diagnostics=[tensors]`` measures the
+norms of all tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ VOCABULARY = 4096
 
 
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
-    """Return the median seconds of a plain step, and the median seconds that diagnostics add.
+    """Return the median seconds of a step without diagnostics, and the median seconds that
+    diagnostics add.
 
     pairs: number of steps of each kind.
     """
@@ -81,7 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Time the mixers one after the other and print a row for each. Raises ConfigError."""
+    """Time the mixers one after the other, print a row for each, and return 0.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.import_megatron()  # before anything imports Megatron-core
     platform.initialize_distributed()

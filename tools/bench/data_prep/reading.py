@@ -1,11 +1,11 @@
-"""Speed of reading random samples from a .bin/.idx pair.
+"""Measure the speed of reading random samples from a .bin/.idx pair.
 
 Usage: ``python -m tools.bench.data_prep.reading PREFIX EOD_ID VOCAB_SIZE RESULT.json``.
 
-A sample is SAMPLE tokens at a random position. It is read with Megatron's IndexedDataset.get from
-the mapped .bin, like in GPTDataset, and converted to int64, so that every byte is read. The rate of
-GPTDataset's complete samples, with tensors, labels and positions, is reported as well. The pair is
-small and in memory: this measures the code, not a disk.
+Two rates are measured. "reads": SAMPLE tokens at a random position are read with Megatron's
+IndexedDataset.get from the mapped .bin, as in GPTDataset, and converted to int64, so that every
+byte is read. "items": complete samples of GPTDataset, with tensors, labels and positions. The pair
+is small and in memory, so the rates measure the code, not a disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-SAMPLE = 4096
+SAMPLE = 4096  # tokens of a sample
+# Reads per pass, samples of GPTDataset per pass, and passes.
 READS, ITEMS, PASSES = 20_000, 2_000, 3
 
 
@@ -34,7 +35,9 @@ class Tokens:
 
 
 def rates(read: Callable[[int], object], count: int) -> list[float]:
-    """Return calls per CPU second in each of PASSES passes of ``count`` calls, after a warm-up."""
+    """Return the calls per CPU second of each of PASSES passes of ``count`` calls, after a warm-up
+    pass.
+    """
     found = []
     for number in range(PASSES + 1):
         began = time.process_time()
@@ -46,7 +49,7 @@ def rates(read: Callable[[int], object], count: int) -> list[float]:
 
 
 def main(prefix: str, eod: int, vocab_size: int, result: Path) -> int:
-    """Measure, and write the rates of both to ``result``."""
+    """Measure both rates, write them to ``result`` as JSON, and return 0."""
     from fem_megatron.megatron import platform
 
     platform.import_megatron()

@@ -1,8 +1,8 @@
-"""Records of a coordinate check and their verdicts (does an activation keep its size as the width
-grows?), as a table and as CSV.
+"""Records of a coordinate check, and verdicts on them: does the size of an activation stay the same
+as the width grows? Output as a table, a CSV file or a figure.
 
-Source: Tensor Programs V (arXiv 2203.03466), appendix D.1: under muP no activation and no change by
-training grows or vanishes with the width. Must not import torch.
+Source: Tensor Programs V (arXiv 2203.03466), appendix D.1: under muP no activation, and no change
+of it by training, grows or vanishes with the width. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ LIMIT = 2.0
 
 @dataclass(frozen=True)
 class Record:
-    """One site of one model at one step: root mean squares over batch, tokens and channels.
+    """Measurement of one site of one model at one step.
 
-    variant: a mixer's name, or a study's variant. step: optimizer steps done. site: ``embedding``,
-    ``layer_03/mixer``, ``layer_03/mlp``, ``residual`` or ``logits``; a layer's numbers are those of
-    its addition to the residual stream. scale: of the activation; change: of its difference from
+    variant: a mixer's name, or a study's variant. step: number of optimizer steps done. site:
+    ``embedding``, ``layer_03/mixer``, ``layer_03/mlp``, ``residual`` or ``logits``; a layer's
+    numbers are those of its addition to the residual stream. scale: root mean square of the
+    activation over batch, tokens and channels. change: the same of the activation's difference from
     step 0.
     """
 
@@ -46,8 +47,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Behaviour of one quantity (scale or change) of one site over the widths at the last step;
-    values: one mean over the seeds per width.
+    """Verdict on how one quantity (scale or change) of one site depends on the width at the last
+    step.
+
+    values: means over the seeds, one per width. judged: False if theory allows the quantity to
+    change with the width.
     """
 
     site: str
@@ -79,9 +83,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """Text of the verdict for the table; in brackets if theory allows the quantity to change
-        with the width.
-        """
+        """Text of the verdict for the table. It is in brackets if the quantity is not judged."""
         if not all(math.isfinite(value) for value in self.values):
             text = "not finite"
         elif math.isinf(self.ratio):
@@ -94,11 +96,11 @@ class Verdict:
 
 
 def judge(records: Sequence[Record]) -> list[Verdict]:
-    """Return the verdicts of one variant under one parametrization, in the order of the sites:
-    scale and change of each.
+    """Return the verdicts on the scale and the change of every site, in the order of the sites.
 
-    The scale of the logits is shown but not judged: under muP their initial weights decrease with
-    the width, so logits start near zero; the effect of training is their change.
+    records: of one variant under one parametrization. The scale of the logits is shown but not
+    judged: under muP their initial weights decrease with the width, so logits start near zero. The
+    effect of training on the logits is their change, which is judged.
     """
     last = max(record.step for record in records)
     at_end = [record for record in records if record.step == last]
@@ -161,7 +163,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def as_csv(records: Sequence[Record]) -> str:
-    """Return all records as CSV, numbers by ``repr``."""
+    """Return all records as CSV. Numbers have the shortest digits that restore them exactly."""
     return str(pd.DataFrame(records).to_csv(index=False, lineterminator="\n", na_rep="nan"))
 
 
@@ -174,7 +176,7 @@ NAMES = {"mup": "muP", "standard": "standard parametrization"}
 def coordinates(records: Sequence[Record]) -> Any:
     """Return a figure of one variant's records at their last step, one column per parametrization.
 
-    All panels share their axes, so that slopes are comparable. Sites with a value that is zero or
+    All panels share their axes, so that slopes are comparable. Lines with a value that is zero or
     not finite are omitted.
     """
     groups = {
@@ -221,8 +223,8 @@ def coordinates(records: Sequence[Record]) -> Any:
 
 
 def shown_sites(records: Sequence[Record]) -> list[str]:
-    """Return the sites in order; of a deep model's blocks only the first, the middle and the
-    last.
+    """Return the sites that the figure shows, in order. Only the first, the middle and the last
+    block of a deep model are shown.
     """
     sites = list(dict.fromkeys(record.site for record in records))
     blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
@@ -239,7 +241,7 @@ def in_words(site: str) -> str:
 
 
 def _looks(sites: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return colour and marker by the kind of a site, line style by its block."""
+    """Return the style of each site: colour and marker by its kind, line style by its block."""
     kinds = list(dict.fromkeys(site.rpartition("/")[2] for site in sites))
     blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
     looks = {}

@@ -1,5 +1,5 @@
-"""Picture of learning rates: loss against the peak rate at each size, one panel per variant, and
-the optimum against size.
+"""Figure of a study's learning rates: loss against the peak rate at each model size, one panel per
+variant, and a panel of the optimum against the size.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from .style import (
 
 
 def learning_rate(fit: StudyFit) -> Any | None:
-    """Return a figure with panels of the variants and the optima of all; None if no variant has a
-    learning-rate fit.
+    """Return a figure with one panel per variant and one panel with the optima of all variants.
+
+    Return None if no variant has an optimum.
     """
     shown: dict[str, LearningRateFit] = fit.fitted("learning_rate")
     if not any(entry.optima for entry in shown.values()):
@@ -73,8 +74,10 @@ def _panel(
 
 
 def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -> None:
-    """Draw the optima against size; those at the edge of the rates are open markers and not part of
-    a law.
+    """Draw the optimum against the size for every variant, with the fitted law.
+
+    Optima at the smallest or largest measured rate have open markers. They are excluded from the
+    law.
     """
     optima = [optimum for entry in shown.values() for optimum in entry.optima]
     sizes, rates = (

@@ -1,8 +1,8 @@
-"""Shared style of a study's pictures: panels, axes with readable ticks, laws with their bands,
-numbers.
+"""Shared style of a study's figures: panels, log axes with readable ticks, power laws with
+confidence bands, formatted numbers.
 
-Each variant has a colour of Okabe and Ito's palette and a marker; budgets, which are ordered, go
-from dark to light.
+Each variant has a marker and a colour of the palette of Okabe and Ito. Budgets, which are ordered,
+have colours from dark to light.
 """
 
 from __future__ import annotations
@@ -50,13 +50,18 @@ def headed(axes: Any, title: str, fontsize: float = 9.5) -> None:
 
 
 def looks_of(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
-    """Return a colour and a marker for each of the values, in order."""
+    """Return a colour and a marker for each distinct value, in ascending order and from dark to
+    light.
+    """
     keys = sorted(set(values))
     return dict(zip(keys, ordered_colours(len(keys)), strict=True))
 
 
 def star(axes: Any, x: float, y: float, color: Any, *, is_open: bool) -> None:
-    """Draw an optimum; ``is_open``: it is at the edge of the measured range and not an optimum."""
+    """Draw an optimum as a star.
+
+    is_open: draw it open, because it is at the edge of the measured range and therefore no optimum.
+    """
     face = (
         {"color": "white", "markeredgecolor": color}
         if is_open
@@ -66,8 +71,8 @@ def star(axes: Any, x: float, y: float, color: Any, *, is_open: bool) -> None:
 
 
 def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
-    """Label the outer axes of panels that share their axes: below the lowest of each column, left
-    of the first of each row.
+    """Label only the outer axes of panels that share their axes: ``x`` below the lowest panel of
+    each column, ``y`` left of the first panel of each row.
     """
     across = grid[0].get_subplotspec().get_gridspec().ncols
     for number, axes in enumerate(grid):
@@ -77,10 +82,11 @@ def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
 
 
 def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
-    """Make an axis, and those that share it, logarithmic from ``low`` to ``high``, with ticks at
-    decades, or at 1-2-5 steps for small ranges.
+    """Make an axis, and all axes that share it, logarithmic from ``low`` to ``high``.
 
-    ``kind``: "count" (12M, 3.4B), "flops" (3·10¹⁸) or "number".
+    The ticks are at decades, or at finer steps if the range contains fewer than three of them; at
+    most 7 ticks. ``kind``, the format of the labels: "count" (12M, 3.4B), "flops" (3·10¹⁸) or
+    "number".
     """
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
@@ -111,7 +117,7 @@ def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
 
 
 def flops_text(value: float) -> str:
-    """Format as 3·10¹⁸, without mathematics mode."""
+    """Format a number of FLOPs as 3·10¹⁸, in plain characters without TeX."""
     decade = math.floor(math.log10(value) + 1e-9)
     power = f"10{str(decade).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
     factor = f"{value / 10.0**decade:.3g}"
@@ -119,19 +125,22 @@ def flops_text(value: float) -> str:
 
 
 def interval_text(estimate: Estimate, digits: str = ".2f") -> str:
-    """Format as 0.49 (0.45–0.53), −0.35 (−0.37 to −0.33); without resamples, only the value."""
+    """Format an estimate as 0.49 (0.45–0.53), −0.35 (−0.37 to −0.33).
+
+    Without an interval, the text is only the value.
+    """
     return estimate.text(digits).replace("-", "−")
 
 
 def law_text(what: str, law: PowerLaw, of: str) -> str:
-    """Format as N ∝ C^0.49 (0.45–0.53)."""
+    """Format a power law as N ∝ C^0.49 (0.45–0.53)."""
     return f"{what} ∝ {of}^{interval_text(law.exponent)}"
 
 
 def draw_law(
     axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any]
 ) -> None:
-    """Draw a power law as a line from ``low`` to ``high`` with its band."""
+    """Draw a power law from ``low`` to ``high``, with its confidence band if it has one."""
     x = np.geomspace(low, high, 60)
     axes.plot(x, law.at(x), color=look["color"], linewidth=1.7)
     band = law.band(x, interval)
@@ -140,7 +149,9 @@ def draw_law(
 
 
 def error_bars(estimates: Sequence[Estimate]) -> Any:
-    """Return distances below and above the values for errorbar; None if one has no interval."""
+    """Return the distances below and above the values for ``errorbar``, or None if an estimate has
+    no interval.
+    """
     if any(estimate.low is None or estimate.high is None for estimate in estimates):
         return None
     below = [max(0.0, estimate.value - (estimate.low or 0.0)) for estimate in estimates]
@@ -161,7 +172,7 @@ def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], col
 
 
 def marked(**look: Any) -> Any:
-    """Return a handle for a legend: a line, its marker or both."""
+    """Return a legend handle: a line, a marker or both."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], **look)
