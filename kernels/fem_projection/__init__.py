@@ -67,8 +67,8 @@ def fem_projection(
     saves only its arguments for the backward.
     Raises ValueError for shapes, dtypes or devices that do not fit, and for an implementation that
     cannot run.
-    Equations: Free Energy Mixer, the time-decay conditioner and the two gates (mathematics 1.1,
-    1.4); RoFormer, equation 34.
+    Equations: Free Energy Mixer, the time-decay conditioner and the two gates; RoFormer,
+    equation 34.
     """
     check_first("fem_projection", "z", z, "[s, b, ...]")
     head, compute = sum(widths.values()), torch.promote_types(z.dtype, torch.float32)
@@ -209,7 +209,5 @@ def split_heads(z: Tensor, widths: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def outer_gate(logit: Tensor, eps: float) -> Tensor:
-    """Return g = softplus(logit), RMS-normalised over the last dimension, no weight (mathematics
-    1.1).
-    """
+    """Return g = softplus(logit), RMS-normalised over the last dimension, without weight."""
     return rms_norm(softplus(logit), logit.shape[-1:], None, eps)

@@ -262,8 +262,8 @@ def test_cem_descends_and_climbs(part: str) -> None:
 
 
 def test_second_order_steps_descend_their_energy() -> None:
-    """W_O = -(eta / H) W_Q^T is gradient descent (mathematics 3), + is ascent; for linear attention
-    the signs are reversed.
+    """W_O = -(eta / H) W_Q^T is gradient descent, and + is ascent; for linear attention the signs
+    are reversed.
     """
     for name, down in (("mha2nd1st", -1e-3), ("energy_linear", 1e-3)):
         for sign, rose in ((1.0, 0.0), (-1.0, 1.0)):

@@ -75,7 +75,9 @@ def test_variants_differ_in_the_engine_alone_and_what_cannot_run_says_why(
     assert all(
         name == "stage0" or lacks(Job(name, 1, "bf16", "gpu", 2, 2)) is None for name in VARIANTS
     )  # the variants of the GPU suite
-    assert "only train.precision=fp32" in str(lacks(replace(JOB, variant="stage0", precision="bf16")))
+    assert "only train.precision=fp32" in str(
+        lacks(replace(JOB, variant="stage0", precision="bf16"))
+    )
     monkeypatch.setattr(
         "tools.bench.engines.variants.find_spec",
         lambda name: None if name == "deepspeed" else find_spec(name),

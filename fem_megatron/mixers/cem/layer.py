@@ -1,4 +1,4 @@
-"""CEM (mathematics 2): attention and MLP as steps of preconditioned gradient descent.
+"""Causal Energy Minimization (CEM): attention and MLP as steps of preconditioned gradient descent.
 
 The energy is a function of x_i given h_1..i.
 

@@ -1,4 +1,4 @@
-"""CEM's switches and sizes (mathematics 2).
+"""Shape of CEM: configuration keys and sizes.
 
 Attention and MLP are steps down an energy, with tied projections. Torch-free.
 """

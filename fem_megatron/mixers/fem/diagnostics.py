@@ -1,4 +1,4 @@
-"""Diagnostics of the Free Energy Mixer on a sample of tokens (mathematics 1.1)."""
+"""Diagnostics of the Free Energy Mixer on a sample of tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 at this value, and so is softplus over it
 def observe(mixer: FemMixer, sample: Sample) -> Quantities:
     """Return -F, F - mu, the entropies of prior p and posterior q, and quantiles.
 
-    The posterior is q ~ p exp(beta v). The quantiles are those of beta and lambda
-    (mathematics 1.1). For the softmax prior the largest of its logits is also returned.
+    The posterior is q ~ p exp(beta v). The quantiles are those of beta and lambda. For the softmax
+    prior the largest of its logits is also returned.
 
     For every prior, the derivatives of mu and F of token t by v_i are p_t(i) and q_t(i), channel by
     channel, so the weights are a gradient. Each channel computes the weights of one token. These

@@ -1,4 +1,4 @@
-"""The Free Energy Mixer over any prior (mathematics 1).
+"""The Free Energy Mixer over any prior.
 
 The read's numerics are in ``kernels``, the priors in ``priors``.
 """

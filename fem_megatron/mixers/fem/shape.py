@@ -1,4 +1,4 @@
-"""The Free Energy Mixer's configuration and sizes, over any prior (mathematics 1.5).
+"""The Free Energy Mixer's configuration and sizes, over any prior.
 
 Torch-free.
 """

@@ -1,4 +1,4 @@
-"""Hyper-SET (mathematics 4): descent on two energies of tokens on spheres.
+"""Hyper-SET: descent on two energies of tokens on spheres.
 
 An iteration descends attention's energy, then the feed-forward's.
 

@@ -1,4 +1,4 @@
-"""Hyper-SET's switches and sizes (mathematics 4). Torch-free."""
+"""Hyper-SET's switches and sizes. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Second-order attention (MHA2nd1st, MHA2nd), and linear attention in the same energy frame.
 
-See mathematics 3.
-
     z = RMSNorm(x);  q = W_Q z;  k_i = W_K z_i
     x <- x + sum_h W_O,h (r + b)               second order; r + b: `second_order_attention`
     x <- x + sum_h W_O,h sum_i (q.k_i) k_i     linear
