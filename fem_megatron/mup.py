@@ -6,7 +6,7 @@ are those of the base times powers of m (`Scaling`, Adam's, table 3). No activat
 multiplied. The paper has equivalent forms (lemma J.1: with Adam, a multiplier 1/m on a
 weight gives the same training as a standard deviation and a learning rate divided by m,
 up to Adam's epsilon). This is the form in which the model's computation does not change.
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

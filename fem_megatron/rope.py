@@ -1,6 +1,6 @@
 """RoPE's frequencies, and their scaling for texts longer than in training (docs/long_context.md).
 
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

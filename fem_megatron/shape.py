@@ -1,6 +1,6 @@
 """Shapes of mixers and MLPs: layer class, weights, and the costs per token of the entire layer.
 
-Torch-free.
+The module does not import torch.
 
 Long, because every property of a mixer is a method of one class.
 """

@@ -18,7 +18,8 @@ Answer = TypeVar("Answer")
 
 
 def from_rank_0(compute: Callable[[], Answer]) -> Answer:
-    """Call ``compute`` on rank 0 and return its result on all ranks; collective.
+    """Call ``compute`` on rank 0 and return its result on all ranks; all ranks must call it
+    together.
 
     Raises:
         CommandError: on all ranks, if ``compute`` raised it on rank 0.
@@ -41,7 +42,7 @@ def from_rank_0(compute: Callable[[], Answer]) -> Answer:
 
 
 def sum_over_ranks(values: Iterable[float]) -> list[float]:
-    """Return the sum of each value over all ranks; collective."""
+    """Return the sum of each value over all ranks; all ranks must call it together."""
     total = torch.tensor([*values], dtype=torch.float64, device=platform.device())
     torch.distributed.all_reduce(total)
     return list(total.tolist())

@@ -1,6 +1,6 @@
 """Choice of read method and traffic for sequences split over ranks (`split`), from sizes only.
 
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Default cache directories of a rank's Triton and Inductor: a local folder on each node.
 
-Standard library alone. Triton's own default is in the home directory. When several nodes write one
-cache over NFS, they get "Stale file handle" errors. The ranks of a node share a folder, as do a
-job's attempts: both caches support concurrent processes on a local file system.
+Uses only the standard library. Triton's own default is in the home directory. When several nodes
+write one cache over NFS, they get "Stale file handle" errors. The ranks of a node share a folder,
+as do a job's attempts: both caches support concurrent processes on a local file system.
 
     TMP/launch_caches_UID/        writable only by this user (mode 0700): its files are loaded as
     code

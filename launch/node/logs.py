@@ -1,5 +1,5 @@
 """Logs of an item: writing a rank's log (stamped lines without secrets), and reading all logs.
-Standard library alone.
+Uses only the standard library.
 
 Ranks' logs have a stamp on every line. The agents' (torchrun's, srun's) have none: their lines get
 the time when the file was last written or, while it is followed, the time when they were read.

@@ -127,7 +127,7 @@ def meet(ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
 
 def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
     """Return {"nodes", "bus"} of every pair of neighbouring nodes. A slow node is in both of the
-    slowest pairs. Collective.
+    slowest pairs. All ranks must call it together.
     """
     names = ranks.names
     pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(len(names))]
@@ -152,14 +152,14 @@ def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
 
 
 def gather(ranks: Ranks, value: Any) -> list[Any]:
-    """Return every rank's value. Collective."""
+    """Return every rank's value. All ranks must call it together."""
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, value)
     return values
 
 
 def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Compare the nodes' clocks. Collective.
+    """Compare the nodes' clocks. All ranks must call it together.
 
     Return {"skew": node -> seconds ahead of rank 0's clock, "ahead_at_most": seconds of rank 0's
     clock ahead of the submitting host's}.
@@ -185,7 +185,8 @@ def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
 def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
     """Write a file into each folder on every node, and wait for the other nodes' files.
 
-    Return a line for each file that cannot be written or is not seen. Collective.
+    Return a line for each file that cannot be written or is not seen. All ranks must call it
+    together.
     """
     mine = ranks.local_rank == 0 or ranks.nodes.index(ranks.nodes[ranks.rank]) == ranks.rank
     node, faults = ranks.nodes[ranks.rank], []

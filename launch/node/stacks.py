@@ -1,5 +1,5 @@
 """Dump of a hanging process: its state, stacks of py-spy and faulthandler, NCCL's flight recorder.
-Standard library alone.
+Uses only the standard library.
 """
 
 from __future__ import annotations

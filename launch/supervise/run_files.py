@@ -1,5 +1,5 @@
 """Files of an item that its supervisor reads and writes: the run's progress and metrics, and the
-attempts. Standard library alone.
+attempts. Uses only the standard library.
 """
 
 from __future__ import annotations

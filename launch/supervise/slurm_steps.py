@@ -1,7 +1,7 @@
 """``python -m launch.supervise.slurm_steps guard|signal ...``: separate Slurm steps next to the
 ranks.
 
-Standard library alone.
+Uses only the standard library.
 
 guard ITEM JOB RESTARTS PID   requeues a job whose supervisor was killed. When a batch script dies
                               of SIGKILL (out of memory, or a user's kill), Slurm counts the job as

@@ -1,5 +1,5 @@
 """Watch an attempt from start to end: pass signals on, observe steps, and dump and end hangs.
-Standard library alone.
+Uses only the standard library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints as folders: manifests, hashes, the search for a good one to resume from, publishing.
 
-No torch. `pretrain.checkpoint.reader` reads the tensors.
+The module does not import torch. `pretrain.checkpoint.reader` reads the tensors.
 """
 
 from __future__ import annotations

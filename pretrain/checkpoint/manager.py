@@ -401,7 +401,8 @@ def _written(final: Path, temporary: Path) -> Iterator[None]:
 def write_tensors(
     state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False
 ) -> AsyncRequest:
-    """Run Megatron's ``dist_checkpointing.save`` in separate steps; collective.
+    """Run Megatron's ``dist_checkpointing.save`` in separate steps; all ranks must call it
+    together.
 
     So one rank's failure reaches all ranks. The small files are written at once, the tensors when
     the returned request is executed or scheduled.

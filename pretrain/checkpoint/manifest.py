@@ -1,4 +1,5 @@
-"""Checks of a checkpoint's manifest before any of it is used: keys, types, ranges. No torch.
+"""Checks of a checkpoint's manifest before any of it is used: keys, types, ranges. The module does
+not import torch.
 
 A manifest that is valid JSON may still be wrong: edited, damaged, or written by a newer version of
 this code.

@@ -1,6 +1,6 @@
 """Rules for what may change when a run resumes: one table with a rule for every configuration key.
 
-No torch.
+The module does not import torch.
 """
 
 from __future__ import annotations

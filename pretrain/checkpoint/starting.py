@@ -1,4 +1,4 @@
-"""Decide how an attempt starts; collective.
+"""Decide how an attempt starts; all ranks must call it together.
 
 It starts from the run's own newest good checkpoint, from the weights of another checkpoint, or from
 new weights.

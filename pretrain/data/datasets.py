@@ -287,7 +287,9 @@ def _fill(
     sizes: Sequence[int],
     say: Callable[[str], None],
 ) -> bool:
-    """Build the index unless a complete one exists, and return True if it was built. Collective."""
+    """Build the index unless a complete one exists, and return True if it was built. All ranks must
+    call it together.
+    """
     fault = from_rank_0(cache.fault)
     if fault is None:
         return False
@@ -311,7 +313,7 @@ def _open(
 ) -> list[Any]:
     """Return Megatron's datasets of the three splits.
 
-    Collective. The indices are read from the folder or built into it.
+    All ranks must call it together. The indices are read from the folder or built into it.
     """
     return BlendedMegatronDatasetBuilder(
         kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))
@@ -327,7 +329,7 @@ def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | 
 
 
 def _ensure_helpers() -> None:
-    """Compile Megatron's C++ index builder if it is missing; collective.
+    """Compile Megatron's C++ index builder if it is missing; all ranks must call it together.
 
     Wheels contain it. After a source install it is compiled once on each host that lacks it.
     """

@@ -3,7 +3,7 @@
 Handles only files; Megatron writes the contents. ``ROOT/<key>/`` contains Megatron's index files
 and ``complete.json``: the sources they were made from, their sizes and hashes. A folder is built
 under a temporary name and renamed when it is complete, so that two jobs may build the same one at
-once. No torch.
+once. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lengths of the parts of documents in training's sequences.
 
-They follow from the documents' lengths in .idx files. No torch.
+They follow from the documents' lengths in .idx files. The module does not import torch.
 
 Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a
 document begins at any position in a sequence that is a multiple of the greatest common divisor of

@@ -1,8 +1,8 @@
 """Local copies of the files of sources in stores: ``CACHE/<hash of the source's folder>/``.
 
-No torch. A source with a local path is used directly. The manifest, the tokenizer and the .idx are
-copied completely. The .bin is a sparse file: it contains the blocks of the manifest's sample and
-those that `pretrain.data.store_client` has cached.
+The module does not import torch. A source with a local path is used directly. The manifest, the
+tokenizer and the .idx are copied completely. The .bin is a sparse file: it contains the blocks of
+the manifest's sample and those that `pretrain.data.store_client` has cached.
 """
 
 from __future__ import annotations

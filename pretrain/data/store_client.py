@@ -2,7 +2,8 @@
 
 ``bring CACHE PATIENCE KEY=URL...`` copies the files that are read before training: manifests,
 tokenizers, .idx files, a sample of each .bin. ``serve CACHE PATIENCE BYTES URL...`` answers
-requests for ranges of the .bin files in their order, until its parent process ends. No torch.
+requests for ranges of the .bin files in their order, until its parent process ends. The module does
+not import torch.
 
 A .bin's blocks are cached at their offset in a sparse file, with a table of their hashes in a
 second file. A block counts only if its hash is correct, so that kills, damage and several writers

@@ -1,4 +1,5 @@
-"""Read ranges of .bin files in object stores, for one rank, ahead of their use. No torch.
+"""Read ranges of .bin files in object stores, for one rank, ahead of their use. The module does not
+import torch.
 
 The ranges are requested from the process `pretrain.data.store_client`.
 """

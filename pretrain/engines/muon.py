@@ -179,7 +179,8 @@ class Muon(torch.optim.AdamW):
 
         all_parts: the parts of each data-parallel rank (``flat`` of other ranks is not read). A
         single entry means that all data-parallel ranks have the same parts and each computes all of
-        them. None: the parts are gathered from the ranks that share these weights; collective.
+        them. None: the parts are gathered from the ranks that share these weights; all ranks must
+        call it together.
         """
         rank, group = (
             parallel_state.get_tensor_model_parallel_rank(),

@@ -63,7 +63,7 @@ class ZeroState:
 
     def connect(self, model: ModelConfig) -> None:
         """If the optimizer is Muon, set the parts of its weights that this rank updates.
-        Collective.
+        All ranks must call it together.
         """
         if isinstance(self.adam, Muon):
             numbered = enumerate(parameter for parameter in self.names if is_muons(parameter))

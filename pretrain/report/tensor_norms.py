@@ -94,7 +94,7 @@ class _Sums:
 
     def norms(self) -> dict[str, float]:
         """Return ``<name>/<kind>`` -> norm on rank 0, with a single read by the host; {} on other
-        ranks. Collective.
+        ranks. All ranks must call it together.
         """
         torch.distributed.all_reduce(self.sums)
         if torch.distributed.get_rank():

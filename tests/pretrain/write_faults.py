@@ -82,7 +82,7 @@ class Outcome:
 
 
 class Faults:
-    """Functions of the library for one folder of checkpoints; collective."""
+    """Functions of the library for one folder of checkpoints; all ranks must call it together."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.library = folder, ctypes.CDLL(None)

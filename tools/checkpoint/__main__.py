@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
+    """Return the parser. Long, because all verbs declare their options in it."""
     parser = Parser(
         prog="tools.checkpoint",
         description="Show, verify, convert, mirror, fetch and average checkpoints.",

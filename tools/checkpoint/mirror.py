@@ -1,5 +1,5 @@
 """Verbs ``mirror`` and ``fetch``: copy the checkpoints of a run to an object store or file system
-(fsspec) and back. No torch.
+(fsspec) and back. The module does not import torch.
 
     URL/step_NNNNNNNN/...             files of a checkpoint, unchanged
     URL/step_NNNNNNNN/manifest.json   written last, after all other files were read back and

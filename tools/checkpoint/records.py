@@ -1,5 +1,5 @@
 """Files of a mirror other than checkpoints: those of the run directory, and the record of the run
-that owns the mirror. No torch.
+that owns the mirror. The module does not import torch.
 
 The record is written before anything is sent, and compared before anything is sent or fetched.
 URL/run/run_id.json is the record of the run directory that sends to the mirror

@@ -1,5 +1,5 @@
 """Sudoku boards with one solution and 17 to 34 givens, generated in parallel and cached in a file.
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

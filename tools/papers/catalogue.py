@@ -1,5 +1,5 @@
 """``list``: every experiment of the four papers, its requirements and cost, and whether it can run
-on this machine. Torch-free.
+on this machine. The module does not import torch.
 
 list [--json]
 """

@@ -1,5 +1,5 @@
 """Definition of an experiment: its rows, cases, sizes and claims, and the record of its trials.
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

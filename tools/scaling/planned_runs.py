@@ -2,7 +2,7 @@
 study's question are refused.
 
 Parameters and FLOPs are those of `pretrain --plan`; hours follow from the study's assumed
-throughput. No torch.
+throughput. The module does not import torch.
 """
 
 from __future__ import annotations

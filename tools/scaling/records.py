@@ -1,4 +1,5 @@
-"""Record of one run from any log, the identity of its data, and its rows of the table. No torch.
+"""Record of one run from any log, the identity of its data, and its rows of the table. The module
+does not import torch.
 
 Held-out losses are comparable between runs that read the same tokens in sequences of the same
 length; a loss per token is not comparable across tokenizers.

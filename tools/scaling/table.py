@@ -1,5 +1,5 @@
 """Table of a study, runs.csv, with one row per validation of a run: columns and types, strict
-reading, atomic writing. No torch.
+reading, atomic writing. The module does not import torch.
 
 ``collect`` writes it; ``fit``, ``plot`` and ``recommend`` read it. A table of published data needs
 only the five columns REQUIRED.

@@ -1,5 +1,5 @@
 """Trunks: of runs that differ only in length the longest is trained completely, the others as forks
-of it from the start of their decay. No torch.
+of it from the start of their decay. The module does not import torch.
 
 With WSD and a warm-up in steps, a run does not depend on its length before its decay begins: until
 then it equals the longer run bit for bit (`pretrain --fork`; Hägele et al. 2024, arXiv 2405.18392).

@@ -1,4 +1,6 @@
-"""Sizes and switches of standard attention: grouped queries, biases, a window. Torch-free."""
+"""Sizes and switches of standard attention: grouped queries, biases, a window. The module does not
+import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Shape of CEM: configuration keys and sizes.
 
-Attention and MLP are steps down an energy, with tied projections. Torch-free.
+Attention and MLP are steps down an energy, with tied projections. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sizes of DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464). Torch-free."""
+"""Sizes of DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464). The module does not
+import torch.
+"""
 
 from __future__ import annotations
 

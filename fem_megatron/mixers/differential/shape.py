@@ -1,6 +1,6 @@
 """Sizes of differential attention (Differential Transformer, arXiv 2410.05258).
 
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The interface of a prior's shape, and the shapes of all priors. Torch-free."""
+"""The interface of a prior's shape, and the shapes of all priors. The module does not import
+torch.
+"""
 
 from __future__ import annotations
 

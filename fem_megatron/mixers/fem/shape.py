@@ -1,6 +1,6 @@
 """The Free Energy Mixer's configuration and sizes, over any prior.
 
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shape of a flash-linear-attention layer: the properties available without the package.
 
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

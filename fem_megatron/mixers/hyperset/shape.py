@@ -1,4 +1,4 @@
-"""Hyper-SET's switches and sizes. Torch-free."""
+"""Hyper-SET's switches and sizes. The module does not import torch."""
 
 from __future__ import annotations
 

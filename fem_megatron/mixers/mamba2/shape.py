@@ -1,4 +1,4 @@
-"""Sizes of Mamba-2 (arXiv 2405.21060). Torch-free."""
+"""Sizes of Mamba-2 (arXiv 2405.21060). The module does not import torch."""
 
 from __future__ import annotations
 

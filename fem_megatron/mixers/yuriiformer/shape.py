@@ -1,6 +1,6 @@
 """YuriiFormer's sizes: attention and MLP as Nesterov steps on tokens and their velocities.
 
-Torch-free.
+The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """``collect``: write the losses of a study's runs into one table, from run directories or an export
-of Weights & Biases. No torch.
+of Weights & Biases. The module does not import torch.
 
     collect STUDY.yaml [--wandb EXPORT.jsonl] [--partial] [--out FILE] [--results FOLDER]
 

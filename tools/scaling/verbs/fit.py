@@ -1,5 +1,5 @@
 """``fit``: fit the laws of a study's table with intervals; write them as text and as ``fit.json``.
-No torch.
+The module does not import torch.
 
     fit STUDY.yaml [--table FILE] [--results FOLDER]
 

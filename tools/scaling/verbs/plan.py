@@ -1,5 +1,5 @@
 """``plan``: list the runs of a study with their cost, one line each; refuse runs that cannot answer
-the study's question. No torch.
+the study's question. The module does not import torch.
 
     plan STUDY.yaml [--csv FILE]
 

@@ -1,5 +1,5 @@
 """``recommend``: write the run that a study's laws recommend for a compute budget as a
-configuration of `python -m pretrain`. No torch.
+configuration of `python -m pretrain`. The module does not import torch.
 
     recommend STUDY.yaml --flops 1e21 [--variant NAME] [--extrapolate] [--out FILE] [--results
     FOLDER]
