@@ -1,16 +1,20 @@
-"""Temporary signal handlers, and names of signals.
+"""Temporary signal handlers, names of signals, and signals at the death of the parent.
 
 The module uses only the standard library.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+PDEATHSIG, SUBREAPER, PTRACER = 1, 36, 0x59616D61  # from <linux/prctl.h>
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded now: no import is safe between fork and exec
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
@@ -44,3 +48,12 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def prctl(option: int, value: int) -> None:
+    """Call prctl on Linux, do nothing elsewhere. Safe between fork and exec.
+
+    Errors are ignored: without support by the kernel, a process only has less protection.
+    """
+    if sys.platform == "linux":
+        _LIBC.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0)))

@@ -10,6 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 
+def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
+    """Join the first items, and add the number of the others: ``a, b and 3 more``."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return between.join(items[:most]) + more
+
+
 def count(number: float) -> str:
     """Format a number with its magnitude: 950, 12.3k, 4.56M, 1.2B, 3T."""
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

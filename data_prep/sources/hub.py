@@ -22,7 +22,7 @@ import yaml
 from data_prep.sources.hub_client import LONG_WAITS, SHORT_WAITS, Repository, patiently
 from data_prep.sources.names import is_data, report_left_out
 from fem_common.errors import UserError
-from fem_common.text import one_line
+from fem_common.text import first_few, one_line
 
 SCHEME = "hf://"
 
@@ -405,24 +405,19 @@ def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
 
 
 def _chosen(name: str, configs: dict[str, dict[str, Any]], subset: str | None) -> str:
+    known = first_few(list(configs), 10)
     if subset is not None:
         if subset in configs:
             return subset
         near = difflib.get_close_matches(subset, configs, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {_some(list(configs))}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {known}"
         raise UserError(f"{name} has no subset {subset!r}; {hint}")
     default = [key for key, entry in configs.items() if entry.get("default") is True] or [
         key for key in configs if key == "default"
     ]
     if default or len(configs) == 1:
         return (default or list(configs))[0]
-    raise UserError(
-        f"{name} has several subsets and no default; choose with --subset: {_some(list(configs))}"
-    )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    raise UserError(f"{name} has several subsets and no default; choose with --subset: {known}")
 
 
 def _patterns(data_files: Any) -> list[str]:

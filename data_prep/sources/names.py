@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from fem_common.text import counted
+from fem_common.text import counted, first_few
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 PACKINGS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
@@ -47,9 +47,8 @@ def report_left_out(given: str, paths: Sequence[str], reason: str = "") -> None:
     """
     if paths:
         named = sorted(paths, key=lambda path: (path.startswith("."), path))
-        more = f" and {len(named) - SHOWN:,} more" if len(named) > SHOWN else ""
         print(
             f"data_prep: {given}: {counted(len(named), 'name')} left out{reason}: "
-            f"{', '.join(named[:SHOWN])}{more}",
+            f"{first_few(named, SHOWN)}",
             file=sys.stderr,
         )

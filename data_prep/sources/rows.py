@@ -15,7 +15,7 @@ import pyarrow as pa
 from data_prep.prepared.records import read
 from fem_common.cli import is_want_of_memory
 from fem_common.errors import UserError
-from fem_common.text import nearest, one_line
+from fem_common.text import first_few, nearest, one_line
 
 ID = "id"  # only an id column with this name may be missing
 BATCH_BYTES = 4 << 20  # maximum size of a batch, unless a single row is larger
@@ -161,9 +161,7 @@ def missing_column(
     ``where``: the part of the file that was searched, for example " in its first line".
     """
     near = nearest(name, names)
-    listed = ", ".join(names[:NAMED]) + (
-        f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    )
+    listed = first_few(names, NAMED)
     hints = [f"did you mean {near!r}?"] if near else []
     if name == columns.text:
         hints = hints or ["name it with --text-column"]

@@ -10,7 +10,6 @@ Long, because it contains all patches.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import logging
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 
+from fem_common.signals import PDEATHSIG, prctl
 from fem_megatron.megatron.staging import staged
 from kernels.implementations import check_overrides
 
@@ -72,7 +72,6 @@ PATCHED_MODULES = (
     "utils",
 )
 
-_PDEATHSIG = 1  # from <linux/prctl.h>
 _FACTORIES = (
     "zeros",
     "ones",
@@ -230,8 +229,7 @@ def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
         parent = multiprocessing.parent_process()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PDEATHSIG, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))
+        prctl(PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent.pid:
             os._exit(1)  # the parent ended before prctl took effect
         function(*args, **kwargs)

@@ -15,7 +15,6 @@ the ranks' interpreter.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import re
@@ -33,7 +32,7 @@ from types import FrameType
 from fem_common import secrets
 from fem_common.errors import reason
 from fem_common.exits import Exit
-from fem_common.signals import signal_name
+from fem_common.signals import PDEATHSIG, PTRACER, SUBREAPER, prctl, signal_name
 from launch.job import rank_log, rank_record, write_json
 from launch.node import caches, stacks
 from launch.node.failures import Findings, blameless_signal, killed_for_memory, kind_of, told_to_end
@@ -46,7 +45,6 @@ PATIENCE_SECONDS = 5.0
 # Interval at which the count of out-of-memory kills is read. Only kills of the last one to two
 # intervals can be the cause of the rank's end.
 OOM_SECONDS = 60.0
-_PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # from <linux/prctl.h>
 _FLIGHT_FOLDERS = {
     "TORCH_FR_DUMP_TEMP_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
@@ -358,8 +356,8 @@ def _die_with_parent() -> None:
     processes that the command leaves behind.
     """
     parent = os.getppid()
-    _prctl(_PDEATHSIG, signal.SIGKILL)
-    _prctl(_SUBREAPER, 1)
+    prctl(PDEATHSIG, signal.SIGKILL)
+    prctl(SUBREAPER, 1)
     if os.getppid() != parent:
         sys.exit(1)
 
@@ -370,7 +368,7 @@ def die_with(parent: int, number: int) -> None:
 
     Called between fork and exec. parent: the parent's pid.
     """
-    _prctl(_PDEATHSIG, number)
+    prctl(PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -381,16 +379,8 @@ def _in_the_command(keeper: int) -> None:
     It will die with the keeper, the keeper's py-spy may attach to it, and signals are unblocked.
     """
     die_with(keeper, signal.SIGKILL)
-    _prctl(_PTRACER, keeper)
+    prctl(PTRACER, keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _prctl(option: int, value: int) -> None:
-    """Call prctl and ignore errors: without kernel support, the run only has less protection."""
-    _LIBC.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
 def _children() -> list[int]:

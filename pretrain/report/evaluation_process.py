@@ -7,14 +7,13 @@ started is the command and not a wrapper. It imports only the standard library a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 
 from fem_common.exits import Exit
+from fem_common.signals import PDEATHSIG, prctl
 
-_PDEATHSIG = 1  # of <linux/prctl.h>
 _NICENESS = 19
 
 
@@ -28,10 +27,7 @@ def main(words: list[str]) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            _PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), *map(ctypes.c_ulong, (0, 0, 0))
-        )
+    prctl(PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return 0  # the parent ended before the death signal was set
     try:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fem_common.errors import ConfigError
-from fem_common.text import did_you_mean, nearest
+from fem_common.text import did_you_mean, first_few, nearest
 
 from .suite import Suite, SuiteTask
 
@@ -318,7 +318,8 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
         return
     width = max(len(what) for what, *_ in absent)
     for what, names, why in absent:
-        stream.write(f"missing  {what:<{width}}  for {listed(names)}{f': {why}' if why else ''}\n")
+        wanted_by = first_few(list(names), 3) + (f": {why}" if why else "")
+        stream.write(f"missing  {what:<{width}}  for {wanted_by}\n")
     gated = [
         f" ({path} is gated: {how})"
         for path, how in GATED.items()
@@ -334,12 +335,6 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
         f" sets: {cache_folder()}); on a machine with a network: {command} --cache"
         f" DIR{''.join(gated)}; then copy DIR to this machine and give --cache DIR"
     )
-
-
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """Return the first names, and the number of further ones, as text."""
-    given = list(names)
-    return ", ".join(given[:most]) + (f" and {len(given) - most} more" if len(given) > most else "")
 
 
 def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
@@ -380,7 +375,7 @@ def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
     entries = []
     for (what, why), configurations in found.items():
         named = [name for name in configurations if name is not None]
-        suffix = f" ({listed(named)})" if len(named) == len(configurations) else ""
+        suffix = f" ({first_few(list(named), 3)})" if len(named) == len(configurations) else ""
         entries.append(
             (
                 what + suffix,

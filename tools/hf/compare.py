@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fem_common.text import first_few
 from fem_megatron.config import ModelConfig
 
 from .folder import UNREAD
@@ -302,7 +303,7 @@ class First:
         parts = []
         if self.weights:
             largest = max(self.weights, key=lambda found: found.absolute)
-            names = named([found.where for found in self.weights], 2)
+            names = first_few([found.where for found in self.weights], 2)
             parts.append(
                 f"{number(largest.absolute)} in weights"
                 f" ({names}{', ' + largest.note if largest.note else ''})"
@@ -431,9 +432,3 @@ class Findings:
 def number(value: float) -> str:
     """Format with two digits: 0, 0.12, 1.3e-07, inf."""
     return f"{value:.2g}"
-
-
-def named(items: list[str], shown: int, between: str = ", ") -> str:
-    """Return the first items and the number of further ones as text."""
-    more = f" and {len(items) - shown} more" if len(items) > shown else ""
-    return between.join(items[:shown]) + more

@@ -21,7 +21,7 @@ import torch
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.files import read_lines
-from fem_common.text import aligned
+from fem_common.text import aligned, first_few
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.reader import Weights as Stored
 
@@ -37,7 +37,6 @@ from .compare import (
     compare_traces,
     compare_weights,
     exported,
-    named,
     number,
     trace,
 )
@@ -61,7 +60,9 @@ def as_text(found: Findings) -> str:
         for side, path, about in zip("AB", found.sides, found.about, strict=True)
     ]
     told = [f"{key} {one!r} and {two!r}" for key, (one, two) in found.settings.items()]
-    lines.append(f"configuration: {'differs: ' + named(told, SHOWN, '; ') if told else 'equal'}")
+    lines.append(
+        f"configuration: {'differs: ' + first_few(told, SHOWN, '; ') if told else 'equal'}"
+    )
     if found.lacking_tokenizer:
         lines.append(
             "tokenizers: not compared, no tokenizer in"
@@ -130,7 +131,7 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
         )
     for side, names in (("A", weights.only_a), ("B", weights.only_b)):
         if names:
-            yield f"weights that only {side} has: {named(names, SHOWN)}"
+            yield f"weights that only {side} has: {first_few(names, SHOWN)}"
 
 
 def as_json(found: Findings) -> dict[str, Any]:

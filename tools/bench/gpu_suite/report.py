@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fem_common.plot import COLOURS, colour_of, new_figure, plain_axes, save
+from fem_common.text import first_few
 from tools.bench import runner
 from tools.bench.engines import figures
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL
@@ -320,20 +320,16 @@ def _gaps(record: Record) -> str:
         if outcome.gap is not None:
             alike.setdefault(str(outcome.gap), []).append(outcome.task.name)
     for why, names in alike.items():
-        lines.append(f"- {_some(names)}: {why}")
+        lines.append(f"- {first_few(names, MOST_NAMES, '; ')}: {why}")
     if record.left_out:
         why = (
             "without an outcome, for lack of time or because the suite was ended "
             f"({len(record.left_out)})"
         )
-        lines.append(f"- {why}: {_some(record.left_out, 40)}")
+        lines.append(f"- {why}: {first_few(record.left_out, 40, '; ')}")
     if record.damaged:
         lines.append(f"- {record.damaged} lines of the record cannot be read")
     return "\n".join(lines) or "None."
-
-
-def _some(names: Sequence[str], most: int = MOST_NAMES) -> str:
-    return "; ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _ms(seconds: float) -> str:

@@ -10,7 +10,6 @@ and ends; failed runs are listed at the end.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import shlex
@@ -28,7 +27,7 @@ from typing import Any
 
 from fem_common.config import read_values
 from fem_common.errors import ConfigError, StorageError, files_told
-from fem_common.signals import taken
+from fem_common.signals import PDEATHSIG, prctl, taken
 from fem_common.text import counted, duration
 from pretrain.config import load_run
 from pretrain.data.facts import check_data
@@ -44,8 +43,6 @@ STATUS_SECONDS = 120.0
 INTERRUPTED = 130
 # States of runs that launch does not restart by itself.
 FAILED = ("stopped", "lost", "cancelled")
-_PDEATHSIG = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-_LIBC = ctypes.CDLL(None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -306,7 +303,7 @@ def standings(study: Study) -> dict[str, dict[str, Any]] | None:
 
 def _tied(parent: int) -> None:
     """Request SIGTERM at the parent's death, in launch's process between fork and exec."""
-    _LIBC.prctl(*map(ctypes.c_ulong, (_PDEATHSIG, signal.SIGTERM, 0, 0, 0)))
+    prctl(PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
 
