@@ -55,7 +55,10 @@ class ConfigErrors(ConfigError):
 
 @contextmanager
 def noted(mistakes: list[Mistake], section: str) -> Iterator[None]:
-    """Collect configuration errors raised in the block, so that reading continues after them."""
+    """Catch configuration errors raised in the block and append them to ``mistakes``.
+
+    ``section`` is recorded as the key of a single ConfigError; ConfigErrors contain their own keys.
+    """
     try:
         yield
     except ConfigErrors as errors:
@@ -179,10 +182,13 @@ def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
 
 
 class Row(NamedTuple):
-    """A key of a reference page.
+    """One row of a configuration reference page; it documents one key.
 
-    section: True if the key contains other keys; wanted: the type or the choices, and the range;
-    default: None if the key is required.
+    key: dotted key.
+    section: True if the key contains other keys.
+    wanted: type or choices, and the range.
+    default: default value as text, or None if the key is required.
+    doc: description.
     """
 
     key: str
@@ -216,7 +222,7 @@ def required(item: Field[Any]) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """Return the name of a type for users."""
+    """Return the name of a type for users, for example ``a list of text`` or ``a mapping``."""
     kind, optional = _strip_optional(kind)
     entry = _entry(kind)
     if is_dataclass(kind):
@@ -235,7 +241,10 @@ def describe(kind: Any) -> str:
 
 
 def _entry(kind: Any) -> Any:
-    """Return ``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
+    """Return the entry type of a tuple or dictionary type, or None for other types.
+
+    Example: ``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``.
+    """
     kind = _strip_optional(kind)[0]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
@@ -255,8 +264,11 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 
 @dataclass(frozen=True)
 class Node:
-    """A value as it was written, and its location: ``file:line``, only the file for non-YAML
-    values, or the command line.
+    """Configuration value as written, before conversion to its type.
+
+    where: location for messages: ``file:line``, the file alone if the value is not from YAML, or
+    the command line. tag: YAML type, for example ``str``, ``null``, ``map`` or ``seq``. quoted:
+    True if the value is text that must not be read as another type.
     """
 
     value: dict[str, Node] | list[Node] | str
@@ -320,9 +332,10 @@ def _stems(folder: Path) -> list[str]:
 
 
 def _tree(text: str) -> Any:
-    """Return the YAML node tree. libyaml is used if available, because it is ten times faster.
+    """Parse YAML text and return PyYAML's node tree.
 
-    Invalid text is parsed again by PyYAML's own parser, which describes mistakes better.
+    libyaml is used if available, because it is ten times faster. Invalid text is parsed again by
+    PyYAML's own parser, which describes mistakes better.
     """
     import yaml
 
@@ -376,7 +389,11 @@ def _parse(text: str, where: str) -> Node:
 
 
 def _merged(under: Node, over: Node) -> Node:
-    """Merge ``over`` into ``under``: mappings key by key; every other value is replaced."""
+    """Return ``under`` with the values of ``over`` on top.
+
+    Mappings are merged key by key; a value of any other type in ``over`` replaces that in
+    ``under``.
+    """
     if not isinstance(under.value, dict) or not isinstance(over.value, dict):
         return over
     values = dict(under.value)
@@ -388,7 +405,10 @@ def _merged(under: Node, over: Node) -> Node:
 def _moved(
     cls: type, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield (old key, new key) from the ``moved`` tables of a configuration class and sections."""
+    """Yield (old key, new key) for every renamed key of a configuration class and its sections.
+
+    The names are in the class attributes ``moved``. Keys are tuples of names from the root.
+    """
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
     hints = _hints(cls)
@@ -406,9 +426,9 @@ def _under(
 
 
 def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> Node:
-    """Rename the moved keys in the tree of one file.
+    """Return the tree of one file with old key names replaced by the new ones.
 
-    A key stays if its new name is also present.
+    An old key is not renamed if its new name is also present.
     """
     for old, new in names.items():
         found, rest = _taken(node, old)
@@ -418,7 +438,7 @@ def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> No
 
 
 def _taken(node: Node, keys: Sequence[str]) -> tuple[Node | None, Node]:
-    """Return the node under ``keys`` (None if absent) and the tree without it."""
+    """Return (node at the path ``keys`` or None if absent, tree without that node)."""
     if not isinstance(node.value, dict) or keys[0] not in node.value:
         return None, node
     if len(keys) == 1:
@@ -439,9 +459,11 @@ def _assignment(text: str) -> tuple[list[str], Node]:
 
 
 def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
-    """Return ``node`` with one key set.
+    """Return a copy of the tree ``node`` in which the key at the path ``keys`` has the node
+    ``value``.
 
-    A number is the index of a list item, from 0; the index after the last item appends.
+    A number in ``keys`` is the index of a list item, from 0; the index after the last item appends.
+    ``above`` is the path of ``node`` from the root, for messages.
     """
     if not keys:
         return value
@@ -472,7 +494,10 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
 
 
 class _Reader:
-    """Reader of one configuration: the class, its file, and the mistakes found so far."""
+    """Reader that builds one configuration object and collects all mistakes on the way.
+
+    Each attribute and method belongs to one call of `load` or `build`.
+    """
 
     def __init__(
         self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]
@@ -505,7 +530,7 @@ class _Reader:
         return config
 
     def composed(self, tree: Node, overrides: Sequence[str]) -> Node:
-        """Return the tree merged over its bases, with the overrides applied."""
+        """Return the file's tree merged over its bases, with the command-line overrides applied."""
         if not self.parts and "base" not in self.known:
             tree = self.over_base(tree, "", self.path.parent, (os.path.abspath(self.path),))
         elif self.sections:
@@ -531,7 +556,10 @@ class _Reader:
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
-        """Return the assignment without moved keys, plus one assignment for each moved key."""
+        """Return the assignments that an override of ``keys`` stands for after key renames.
+
+        Moved keys are removed from ``value`` and become separate (keys, value) assignments.
+        """
         found = []
         for old, new in self.moved.items():
             if list(old) == keys:
@@ -542,10 +570,11 @@ class _Reader:
         return [(keys, value), *found]
 
     def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
-        """Return the mapping of a section (or of the file, if ``section`` is empty) merged over its
-        base, recursively.
+        """Return the mapping ``node`` merged over the files named by its ``base``, recursively.
 
-        A base given as a path is relative to the third argument, a folder.
+        section: name of the section, or "" for an entire file.
+        here: folder to which a base given as a path is relative.
+        chain: absolute paths of the files that led to this one, to detect a cycle.
         """
         what = f"the name of a part in {section}/ or the path of a .yaml file"
         key = f"{section}.base"
@@ -630,10 +659,10 @@ class _Reader:
         return cls(**values)
 
     def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
-        """Return a suggestion for an unknown key.
+        """Return a suggestion for the unknown key ``key`` of the section ``path``.
 
-        This is the explanation in ``absent``, the same name in another section, a similar name in
-        this section or anywhere, or else the list of valid keys.
+        The first that exists is returned: the explanation in ``absent``, the same key in another
+        section, a similar key in this section or anywhere, the list of valid keys.
         """
         for pattern, said in self.absent.items():
             if re.fullmatch(pattern, key) or re.fullmatch(pattern, ".".join((*path, key))):
@@ -698,7 +727,11 @@ def _mapping(node: Node) -> dict[str, Node]:
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
-    """Return a suggestion of the nearest existing file, in the form that the user used."""
+    """Return a message part that suggests the existing file most similar to ``name``.
+
+    The file is named in the form that the user wrote: by its path if ``by_path``, else without the
+    ending.
+    """
     if not by_path and (here / f"{name}.yaml").is_file():
         return f"; did you mean {name}.yaml, the file in {here.absolute()}?"
     near = nearest(places[0].stem, [stem for place in places for stem in _stems(place.parent)], 0.4)
@@ -708,7 +741,7 @@ def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
 
 
 def _as_written(node: Node) -> Any:
-    """Convert a value of type Any according to its YAML form."""
+    """Convert a node to plain Python values according to its YAML form, for keys of type Any."""
     if isinstance(node.value, dict):
         return {key: _as_written(entry) for key, entry in node.value.items()}
     if isinstance(node.value, list):
@@ -735,7 +768,7 @@ def _matches(value: Any, choice: Any) -> bool:
 
 
 def _scalar(kind: Callable[..., Any], node: Node) -> Any:
-    """Return the scalar as a ``kind``, or None if it is not one.
+    """Return the value of a scalar node as type ``kind``, or None if it is not of that type.
 
     Text needs no quotes unless YAML reads it as true, false or null.
     """

@@ -1,6 +1,7 @@
-"""Rules for secrets in an environment, and for the variables that may be written to files.
+"""Detection of secrets in environment variables, and removal of secrets from text.
 
-The module uses only the standard library.
+The module also selects the variables that may be written to files. It uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def hide(text: str, secrets: tuple[str, ...]) -> str:
 
 
 def harmless_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be written to a file, sorted.
+    """Return the environment variables that may be written to a file, in alphabetical order.
 
     These are the allow-listed variables whose value contains no secret of another variable.
     """

@@ -41,8 +41,9 @@ class Spec:
         return self.check(value) if self.check else None
 
     def range(self) -> str:
-        """Return the range in words, as ``1 or more`` or ``more than 0 and less than 1``; empty if
-        every number is valid.
+        """Return the valid range in words, or "" if every number is valid.
+
+        Examples: ``1 or more``, ``more than 0 and less than 1``.
         """
         least, above, below = (
             f"{limit:g}" if isinstance(limit, float) else str(limit)
@@ -87,10 +88,10 @@ def spec(item: Field[Any]) -> Spec:
 
 
 def moved(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return plain ``values`` with renamed keys; ``names`` maps old "section.key" to new
-    "section.key".
+    """Return plain ``values`` with renamed keys.
 
-    A key stays if its new name is also present.
+    ``names`` maps an old "section.key" to the new one. An old key is not renamed if its new name is
+    also present.
     """
     given = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()

@@ -32,21 +32,23 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def is_url(place: str) -> bool:
-    """Return True if a place is given by a URL, False for a path."""
+    """Return True if ``place`` is a URL, False if it is a path."""
     return "://" in place
 
 
 def folder_of(place: str) -> Path | None:
-    """Return the folder of a path or of a URL with the scheme file; None for other URLs."""
+    """Return the local folder that ``place`` names, a path or a ``file://`` URL; None for other
+    URLs.
+    """
     kind, mark, rest = place.partition("://")
     return Path(rest or kind) if not mark or kind == "file" else None
 
 
 def refusal(place: str, folder: Path | None) -> str | None:
-    """Return why copies of the content of ``folder`` cannot be stored at a place, or None.
+    """Return the error text if ``place`` cannot receive copies of ``folder``, or None if it can.
 
-    Only the name of the place is examined. If ``folder`` is None, only the form of the name is
-    checked.
+    The store is not contacted; only the text of ``place`` is examined. If ``folder`` is None, only
+    the form of ``place`` is checked.
     """
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
@@ -74,9 +76,9 @@ def refusal(place: str, folder: Path | None) -> str | None:
 
 
 def _unknown(place: str, kind: str) -> str | None:
-    """Return why a kind of place is not supported, or None.
+    """Return the error text if the URL scheme ``kind`` of ``place`` is not supported, or None.
 
-    A kind is supported if fsspec implements it and the required package is installed.
+    A scheme is supported if fsspec implements it and the required package is installed.
     """
     from fsspec.registry import available_protocols, known_implementations
 
@@ -133,7 +135,7 @@ def said(error: Exception) -> str:
 
 
 def kind_of(error: Exception) -> type[ConfigError | StorageError]:
-    """Return the exception type for a failure of a store.
+    """Return the exception type with which a store's failure is reported.
 
     It is ConfigError for a missing or forbidden place and StorageError for every other failure.
     """

@@ -17,7 +17,7 @@ def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
 
 
 def count(number: float) -> str:
-    """Format a number with its magnitude: 950, 12.3k, 4.56M, 1.2B, 3T."""
+    """Format a number with a magnitude suffix, for example 950, 12.3k, 4.56M, 1.2B, 3T."""
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= unit * 0.9995:  # 999,600 is 1M, not 1e+03k
             return f"{number / unit:.3g}{suffix}"
@@ -106,6 +106,10 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Sequence[str], otherwise: str = "choose one of") -> str:
-    """Return the end of a message about an unknown word: the nearest known word, or all of them."""
+    """Return the end of a message about an unknown word: a suggestion or a list.
+
+    The text suggests the most similar of the ``known`` words. If no word is similar, it is
+    ``otherwise`` followed by all known words.
+    """
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"{otherwise} {', '.join(known)}"

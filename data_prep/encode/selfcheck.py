@@ -187,10 +187,11 @@ RUNS = ("a", " ", "\n", "!", "1", "é", "漢", "▁", "ab", " a", "\U0010fffd", 
 
 @dataclass(frozen=True)
 class Found:
-    """Result of the check: gigatoken's ``name`` and version, the number of ``strings`` compared,
-    and the first ``fault``.
+    """Result of the self-check.
 
-    ``fault`` is one line, or None if the encoders agree.
+    name: gigatoken's name and version.
+    strings: number of strings compared.
+    fault: first difference or failure on one line, or None if the encoders agree.
     """
 
     name: str
@@ -199,10 +200,10 @@ class Found:
 
 
 def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Encode the battery and about SAMPLE_CHARACTERS of the samples with both encoders in a child
-    process.
+    """Compare both encoders in a child process and return the result.
 
-    The check takes about 2 CPU seconds.
+    The strings are those of `battery` and about SAMPLE_CHARACTERS of the samples. The check takes
+    about 2 CPU seconds.
     """
     question = json.dumps(
         {"folder": asdict(folder) | {"path": str(folder.path)}, "samples": _clipped(samples)}
@@ -248,7 +249,7 @@ def battery(
     """Yield the test strings, which are the same for the same arguments.
 
     They are random combinations of PARTS, vocabulary entries and code points; long runs; and every
-    ``step``-th code point.
+    ``step``-th code point. ``strings`` is the number of random combinations.
     """
     random_ = random.Random(seed)
     spec: dict[str, Any] = json.loads((folder.path / "tokenizer.json").read_bytes())
@@ -350,7 +351,7 @@ def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def main() -> int:
-    """Read the request from standard input and print the result."""
+    """Read the folder and the samples as JSON from standard input and print the result as JSON."""
     question = json.load(sys.stdin)
     folder = TokenizerFolder(**question["folder"] | {"path": Path(question["folder"]["path"])})
     print(json.dumps(asdict(answer(folder, question["samples"]))))

@@ -1,5 +1,6 @@
-"""Checked Hugging Face tokenizer folders. This module finds and validates them and does not encode
-text.
+"""Search, download and validation of Hugging Face tokenizer folders.
+
+This module does not encode text; see encoders.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """Tokenizer on disk.
+    """Validated Hugging Face tokenizer in a local folder.
 
-    ``eod_token`` is the folder's eos_token, ``vocab_size`` is the largest id + 1, and ``sha256`` is
-    the hash of tokenizer.json.
+    eod_token: text of the end-of-document (EOD) token, which is the folder's eos_token.
+    eod_id: id of this token.
+    vocab_size: largest id + 1.
+    sha256: hash of tokenizer.json.
     """
 
     path: Path

@@ -1,9 +1,9 @@
-"""Worker processes that encode one unit at a time, and the parent that assigns units and detects
-dead workers.
+"""Pool of worker processes that encode one unit at a time.
 
-Every worker is a new interpreter with a connection to its parent and the read end of a pipe, the
-lifeline. The parent keeps the write end open. A worker exits when the lifeline closes, however its
-parent ended. This module depends neither on the encoding of a unit nor on the display of progress.
+The parent assigns units and detects dead workers. Every worker is a new interpreter with two
+connections: one for messages, and the read end of a pipe called the lifeline, whose write end
+the parent keeps open. A worker exits when the lifeline closes, however its parent ended. This
+module depends neither on the encoding of a unit nor on the display of progress.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ LEFT = "finished units are kept: run the same command again to continue"
 
 
 class Step(NamedTuple):
-    """Progress of a worker with its unit: bytes of text read, and the counts so far."""
+    """Progress message of a worker.
+
+    read: bytes of text of the current unit that were read so far.
+    tally: counts of the unit so far.
+    """
 
     read: int
     tally: Tally
@@ -59,11 +63,12 @@ Message = Step | UnitEntry | CommandError | None
 def run_units(
     out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, board: Board
 ) -> None:
-    """Encode ``units`` in at most ``workers`` processes with the encoder ``kind`` (see
-    encoders.make); the board shows progress.
+    """Encode ``units`` in at most ``workers`` processes and report progress to ``board``.
+
+    kind: encoder of encoders.make.
 
     After a failure no new units start, and the workers finish their current units. Then the
-    function raises the CommandError of the first failed unit, or Fault if its worker died.
+    function raises the CommandError of the first failed unit, or Fault if a worker died.
     """
     waiting = deque(units)
     problems: list[CommandError] = []
@@ -90,7 +95,7 @@ def run_units(
 
 
 class _Worker:
-    """Parent's view of a worker process, and the worker's current unit."""
+    """Parent's view of a worker process: its connection and its current unit."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], connection: Connection, unit: Unit
@@ -116,7 +121,7 @@ class _Worker:
 
 
 class _Crew:
-    """Workers of a run. None of them outlives this context manager."""
+    """Context manager that starts the workers of a run and ends all of them on exit."""
 
     def __init__(self, out: Path, plan: Plan, kind: str) -> None:
         self.out, self.plan, self.kind = out, plan, kind
@@ -161,8 +166,9 @@ class _Crew:
         self.workers.append(_Worker(process, ours, unit))
 
     def heard(self) -> list[_Worker]:
-        """Return the workers that have sent a message or have ended. The list is empty after a
-        timeout of TICK_SECONDS.
+        """Return the workers that have sent a message or have ended.
+
+        The call waits for at most TICK_SECONDS; then the list is empty.
         """
         ready = wait([worker.connection for worker in self.workers], TICK_SECONDS)
         return [worker for worker in self.workers if worker.connection in ready]

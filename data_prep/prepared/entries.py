@@ -1,6 +1,7 @@
-"""Entries of all units of a plan: missing units, totals, and the manifest that they give.
+"""Reading and checking of the unit entries of a plan, with totals and the resulting manifest.
 
-This module reads entries and units.jsonl. It opens no shard and no input.
+An entry is the record of a finished unit. This module reads the entry files and units.jsonl. It
+opens no shard and no input.
 """
 
 from __future__ import annotations
@@ -46,14 +47,12 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """Truncate a list in text form between two of its items if it has more than ``longest``
-    characters.
-    """
+    """Truncate a comma-separated list to about ``longest`` characters, between two items."""
     return text if len(text) <= longest else text[: text.rindex(", ", 0, longest)] + ", ..."
 
 
 def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
-    """Return a unit's entry.
+    """Read the entry of a unit, check it against the plan, and return it.
 
     Raises FileNotFoundError if the unit is not done, and UserError if the entry does not match the
     plan.
@@ -75,8 +74,9 @@ def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
 
 
 def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[str]]:
-    """Return the valid entries in order, the numbers of the units without an entry, and the faults
-    of invalid entries.
+    """Return (valid entries, numbers of missing units, error texts of invalid entries).
+
+    The entries are in the order of the units. A unit is missing if it has no entry.
     """
     entries, missing, faults = [], [], []
     for unit in plan.units:
@@ -92,8 +92,9 @@ def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[
 def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEntry]:
     """Return the entries of all units, in order.
 
-    Raises UserError if an entry is missing or does not match the plan. With ``tasks``, the error
-    names the tasks of the missing units.
+    Raises UserError if an entry is missing or does not match the plan. If ``tasks``, the number of
+    tasks among which the units were divided, is given, the error names the tasks of the missing
+    units.
     """
     entries, missing, faults = units_done(out, plan)
     if faults or missing:
