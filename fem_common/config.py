@@ -494,10 +494,7 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
 
 
 class _Reader:
-    """Reader that builds one configuration object and collects all mistakes on the way.
-
-    Each attribute and method belongs to one call of `load` or `build`.
-    """
+    """Reader for one call of `load` or `build`; it collects all mistakes of the configuration."""
 
     def __init__(
         self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]
@@ -556,9 +553,10 @@ class _Reader:
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
-        """Return the assignments that an override of ``keys`` stands for after key renames.
+        """Return the (keys, value) assignments of an override, with renamed keys replaced by the
+        new ones.
 
-        Moved keys are removed from ``value`` and become separate (keys, value) assignments.
+        Renamed keys inside a mapping ``value`` are removed from it and become separate assignments.
         """
         found = []
         for old, new in self.moved.items():
@@ -570,10 +568,10 @@ class _Reader:
         return [(keys, value), *found]
 
     def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
-        """Return the mapping ``node`` merged over the files named by its ``base``, recursively.
+        """Return the mapping ``node`` merged over the files that its ``base`` names, recursively.
 
         section: name of the section, or "" for an entire file.
-        here: folder to which a base given as a path is relative.
+        here: folder that contains a base given as a relative path.
         chain: absolute paths of the files that led to this one, to detect a cycle.
         """
         what = f"the name of a part in {section}/ or the path of a .yaml file"
@@ -727,10 +725,10 @@ def _mapping(node: Node) -> dict[str, Node]:
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
-    """Return a message part that suggests the existing file most similar to ``name``.
+    """Return ``; did you mean …?`` with the existing file most similar to ``name``, or "".
 
-    The file is named in the form that the user wrote: by its path if ``by_path``, else without the
-    ending.
+    A file ``name``.yaml in the folder ``here`` is preferred unless ``by_path``. Other files are
+    named by their path if ``by_path``, else by their name without the ending.
     """
     if not by_path and (here / f"{name}.yaml").is_file():
         return f"; did you mean {name}.yaml, the file in {here.absolute()}?"

@@ -118,7 +118,7 @@ def missing_units(out: Path, plan: Plan, missing: Sequence[int], tasks: int | No
 
 
 def units_bytes(entries: Iterable[UnitEntry]) -> bytes:
-    """Return the content of units.jsonl: one entry per line, in the units' order."""
+    """Return the content of units.jsonl: one entry per line, in the order of the units."""
     return "".join(json.dumps(entry.as_json()) + "\n" for entry in entries).encode()
 
 
@@ -154,7 +154,10 @@ def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
 def manifest_of(
     plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, MergedEntry]
 ) -> Manifest:
-    """Return the manifest of merged units. A file's rows are the rows that its units read."""
+    """Return the manifest of merged units.
+
+    The number of rows of an input file is the sum over the file's units.
+    """
     rows: Counter[int] = Counter()
     for unit, entry in zip(plan.units, entries, strict=True):
         rows[unit.file] += entry.rows
@@ -184,19 +187,19 @@ PRINTED = 20
 
 @dataclass(frozen=True)
 class MaxBad:
-    """Limit of accepted bad rows: ``number`` is a percentage of all rows if ``percent``, else a
-    number of rows.
+    """Limit of accepted bad rows (option ``--max-bad``).
+
+    ``number`` is a percentage of all rows if ``percent``, else a number of rows.
     """
 
     number: float
     percent: bool
 
     def allows(self, dropped: Counter[Drop], rows: int) -> bool:
-        """Return True if this number of bad rows among ``rows`` rows is accepted. The limit itself
-        is accepted.
+        """Return True if the bad rows, counted by reason in ``dropped``, do not exceed the limit.
 
-        Rows that were cut off with a damaged stream are accepted only at 100%, because their number
-        is unknown.
+        ``rows`` is the number of all rows. Rows that were cut off with a damaged stream are
+        accepted only at 100%, because their number is unknown.
         """
         if self.percent and self.number == 100:
             return True
@@ -206,7 +209,10 @@ class MaxBad:
 
 
 def parse_max_bad(text: str) -> MaxBad:
-    """Parse ``12`` (rows) or ``0.1%`` (of all rows). Raises UserError."""
+    """Parse ``12`` (a number of rows) or ``0.1%`` (of all rows).
+
+    Raises UserError for any other text.
+    """
     percent = text.endswith("%")
     try:
         number = float(text[:-1]) if percent else int(text)
@@ -221,7 +227,7 @@ def parse_max_bad(text: str) -> MaxBad:
 
 
 def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-bad``, for the verbs that end a job."""
+    """Add the option ``--max-bad``, for the verbs that merge."""
     parser.add_argument(
         "--max-bad",
         default=DEFAULT,
@@ -233,11 +239,12 @@ def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad: str) -> bool:
-    """Write the places of the bad rows to OUT/bad_rows.jsonl and return True if their number is
-    accepted.
+    """Write the places of the bad rows to OUT/bad_rows.jsonl, and return True if ``max_bad`` allows
+    them.
 
-    Without bad rows, the file is removed. If their number is not accepted, print an error and the
-    first places to stderr. Raises UserError if ``max_bad`` is neither a number nor a percentage.
+    If no row is bad, the file is removed. If the rows are not accepted, an error and the first
+    places are printed to stderr. Raises UserError if ``max_bad`` is neither a number nor a
+    percentage.
     """
     limit = parse_max_bad(max_bad)
     rows, dropped, places = 0, Counter[Drop](), []

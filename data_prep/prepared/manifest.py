@@ -143,7 +143,7 @@ class UnitEntry:
 
 @dataclass(frozen=True)
 class Input:
-    """Input file as in the plan, except that ``rows`` is the number of rows read."""
+    """Record of an input file, as in the plan, except that ``rows`` is the number of rows read."""
 
     path: str
     kind: str
@@ -154,10 +154,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of the data.
+    """Record of the inputs, settings and encoders from which the data was made.
 
-    ``settings`` are those of the plan, ``encoder`` lists the encoders that ran, and ``fingerprint``
-    is the plan's.
+    settings: settings of the plan.
+    encoder: names of the encoders that were used.
+    fingerprint: fingerprint of the plan.
     """
 
     files: list[Input]
@@ -170,7 +171,7 @@ class Source:
 
 @dataclass(frozen=True)
 class UnitsEntry:
-    """File of the units' entries: its name, number of lines and SHA-256."""
+    """Record of units.jsonl: file name, number of lines and SHA-256."""
 
     file: str
     count: int
@@ -179,7 +180,7 @@ class UnitsEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a complete data folder.
+    """Content of manifest.json, which describes a complete data folder.
 
     It contains no times: the same plan, encoded by the same encoder, gives the same manifest.
     """
@@ -191,7 +192,7 @@ class Manifest:
     units: UnitsEntry
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of manifest.json."""
+        """Return the content of manifest.json as a dictionary."""
         return {
             "format": FORMAT,
             **asdict(self),
@@ -213,8 +214,9 @@ class Manifest:
 
 
 def read_entry(path: Path) -> UnitEntry:
-    """Read a unit's entry, OUT/shards/00007.json. Raises UserError if it is damaged, OSError if it
-    does not exist.
+    """Read a unit's entry from ``path``, for example OUT/shards/00007.json.
+
+    Raises UserError if it is damaged, and OSError if it does not exist.
     """
     try:
         return UnitEntry.from_json(json.loads(path.read_bytes()))
@@ -252,8 +254,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def size_fault(folder: Path, manifest: Manifest) -> str | None:
-    """Return the fault of the first file of a merged pair that is missing or has the wrong size, or
-    None.
+    """Return the error text for the first file of a merged pair with a wrong size, or None.
+
+    A missing file also counts as a fault.
     """
     for name, entry in manifest.splits.items():
         for kind, size in entry.sizes.items():
@@ -264,7 +267,7 @@ def size_fault(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _check_names(dropped: Iterable[str], splits: Iterable[str]) -> None:
-    """Raise ValueError for an unknown reason or split."""
+    """Raise ValueError if a reason in ``dropped`` or a name in ``splits`` is unknown."""
     for reason in dropped:
         Drop(reason)
     for name in splits:

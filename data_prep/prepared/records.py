@@ -18,7 +18,7 @@ LARGEST = 2**63 - 1  # largest number: the limit of numpy and the file system
 
 
 def read(kind: Any, value: Any) -> Any:
-    """Convert a JSON value to a type.
+    """Convert a JSON value to the type ``kind`` and return the result.
 
     Supported types are dataclasses, enums, str, int (a count), float and Any; tuples, lists and
     dicts of them; and unions with None. Raises ValueError with a description of the fault.

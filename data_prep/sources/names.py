@@ -30,8 +30,9 @@ def kind_by_name(name: str) -> str | None:
 
 
 def is_data(path: str) -> bool:
-    """Return True if a file with this path below a folder is read. Hidden names and dataset
-    descriptions are not.
+    """Return True if a file with this path below a folder is an input.
+
+    Hidden names and dataset descriptions are not inputs.
     """
     parts = PurePath(path).parts
     return (

@@ -1,8 +1,7 @@
-"""Page sizes of a parquet column, read from the page headers, to bound the memory that a read of a
-number of rows uses.
+"""Page sizes of a parquet column, read from the page headers.
 
-Arrow reads a fixed number of rows at a time, decodes complete pages and does not report their
-sizes.
+They are used to bound the memory of a read. Arrow reads a fixed number of rows at a time, decodes
+complete pages and does not report their sizes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ STOP, TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 0, 1, 2, 3, 7, 8, 12
 
 
 class BadHeader(ValueError):
-    """Error for bytes that are not a valid page header."""
+    """Error raised for bytes that are not a valid page header."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Data pages of a column chunk: ``rows`` and uncompressed ``bytes`` of each page.
+    """Data pages of one column chunk.
 
-    ``dictionary``: bytes of the chunk's dictionary page, 0 if it has none.
+    rows: number of rows of each page.
+    bytes: uncompressed size of each page.
+    dictionary: size of the chunk's dictionary page, 0 if it has none.
     """
 
     rows: list[int]
