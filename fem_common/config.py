@@ -571,8 +571,9 @@ class _Reader:
         """Return the mapping ``node`` merged over the files that its ``base`` names, recursively.
 
         section: name of the section, or "" for an entire file.
-        here: folder that contains a base given as a relative path.
         chain: absolute paths of the files that led to this one, to detect a cycle.
+
+        A base given as a relative path is relative to the third parameter, a folder.
         """
         what = f"the name of a part in {section}/ or the path of a .yaml file"
         key = f"{section}.base"
@@ -727,8 +728,9 @@ def _mapping(node: Node) -> dict[str, Node]:
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
     """Return ``; did you mean …?`` with the existing file most similar to ``name``, or "".
 
-    A file ``name``.yaml in the folder ``here`` is preferred unless ``by_path``. Other files are
-    named by their path if ``by_path``, else by their name without the ending.
+    A file in the last parameter's folder, named ``name`` and .yaml, is preferred unless
+    ``by_path``. Other files are named by their path if ``by_path``, else by their name without the
+    ending.
     """
     if not by_path and (here / f"{name}.yaml").is_file():
         return f"; did you mean {name}.yaml, the file in {here.absolute()}?"

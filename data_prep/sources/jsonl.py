@@ -72,7 +72,7 @@ class MalformedLine(ValueError):
 def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, bool]:
     """Check the first lines of a file, and return (approximate bytes of text, True if it has ids).
 
-    Raises UserError if a column other than the id is missing.
+    Raises UserError if the file is not JSONL or lacks a column other than the id.
     """
     head = _head(file, kind)
     document = head.fault.startswith("line 1: ") and ".json" in [
@@ -438,8 +438,8 @@ def _binary(value: Any, name: str, types: tuple[type, ...], wanted: str) -> byte
 def _extra(values: list[Any], kind: pa.DataType | None) -> pa.Array:
     """Return the values of an additional column as an array of the type ``kind``.
 
-    If ``kind`` is None, the type is inferred: null if there is no value, the common type if all
-    values have one, else large_string.
+    If ``kind`` is None, the type is inferred: null without any value, the common type if all values
+    have one, else large_string.
     """
     if kind is None:
         kinds = {_arrow_kind(value) for value in values if value is not None}

@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def source_files(root: Path) -> Iterator[str]:
-    """Yield the paths of the library's sources relative to ``root``, with forward slashes, sorted
-    within each folder.
+    """Yield the paths of the library's source files relative to ``root``, with forward slashes.
+
+    The paths are sorted within each folder.
     """
     real_root = root.resolve()
     for folder, names, files in os.walk(root):
@@ -71,8 +72,9 @@ def source_files(root: Path) -> Iterator[str]:
 
 
 def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
-    """Return the library as a table, and the number of files left out by reason (empty, duplicate,
-    not UTF-8).
+    """Return the library as a table, and the number of files left out by reason.
+
+    The reasons are: empty, duplicate, not UTF-8.
     """
     version = platform.python_version()
     rows: list[dict[str, str]] = []
