@@ -90,9 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Task:
     """Task of a job array whose tasks share the units of a plan.
 
-    index: number of the task, from 0.
-    tasks: number of tasks.
-    told_by: option or variable that set ``index``, for messages.
+    The fields are the number of the task, from 0; the number of tasks; and, for messages, the
+    option or variable that set the number of the task.
     """
 
     index: int
@@ -309,7 +308,8 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
 def samples(plan: Plan, unit: Unit) -> list[str]:
     """Return the first documents of a unit for the self-check of the encoders.
 
-    At most 64 documents or 1 MB are returned. The mask is not applied to them.
+    At most 64 documents with about 1 MB in total are returned. The list is empty if the unit has no
+    documents. The mask is not applied.
     """
     texts = next(
         (
