@@ -85,13 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Sample:
-    """Sample of the inputs, with its documents and counts.
+    """Sample of the rows of the inputs, with its documents and counts.
 
-    whole: True if the sample contains all rows.
-    places: number of parts of the inputs from which the rows were read.
-    read_bytes: size of the texts of the rows that were read.
-    dropped: number of dropped rows by reason.
-    batches: documents of the sample.
+    ``places`` is the number of parts of the inputs from which the rows were read; the first field
+    is True if all rows were read. ``read_bytes`` is the size of the texts of these rows.
+    ``dropped`` has the number of dropped rows for each reason. ``batches`` contain the documents.
     """
 
     whole: bool

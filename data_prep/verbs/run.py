@@ -106,8 +106,10 @@ class Task:
 def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]) -> Task | None:
     """Return the task that the options or Slurm's environment define, or None to encode all units.
 
-    ``index`` and ``tasks`` are the options --task-id and --tasks; they override the environment.
-    Raises UserError for an invalid combination.
+    ``index`` and ``tasks`` are the options --task-id and --tasks. Both together define the task.
+    Under Slurm, SLURM_ARRAY_TASK_ID defines the number of the task if --task-id is missing, and the
+    array defines the number of tasks if --tasks is missing. Raises UserError for an invalid
+    combination.
     """
     slurm = environment.get("SLURM_ARRAY_TASK_ID")
     if index is not None or (tasks is not None and not slurm):

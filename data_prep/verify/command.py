@@ -83,8 +83,8 @@ class Report:
     """Result of a verification.
 
     faults: error texts.
-    notes: checks that were not possible.
-    agree: names of the checks that succeeded.
+    notes: texts about checks that were not possible.
+    agree: names of the checks that succeed if no fault is found, for the summary.
     """
 
     faults: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Report:
     agree: list[str] = field(default_factory=list)
 
     def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
-        """Add faults to the report, each followed by ``fix``, and return True if there were none."""
+        """Add faults to the report, each followed by ``fix``. Return True if no fault was added."""
         found = [f"{fault}; {fix}" if fix else fault for fault in faults]
         self.faults += found
         return not found
@@ -322,7 +322,8 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
 def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
     """Yield one error text for each key in which two JSON values differ.
 
-    ``said`` is the value in the file ``path``; ``found`` is the expected value.
+    The first value is the content of the file ``path``; ``found`` is the value expected from the
+    units and the plan. ``key`` is the dotted key of both values.
     """
     if isinstance(said, dict) and isinstance(found, dict):
         for name in dict.fromkeys([*said, *found]):

@@ -46,8 +46,8 @@ def pair_faults(
 ) -> Iterator[str]:
     """Yield an error text for each fault of a pair and its .ids file.
 
-    Each text starts with the name of the file. For messages, the third parameter names the file
-    that contains ``entry``. ``advance`` is called with the number of bytes of each block that is
+    Each text starts with the name of a file. ``says`` is the name of the record that contains
+    ``entry``, for the texts. ``advance`` is called with the number of bytes of each block that is
     read.
     """
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
@@ -175,8 +175,8 @@ def _token_faults(
 ) -> Iterator[str]:
     """Yield the faults of a .bin file: wrong hash, ids outside the vocabulary, misplaced EOD.
 
-    If ``index``, the content of the .idx file, is valid, EOD must be at the end of every document.
-    Without it, only the number of EODs is compared with the number of documents.
+    The number of EODs must be the number of documents. If ``index``, the content of the .idx file,
+    is not None, EOD must also be at the end of every document.
     """
     digest, kind = hashlib.sha256(), np.dtype(dtype).newbyteorder("<")
     found = foreign = unended = read = document = 0

@@ -68,7 +68,8 @@ class Drawn:
 def check_sample(
     folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool
 ) -> Result:
-    """Compare ``number`` documents with the data and return the result.
+    """Encode ``number`` documents of the inputs again, compare them with the data, and return the
+    result.
 
     The documents are chosen at random with the plan's fingerprint as seed. ``entries`` are those of
     all units of the plan, in order. Inputs that cannot be read are reported in the result.
@@ -142,9 +143,10 @@ def _draw(
     result: Result,
     advance: Callable[[int], None],
 ) -> list[Drawn]:
-    """Read the complete span of a unit and return its ``wanted`` documents.
+    """Read the complete span of a unit and return the chosen documents.
 
-    The documents are numbered through the unit's splits in order.
+    ``wanted`` contains the numbers of the chosen documents, which are numbered consecutively
+    through the unit's splits. Faults are added to ``result``.
     """
     unwritten = [row.place for row in entry.bad if row.reason in WHILE_ENCODING]
     if len(unwritten) != sum(entry.dropped.get(str(reason), 0) for reason in WHILE_ENCODING):
