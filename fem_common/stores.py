@@ -37,8 +37,9 @@ def is_url(place: str) -> bool:
 
 
 def folder_of(place: str) -> Path | None:
-    """Return the local folder that ``place`` names, a path or a ``file://`` URL; None for other
-    URLs.
+    """Return the local folder that ``place`` names, or None for the URL of a store.
+
+    ``place`` is local if it is a path or a URL with the scheme file.
     """
     kind, mark, rest = place.partition("://")
     return Path(rest or kind) if not mark or kind == "file" else None

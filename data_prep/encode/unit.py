@@ -155,7 +155,11 @@ class _Work:
             self.tally.text_bytes += text_bytes
 
     def publish(self, unit: Unit) -> UnitEntry:
-        """Complete the files, move them to their final names, write the entry last, and return it."""
+        """Complete the files, move them to their final names, write the entry last, and return the
+        entry.
+
+        Raises RuntimeError if the counts of rows, documents and dropped rows disagree.
+        """
         out, plan, tally = self.engine.out, self.engine.plan, self.tally
         if tally.rows != tally.documents + tally.dropped.total():
             raise RuntimeError(

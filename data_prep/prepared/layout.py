@@ -103,7 +103,7 @@ class _Plan:
 
 
 def entry_path(out: Path, unit: Unit) -> Path:
-    """Return the path of a unit's entry, a JSON file that is written after the unit's other files."""
+    """Return the path of a unit's entry (JSON), which is written after the unit's other files."""
     return out / SHARDS / f"{unit.name}.json"
 
 

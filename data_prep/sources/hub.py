@@ -149,7 +149,7 @@ class HubFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer``, at most up to the end of the file, and return the number of bytes read."""
+        """Read into ``buffer``, at most up to the end of the file; return the number of bytes read."""
         target = memoryview(buffer).cast("B")
         start, size = self._place, max(0, min(len(target), self._size - self._place))
 
@@ -227,7 +227,7 @@ def _file(entry: Any) -> tuple[int, str]:
 
 
 def _entry(repository: Repository, path: str) -> Files | None:
-    """Return {path: file} if ``path`` is a file, {} if it is a folder, None if it does not exist."""
+    """Return {path: file} if ``path`` is a file, {} if it is a folder, or None if it is missing."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 

@@ -187,7 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _continued(arguments: argparse.Namespace) -> Plan:
-    """Return the plan in OUT. Raises UserError if an option of the command differs from the plan."""
+    """Return the plan in OUT. Raises UserError if an option of the command contradicts the plan."""
     plan = read_plan(arguments.out)
     given, planned = settings_of(arguments), plan.settings
     other = [

@@ -298,7 +298,7 @@ def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
 
 
 def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
-    """Return a split's record in the manifest with its counts replaced by the sums over the units."""
+    """Return a split's record in the manifest with its counts replaced by sums over the units."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents, tokens, text_bytes, bin_bytes = (
         sum(getattr(part, what) for part in parts)

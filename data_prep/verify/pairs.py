@@ -46,9 +46,9 @@ def pair_faults(
 ) -> Iterator[str]:
     """Yield an error text for each fault of a pair and its .ids file.
 
-    Each text starts with the name of a file. ``says`` is the name of the record that contains
-    ``entry``, for the texts. ``advance`` is called with the number of bytes of each block that is
-    read.
+    Each text starts with the name of a file. The third parameter is the name of the record that
+    contains ``entry``, for the texts. ``advance`` is called with the number of bytes of each block
+    that is read.
     """
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
     missing = set()
@@ -155,7 +155,7 @@ def _parts(
     update: Callable[[Any], None],
     advance: Callable[[int], None],
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the next ``number`` values of a file in parts, as (index of the first value, values)."""
+    """Yield the next ``number`` values of a file in parts: (index of the first value, values)."""
     for start in range(0, number, DOCUMENTS_AT_ONCE):
         values = np.fromfile(stream, dtype, min(DOCUMENTS_AT_ONCE, number - start))
         update(values)
