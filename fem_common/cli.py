@@ -68,8 +68,9 @@ class Ended(KeyboardInterrupt):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser with one-line errors that suggest the nearest word; --help lists the exit
-    codes.
+    """argparse parser with one-line errors that suggest the nearest valid word.
+
+    Its --help output also lists the exit codes.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -80,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, _path)  # for every argument with type=Path
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
+        """Print ``message`` with a suggestion on stderr and exit with code 2."""
         program = self.prog.removeprefix("python -m ").split()[0]
         print(
             f"{program}: error: {message}{self._meant(message)} (see: {self.prog} --help)",
@@ -140,11 +141,12 @@ def parse(
     *,
     epilog: str = "",
 ) -> argparse.Namespace:
-    """Parse the command line and return a namespace whose ``main`` runs the verb.
+    """Parse the command line of a program with verbs, and return the arguments.
 
-    If a verb declares the positional ``words`` (``nargs="*"``), words between and after its options
-    belong to it too. If a verb has a default for ``rest``, ``rest`` receives the words after
-    ``--``.
+    The attribute ``main`` of the returned namespace is the function that runs the chosen verb. If a
+    verb declares the positional ``words`` (``nargs="*"``), words between and after its options
+    belong to ``words`` too. If a verb sets a default for ``rest``, ``rest`` receives the words
+    after ``--``.
     """
     parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
     group = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)

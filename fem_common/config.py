@@ -41,7 +41,7 @@ Mistake = tuple[str, ConfigError]
 
 
 class ConfigErrors(ConfigError):
-    """All mistakes of a configuration; the text has one line for each mistake.
+    """Error that contains all mistakes of a configuration; its text has one line for each mistake.
 
     config: the configuration with defaults in place of the invalid values, or None if no part could
     be read.
@@ -76,19 +76,22 @@ def load(
     shipped: Path | None = None,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """Return an instance of ``cls`` from the YAML file ``path``, with ``section.key=value``
-    overrides applied in order.
+    """Load the YAML file ``path`` and return it as an instance of ``cls``.
 
-    parts: a section (a field that is a dataclass) may be a mapping, the name of a part (``<file's
-    folder>/../<section>/<name>.yaml``), the path of a file that contains the section (with a slash,
-    or ending in .yaml or .yml; relative to the folder of the file that refers to it, or to the
-    working directory for overrides), or a mapping whose ``base`` is one of these. An override of an
-    entire section (``model=fem_sm_340m``) replaces the section and is applied before the overrides
-    of single keys.
+    overrides: texts ``section.key=value``, applied in order. An override of an entire section
+    (``model=fem_sm_340m``) replaces the section and is applied before the overrides of single keys.
 
-    Without ``parts`` the file itself may have a ``base``: a path, or the name of a file in the same
-    folder or else in the folder ``shipped``. This does not apply if the class has its own field
-    ``base``.
+    parts: if True, a section (a field that is a dataclass) may be any of these:
+
+    - a mapping;
+    - the name of a part, which is the file ``<file's folder>/../<section>/<name>.yaml``;
+    - the path of a file that contains the section: a text with a slash or the ending .yaml or .yml.
+      A relative path starts at the folder of the file that contains it; in an override it starts at
+      the working directory;
+    - a mapping whose ``base`` is a name or a path as above.
+
+    If False, the file itself may have a ``base``: a path, or the name of a file in the same folder
+    or else in the folder ``shipped``. This does not apply if the class has its own field ``base``.
 
     absent: patterns of (dotted) keys that similar configurations have but this one lacks, with an
     explanation of each.
@@ -111,10 +114,10 @@ def build(
     parts: bool = False,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """Return an instance of ``cls`` from plain ``values``, as `load` does for a file with that
-    content.
+    """Return an instance of ``cls`` from plain ``values``, as if `load` had read them from a file.
 
-    Errors name ``path``. Only files of parts are read, and YAML is not needed for the values.
+    ``path`` is the name of the file in errors; it is not read. Only files of parts are read, and
+    YAML is not needed for the values.
     """
     return _Reader(cls, Path(path), parts, None, absent or {}).read(
         node_of(values, str(path)), overrides
@@ -122,8 +125,9 @@ def build(
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the mapping of a YAML file as PyYAML reads it; duplicate keys, aliases and tags are
-    errors.
+    """Return the content of a YAML file, a mapping, as PyYAML's safe loader reads it.
+
+    Duplicate keys, aliases and tags are errors.
 
     Raises:
         ConfigError, StorageError: see `load`.
@@ -136,8 +140,9 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def plain(config: Any) -> Any:
-    """Return the configuration as mappings, lists and scalars (for JSON and YAML), in the order of
-    the fields.
+    """Return a configuration as nested dictionaries, lists and scalars, for JSON and YAML.
+
+    Keys are in the order of the fields.
     """
     if is_dataclass(config):
         return {item.name: plain(getattr(config, item.name)) for item in fields(config)}
@@ -149,7 +154,7 @@ def plain(config: Any) -> Any:
 
 
 def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Return the dataclass from the output of `plain`, validated like a file."""
+    """Return an instance of ``cls`` from the output of `plain`, validated like a file."""
     return build(cls, values, "saved values")
 
 
@@ -277,7 +282,7 @@ class Node:
     quoted: bool = False
 
     def __str__(self) -> str:
-        """Return the value as shown in a message."""
+        """Return the value in the form in which messages show it, at most 60 characters long."""
         if not isinstance(self.value, str):
             if not self.value:
                 return "{}" if isinstance(self.value, dict) else "[]"
@@ -420,7 +425,10 @@ def _moved(
 def _under(
     names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return the renames within the section ``keys``, relative to that section."""
+    """Return the renames of keys inside the section ``keys``, with names relative to the section.
+
+    ``names`` maps old keys to new ones; each key is a tuple of names from the root.
+    """
     here, n = tuple(keys), len(keys)
     return {old[n:]: new[n:] for old, new in names.items() if old[:n] == new[:n] == here}
 

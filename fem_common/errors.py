@@ -29,7 +29,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or a limit on spac
 
 
 class CommandError(Exception):
-    """Base class of errors that end a command with one line on stderr and the exit code ``code``."""
+    """Base class of errors that end a command with one line of text and the exit code ``code``."""
 
     code: ClassVar[Exit]
 

@@ -104,11 +104,11 @@ def sync_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> None:
-    """Write a file atomically: write it under a temporary name, sync it, and rename it.
+    """Write a file atomically: write a temporary file, sync it, and rename it.
 
-    If ``synced`` is False, readers still see either the old or the new content, but a power failure
-    may lose both. Raises OSError with ``path`` as its file name; the temporary file is removed in
-    that case.
+    If ``synced`` is False, the file is not synced: readers still see either the old or the new
+    content, but a power failure may lose both. Raises OSError with ``path`` as its file name; the
+    temporary file is removed in that case.
     """
     unfinished = temporary(path)
     raw = content.encode("utf-8") if isinstance(content, str) else content
@@ -139,7 +139,7 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null in place of every number that is not finite."""
+    """Return a copy of a JSON value in which None replaces every number that is not finite."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -12,9 +12,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spec:
-    """Documentation and allowed values of a field, as given to `setting`.
+    """Documentation and allowed values of a configuration field, as passed to `setting`.
 
-    For a list or a mapping, ranges, choices and ``check`` apply to each entry.
+    doc: description.
+    choices: allowed values, or None for no restriction.
+    check: function that returns the error text of an invalid value, or None.
+    least, above, below: bounds of a number; ``least`` is inclusive, the other two are exclusive.
+    expand: function that converts a short form of the value to its full form.
+    path: True if the value is a path or a URL.
+
+    For a list or a mapping, bounds, choices and ``check`` apply to each entry.
     """
 
     doc: str = ""
@@ -28,7 +35,11 @@ class Spec:
     path: bool = False  # a path, or a URL: a leading ~ is expanded
 
     def fault(self, value: Any) -> str | None:
-        """Return the error text of a value that violates the range or ``check``, or None."""
+        """Return the error text if ``value`` violates the range or ``check``, or None if it is
+        valid.
+
+        ``choices`` are not checked.
+        """
         wanted = self.range()
         for limit, holds in (
             (self.least, lambda: value >= self.least),
@@ -70,9 +81,9 @@ def setting(
     expand: Callable[[Any], Any] | None = None,
     path: bool = False,
 ) -> Any:
-    """Return a documented dataclass field; see `Spec`.
+    """Return a dataclass field with the default, documentation and allowed values of a key.
 
-    If ``default`` is a class, it is called for each instance.
+    The parameters are those of `Spec`. If ``default`` is a class, it is called for each instance.
     """
     metadata = {"spec": Spec(doc, choices, check, least, above, below, expand, path)}
     if isinstance(default, type):
@@ -81,7 +92,9 @@ def setting(
 
 
 def spec(item: Field[Any]) -> Spec:
-    """Return the `Spec` of a field; an empty one if the field was not made with `setting`."""
+    """Return the `Spec` of a dataclass field, or an empty one if `setting` did not create the
+    field.
+    """
     said = item.metadata.get("spec", Spec())
     assert isinstance(said, Spec)
     return said

@@ -1,4 +1,7 @@
-"""Object stores and file systems by URL, with fsspec: opening, error messages and retries."""
+"""Access to object stores and file systems by URL, with fsspec.
+
+The module opens stores, formats their errors, and retries failed operations.
+"""
 
 from __future__ import annotations
 
@@ -100,13 +103,14 @@ def _unknown(place: str, kind: str) -> str | None:
 
 
 def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
-    """Return (fsspec file system, path in that file system, URL) of a URL or of a folder's path.
+    """Open the file system of ``place`` and return (fsspec file system, path in it, URL).
 
-    ``folder``: the folder whose content will be copied to the place; see `refusal`.
+    place: URL, or path of a local folder.
+    folder: folder whose content will be copied to ``place``; see `refusal`.
 
     Raises:
-        ConfigError: the kind of place is unknown, its package is not installed, or `refusal` gives
-            a reason.
+        ConfigError: the URL scheme is unknown, its package is not installed, or `refusal` gives a
+            reason.
     """
     import fsspec
 

@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 
 
 def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
-    """Join the first items, and add the number of the others: ``a, b and 3 more``."""
+    """Join the first ``most`` items, followed by the number of remaining items.
+
+    Example: ``a, b and 3 more``.
+    """
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return between.join(items[:most]) + more
 
@@ -25,9 +28,9 @@ def count(number: float) -> str:
 
 
 def si(number: float) -> str:
-    """Format a number with an SI prefix for a following unit: ``1.234 P`` for FLOPs.
+    """Format a number with an SI prefix, to be followed by a unit: ``1.234 P`` (of FLOPs).
 
-    Below a million the number has no prefix: ``12 ``.
+    Below a million the number has no prefix, but the space: ``12 ``.
     """
     for unit, prefix in (
         (1e21, "Z"),
@@ -90,9 +93,10 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) ->
 
 
 def one_line(said: object, longest: int = 0) -> str:
-    """Return a message on one line, cut to ``longest`` characters (0: no limit).
+    """Return the text of a message or an exception on one line.
 
-    An error without text gives the name of its type.
+    The line is cut to ``longest`` characters; 0 means no limit. An exception without text gives the
+    name of its type.
     """
     text = " ".join(str(said).split()) or (
         type(said).__name__ if isinstance(said, BaseException) else ""

@@ -109,9 +109,9 @@ class Settings:
 
     @classmethod
     def from_json(cls, value: Any) -> Settings:
-        """Read settings that ``as_json`` wrote.
+        """Return the settings from the output of ``as_json``.
 
-        Raises ValueError with a description of the fault if the value is not of this form, and
+        Raises ValueError with a description of the fault if the value does not have this form, and
         UserError for invalid settings.
         """
         settings: Settings = records.read(cls, value)
@@ -181,8 +181,9 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of a command line. The mask is loaded once for its columns and hash.
-    Raises UserError.
+    """Return the settings that the command-line arguments define.
+
+    The mask is loaded to find its columns and its hash. Raises UserError for an invalid option.
     """
     given = {
         field.name: getattr(arguments, field.name)

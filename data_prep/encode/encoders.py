@@ -67,7 +67,10 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Converter of text to ids. ``name`` is the name and version of the library that it uses."""
+    """Interface of a converter of text to token ids.
+
+    ``name`` is the name and version of the library that it uses.
+    """
 
     name: str
 
@@ -280,8 +283,10 @@ def gigatoken_name() -> str:
 
 
 def text_buffers(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Return the offsets [n + 1], starting at 0, and the bytes of n >= 1 texts. The array may be a
-    slice. No bytes are copied.
+    """Return (offsets, bytes) of an array of n >= 1 texts, which may be a slice. No bytes are
+    copied.
+
+    offsets: int64 [n + 1], starting at 0; text i is ``bytes[offsets[i]:offsets[i + 1]]``.
     """
     _, offset_buffer, data_buffer = texts.buffers()
     offsets = np.frombuffer(offset_buffer, np.int64, count=len(texts) + 1, offset=8 * texts.offset)
@@ -365,7 +370,10 @@ def _ids(encoding: tokenizers.Encoding) -> npt.NDArray[np.uint32]:
 
 
 def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
-    """Yield slices in order, each with at most BATCH_BYTES of text or a single document."""
+    """Yield the texts in order as slices, each with at most BATCH_BYTES of text.
+
+    A longer text is a slice by itself.
+    """
     if not len(texts):
         return
     offsets, _ = text_buffers(texts)
@@ -403,7 +411,7 @@ def _renumbered(
 
 
 def _has_windows(spec: dict[str, Any]) -> bool:
-    """Return True if ``_long`` is exact for the tokenizer.
+    """Return True if ``HuggingFace._long`` gives exact ids with the tokenizer ``spec``.
 
     This requires that the tokenizer splits unnormalized text with one of PIECES and that every byte
     has its own token.

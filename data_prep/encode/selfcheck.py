@@ -1,9 +1,8 @@
-"""Self-check that compares gigatoken with Hugging Face tokenizers on one tokenizer, in a separate
-process.
+"""Self-check that compares the ids of gigatoken with those of Hugging Face tokenizers.
 
-The process reads a tokenizer and sample documents from standard input and writes the result to
-standard output. A crash of gigatoken on a tokenizer or a string is therefore also a result. The
-only file that is read is the tokenizer's.
+The comparison runs in a separate process, so that a crash of gigatoken on a tokenizer or a string
+is also a result. This process reads a tokenizer and sample documents from standard input and
+writes the result to standard output. The only file that is read is the tokenizer's.
 """
 
 from __future__ import annotations
@@ -233,7 +232,10 @@ def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def _clipped(samples: Sequence[str]) -> list[str]:
-    """Return the first samples, with SAMPLE_CHARACTERS in total. The last one is truncated."""
+    """Return the first samples up to a total of SAMPLE_CHARACTERS characters.
+
+    The last one is truncated.
+    """
     taken, left = [], SAMPLE_CHARACTERS
     for text in samples:
         if left <= 0:
@@ -314,7 +316,7 @@ def first_difference(expected: Encoded, found: Encoded) -> tuple[int, int] | Non
 
 
 def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | None:
-    """Return the first difference between two encoders as one line, or None.
+    """Compare two encoders on ``strings``; return the first difference as one line, or None.
 
     Both encoders encode the strings in the given order and then in reverse order.
     """
@@ -332,8 +334,9 @@ def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | No
 
 
 def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Load gigatoken and compare it with Hugging Face tokenizers. Call this in a process that may
-    crash.
+    """Load gigatoken, compare it with Hugging Face tokenizers, and return the result.
+
+    The strings are those of `battery` and the samples. The call may crash the process.
     """
     try:
         encoder, name = Gigatoken(folder), gigatoken_name()

@@ -1,4 +1,7 @@
-"""Assignment of documents to splits by their ids alone, independent of files and texts."""
+"""Assignment of documents to the splits train, valid and test by the documents' ids alone.
+
+It does not depend on files or texts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Split:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Splits that are written: train, and those with a percentage above 0."""
+        """Names of the splits that are written: train, and the splits with a percentage above 0."""
         return (
             ("train",) + ("valid",) * (self.valid_percent > 0) + ("test",) * (self.test_percent > 0)
         )

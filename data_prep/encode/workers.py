@@ -104,9 +104,7 @@ class _Worker:
         self.give(unit)
 
     def give(self, unit: Unit) -> None:
-        """Send the next unit to the worker. If the worker is dead, the next ``receive`` returns
-        None.
-        """
+        """Send a unit to the worker. If the worker is dead, the next ``receive`` returns None."""
         self.unit = unit
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(unit.number)
@@ -228,8 +226,10 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
 
 
 def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) -> None:
-    """Main loop of a worker: encode the units it receives until the parent closes the connection or
-    ends.
+    """Run a worker: encode the units it receives until the parent closes the connection or ends.
+
+    ``connection`` and ``lifeline`` are the numbers of file descriptors. ``fingerprint`` is that of
+    the plan, and ``kind`` is the encoder for encoders.make.
     """
     parent = Connection(int(connection))
     engine: Engine | None = None

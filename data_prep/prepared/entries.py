@@ -123,8 +123,9 @@ def units_bytes(entries: Iterable[UnitEntry]) -> bytes:
 
 
 def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
-    """Read DIR/units.jsonl. Raises UserError if it is missing, damaged or does not match the
-    manifest.
+    """Return the entries of all units from units.jsonl in ``folder``.
+
+    Raises UserError if the file is missing, damaged or does not match the manifest.
     """
     path = folder / manifest.units.file
     if not path.is_file():
@@ -144,7 +145,7 @@ def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
 
 
 def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
-    """Return the dropped rows by reason, in the fixed order of the reasons."""
+    """Return the number of dropped rows for each reason, in a fixed order of the reasons."""
     total: Counter[str] = Counter()
     for entry in entries:
         total.update(entry.dropped)

@@ -32,7 +32,7 @@ DOCUMENTS_AT_ONCE = 1 << 20
 
 
 class FormatError(ValueError):
-    """Fault of an .idx file that Megatron would reject or misread."""
+    """Error raised for an .idx file that Megatron would reject or misread."""
 
 
 def dtype_name(vocab_size: int) -> str:

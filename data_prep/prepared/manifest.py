@@ -229,7 +229,10 @@ def read_entry(path: Path) -> UnitEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read DIR/manifest.json. Raises UserError if it is absent, damaged or of another format."""
+    """Read manifest.json in ``folder`` and return it.
+
+    Raises UserError if it is absent, damaged or of another format.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / PLAN).is_file() or (folder / SHARDS).is_dir():

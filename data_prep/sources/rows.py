@@ -80,7 +80,10 @@ class SourceFile:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the file as a dictionary for JSON; empty ``id_prefix`` and ``parts`` are omitted."""
+        """Return the file as a dictionary for JSON.
+
+        ``id_prefix`` and ``parts`` are omitted if they are empty.
+        """
         value = asdict(self) | {"parts": [list(part) for part in self.parts]}
         return {
             name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")

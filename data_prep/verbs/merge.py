@@ -299,7 +299,9 @@ def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
 
 
 def remove_shards(out: Path) -> None:
-    """Remove all files of units in OUT/shards, entries first, and the folder if it becomes empty."""
+    """Remove all files of units in OUT/shards, entries first; remove the folder if it is then
+    empty.
+    """
     with suppress(FileNotFoundError):
         ours = [path for path in (out / SHARDS).iterdir() if OURS.fullmatch(path.name)]
         for path in sorted(ours, key=lambda path: (path.suffix != ".json", path.name)):

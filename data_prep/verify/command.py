@@ -288,8 +288,8 @@ def manifest_faults(
 def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
     """Clear the paths of the inputs and of the mask's file in a manifest, in place.
 
-    Paths are not part of a plan's identity: files may move, and a later plan of the same contents
-    contains the new paths.
+    Paths are ignored in the comparison with a plan: files may move, and a later plan of the same
+    contents contains the new paths.
     """
     for file in manifest["source"]["files"]:
         file["path"] = None
