@@ -47,11 +47,11 @@ def hides_a_password(value: str) -> bool:
 
 
 def values(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the strings to hide in output: the secret values of an environment, longest first.
+    """Return the strings to hide in output, longest first.
 
-    Secrets are the values of variables with a secret name (`is_secret`) and the passwords in URLs
-    of any variable. A value of several lines also yields each of its lines and its text on one
-    line. Strings shorter than ``SHORTEST`` are left out.
+    These are the values of environment variables with a secret name (`is_secret`), and the
+    passwords in URLs of any variable. A value of several lines also yields each of its lines and
+    its text on one line. Strings shorter than ``SHORTEST`` are left out.
     """
     found: set[str] = set()
     for name, value in environ.items():

@@ -152,9 +152,9 @@ def until_it_works(
 ) -> Exception | None:
     """Repeat ``work`` with growing pauses until it succeeds.
 
-    over: function that waits for the given seconds and returns True if no further attempt may be
-    made. note: function that receives the error text of each failed attempt, and None after
-    success.
+    over: function that waits for the given number of seconds and returns True if ``work`` must not
+    be attempted again. note: function that receives the error text of each failed attempt, and None
+    after success.
 
     Returns:
         None after success; the last exception if ``over`` ended the attempts.

@@ -51,7 +51,7 @@ class Found:
 
     @property
     def folder(self) -> str:
-        """Folder that ``name`` is relative to."""
+        """Folder, glob base or repository to which ``name`` is relative."""
         return self.path.removesuffix(self.name).rstrip("/") or self.path[: -len(self.name)] or "."
 
     @property

@@ -149,7 +149,7 @@ class HubFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer``, or its beginning at the end of the file, and return the number of bytes."""
+        """Read into ``buffer``, at most to the end of the file, and return the number of bytes."""
         target = memoryview(buffer).cast("B")
         start, size = self._place, max(0, min(len(target), self._size - self._place))
 

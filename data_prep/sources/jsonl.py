@@ -222,9 +222,10 @@ def _text(line: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Encode text as UTF-8. Lone surrogates give bytes that are not valid UTF-8.
+    """Encode a string of a parsed line as UTF-8.
 
-    Bytes of the line that were not UTF-8 are restored. Escaped surrogates never become valid UTF-8.
+    Bytes that were not UTF-8 in the line are restored. The result is not valid UTF-8 if the string
+    contains lone surrogates; escaped surrogates never become valid UTF-8.
     """
     try:
         return text.encode()

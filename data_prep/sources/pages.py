@@ -40,10 +40,11 @@ class Pages:
         return max([self.dictionary, *self.bytes])
 
     def held(self, rows: int) -> int:
-        """Return an upper bound of the bytes that ``rows`` consecutive rows use in memory.
+        """Return an upper bound of the memory in bytes that ``rows`` consecutive rows of the column
+        use.
 
-        This is the size of the pages that contain them or, if larger, the size of the dictionary
-        times ``rows``.
+        This is the size of the pages that contain the rows or, if larger, the size of the
+        dictionary times ``rows``.
         """
         if not self.rows:
             return 0
@@ -106,7 +107,7 @@ def _header(file: BinaryIO, position: int) -> tuple[dict[int, Any], int]:
 
 
 class _Compact:
-    """Reader of Thrift's compact protocol, which returns structs as {field: value}.
+    """Parser of Thrift's compact protocol. Structs become dictionaries from field number to value.
 
     Raises IndexError at the end of the bytes and BadHeader for other faults.
     """
@@ -115,7 +116,7 @@ class _Compact:
         self.data, self.position = data, 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Read one struct."""
+        """Read one struct and return {field number: value}. ``depth`` is the level of nesting."""
         if depth > 8:
             raise BadHeader
         fields: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Readers of parquet, JSONL and .txt inputs, local or on the Hugging Face Hub.
+"""Entry points to the readers of parquet, JSONL and .txt inputs, local or on the Hugging Face Hub.
 
 Inputs are checked before any work starts and then read span by span. This package does not depend
 on tokenizers, documents or the data folder.
@@ -134,11 +134,11 @@ def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
 
 
 def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Yield the rows of a span in order, in batches of at most about 4 MB of text, or of one larger
-    row.
+    """Yield the rows of a span in order, in batches of at most about 4 MB of text.
 
-    Rows that cannot be read are reported after the rows before them. Raises UserError if the file
-    is missing, has another size than when it was planned, or cannot be read at the moment.
+    A larger row is a batch by itself. Rows that cannot be read are reported after the rows before
+    them. Raises UserError if the file is missing, has another size than when it was planned, or
+    cannot be read at the moment.
     """
     if file.parts:
         yield from txt.read(file, span, columns)

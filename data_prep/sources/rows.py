@@ -273,9 +273,9 @@ class Tally:
 
 
 def raise_if_memory(error: Exception) -> None:
-    """Raise MemoryError if a library's error means that memory is exhausted.
+    """Raise MemoryError if ``error``, raised by a library, means that memory is exhausted.
 
-    Otherwise the rows that count as damaged would depend on the machine.
+    Without this, lack of memory would be mistaken for damaged rows.
     """
     if is_want_of_memory(error):
         raise MemoryError(one_line(error)) from None

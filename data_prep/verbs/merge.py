@@ -331,7 +331,7 @@ def _report(out: Path, manifest: Manifest) -> None:
 
 
 def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
-    """Print the splits without a file of ids, and the units that cause this.
+    """Print which splits have no file of ids, and the units that cause this.
 
     These units were encoded before ids were recorded, while other units have ids. A split's ids are
     never written in part.

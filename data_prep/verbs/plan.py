@@ -65,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options that define a plan. ``run`` has the same options without ``required``."""
+    """Add the options that define a plan.
+
+    ``required`` is False for ``run``, which can continue with an existing plan.
+    """
     what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
     parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
     tokenizer = (
@@ -181,7 +184,7 @@ def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: 
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Yield notes on unexpected properties of the inputs, one line each."""
+    """Yield one line about each unexpected property of the inputs."""
     unnamed = [file for file in plan.files if file.id_prefix is not None]
     if unnamed and plan.settings.id_column != plan.settings.text_column:
         which = (
@@ -255,7 +258,7 @@ def _lies_at(file: str, places: Iterable[Path]) -> bool:
 
 
 def identity(tokenizer: TokenizerFolder) -> Identity:
-    """Return the properties of a tokenizer that determine the encoded data, for the plan."""
+    """Return the properties of a tokenizer that determine the encoded data."""
     return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 

@@ -150,7 +150,7 @@ def _checked(index: int, tasks: int, told_by: str) -> Task:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Encode the remaining units, and merge unless this is one task of several.
+    """Encode the units that are not done, and merge unless this is one task of several.
 
     Return 0, or 1 if too many rows are bad. Raises UserError.
     """
@@ -272,7 +272,7 @@ def encode(
 
 
 def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
-    """Return the entry of a unit that is done, or None.
+    """Return the entry of a unit, or None if the unit is not done.
 
     An entry that is damaged, belongs to another plan or lacks its files is removed, so that the
     unit is encoded again.

@@ -107,8 +107,9 @@ def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Collect the library and write it. A file with the same content is not changed. Raises
-    UserError.
+    """Write the library to the output file, which is not changed if it has the same content.
+
+    Return 0. Raises UserError.
     """
     root, out = Path(sysconfig.get_path("stdlib")), arguments.out
     if out.is_dir():

@@ -313,11 +313,11 @@ def train_gpt(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
 
 
 def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
-    """Return (characters with their own entry, other characters that occur).
+    """Return (characters that get their own entry, other characters that occur in the texts).
 
-    Printable ASCII and the space sign always have an entry. The most frequent other characters
+    Printable ASCII and the space sign always get an entry. The most frequent other characters
     follow, with ties in code point order, until LLAMA_COVERAGE of all characters are covered or
-    ``most`` are taken. Control characters, line ends and tabs are encoded as bytes.
+    ``most`` characters are taken. Control characters, line ends and tabs are encoded as bytes.
     """
     counts = np.zeros(0x110000, np.int64)
     for batch in batches(texts):
