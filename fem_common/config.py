@@ -1,12 +1,12 @@
-"""Strict configuration reader: YAML files with bases and ``section.key=value`` overrides into
-frozen dataclasses.
+"""Strict reader of YAML configuration files into frozen dataclasses.
 
-The fields of the dataclasses are `setting`s. Each mistake is one line with file, line, key, value
-and the nearest fix; all mistakes are reported together. A scalar is read according to the type of
-the field: `24:00:00` and `010` stay text for a text key and are rejected for a number key (YAML 1.1
-would convert them to numbers); `1e-4` and `15e9`, which YAML 1.1 reads as text, are numbers. PyYAML
-is imported only when a file is read or written. Long, because schema, composition and types share
-the tree that records where each value was written.
+A file may have bases, and ``section.key=value`` overrides are applied to it. The fields of the
+dataclasses are `setting`s. Each mistake is one line with file, line, key, value and the nearest
+fix; all mistakes are reported together. A scalar is read according to the type of the field:
+`24:00:00` and `010` stay text for a text key and are rejected for a number key (YAML 1.1 would
+convert them to numbers); `1e-4` and `15e9`, which YAML 1.1 reads as text, are numbers. PyYAML is
+imported only when a file is read or written. Long, because schema, composition and types share the
+tree that records where each value was written.
 """
 
 from __future__ import annotations
@@ -159,8 +159,9 @@ def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def dump_yaml(config: Any) -> str:
-    """Return the complete configuration as YAML text; `load` of that text gives the same
-    configuration.
+    """Return the complete configuration as YAML text.
+
+    `load` of that text gives the same configuration.
     """
     import yaml
 
@@ -467,8 +468,7 @@ def _assignment(text: str) -> tuple[list[str], Node]:
 
 
 def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
-    """Return a copy of the tree ``node`` in which the key at the path ``keys`` has the node
-    ``value``.
+    """Return a copy of the tree ``node`` with the node ``value`` at the path ``keys``.
 
     A number in ``keys`` is the index of a list item, from 0; the index after the last item appends.
     ``above`` is the path of ``node`` from the root, for messages.
@@ -561,8 +561,7 @@ class _Reader:
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
-        """Return the (keys, value) assignments of an override, with renamed keys replaced by the
-        new ones.
+        """Return the (keys, value) assignments of an override, with renamed keys replaced.
 
         Renamed keys inside a mapping ``value`` are removed from it and become separate assignments.
         """

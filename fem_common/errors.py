@@ -85,10 +85,10 @@ def reason(error: OSError) -> str:
 
 
 def told(error: OSError, before: str = "", after: str = "") -> ConfigError | StorageError:
-    """Return the exception to raise for an OSError: ConfigError for a wrong path, else
-    StorageError.
+    """Return the exception to raise for an OSError: ConfigError or StorageError.
 
-    The message is the error's `reason` between the texts ``before`` and ``after``.
+    It is a ConfigError for a wrong path and a StorageError for every other failure. The message is
+    the error's `reason` between the texts ``before`` and ``after``.
     """
     text = f"{before}{reason(error)}{after}"
     return ConfigError(text) if isinstance(error, MISTAKES) else StorageError(text)

@@ -35,8 +35,7 @@ class Spec:
     path: bool = False  # a path, or a URL: a leading ~ is expanded
 
     def fault(self, value: Any) -> str | None:
-        """Return the error text if ``value`` violates the range or ``check``, or None if it is
-        valid.
+        """Return the error text if ``value`` violates the range or ``check``, or None.
 
         ``choices`` are not checked.
         """
@@ -92,9 +91,7 @@ def setting(
 
 
 def spec(item: Field[Any]) -> Spec:
-    """Return the `Spec` of a dataclass field, or an empty one if `setting` did not create the
-    field.
-    """
+    """Return the `Spec` of a dataclass field; it is empty for a field without `setting`."""
     said = item.metadata.get("spec", Spec())
     assert isinstance(said, Spec)
     return said

@@ -20,11 +20,10 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
-    """Install ``handler`` for the signals ``numbers`` inside the block, then restore the old
-    handlers.
+    """Install ``handler`` for the signals ``numbers`` inside the block.
 
-    Python allows this only in the main thread. If SIGHUP is ignored, for example under nohup, it
-    stays ignored.
+    The old handlers are restored after the block. Python allows this only in the main thread. If
+    SIGHUP is ignored, for example under nohup, it stays ignored.
     """
     silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     before = {

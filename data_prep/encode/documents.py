@@ -1,7 +1,6 @@
-"""Selection of documents from rows, with the reason for each dropped row and the split of each
-document.
+"""Selection of documents from rows, and assignment of the documents to splits.
 
-This module does not depend on files or tokenizers.
+Every dropped row has a reason. This module does not depend on files or tokenizers.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ class Encoder(Protocol):
     name: str
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        """Return the ids of each of n texts, which must be valid UTF-8 without nulls. Raises
-        UserError if the library fails.
+        """Return the ids of each of n texts, which must be valid UTF-8 without nulls.
+
+        Raises UserError if the library fails.
         """
 
 
@@ -283,10 +284,10 @@ def gigatoken_name() -> str:
 
 
 def text_buffers(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Return (offsets, bytes) of an array of n >= 1 texts, which may be a slice. No bytes are
-    copied.
+    """Return (offsets, bytes) of an array of n >= 1 texts. No bytes are copied.
 
-    offsets: int64 [n + 1], starting at 0; text i is ``bytes[offsets[i]:offsets[i + 1]]``.
+    offsets: int64 [n + 1], starting at 0; text i is ``bytes[offsets[i]:offsets[i + 1]]``. The array
+    may be a slice.
     """
     _, offset_buffer, data_buffer = texts.buffers()
     offsets = np.frombuffer(offset_buffer, np.int64, count=len(texts) + 1, offset=8 * texts.offset)
@@ -389,11 +390,11 @@ def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
 def _renumbered(
     folder: TokenizerFolder, added: list[dict[str, Any]], without: Tokenizer
 ) -> npt.NDArray[np.uint32] | None:
-    """Return a table from ids of ``without`` to ids of the original tokenizer, or None if not
-    needed.
+    """Return a table that maps ids of ``without`` to ids of the original tokenizer.
 
     ``without`` is the tokenizer from which the special tokens were removed, which can change the
-    ids of the other ``added`` tokens. The table is uint32 [highest id + 1].
+    ids of the other ``added`` tokens. The table is uint32 [highest id + 1]. Return None if no id
+    changed.
     """
     if not added:
         return None

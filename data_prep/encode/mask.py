@@ -101,8 +101,9 @@ class Mask:
 
 
 def load_mask(spec: str) -> Mask:
-    """Load ``FILE.py:FUNCTION``. Raises UserError if the file or the function does not exist or if
-    executing the file fails.
+    """Load the function that ``FILE.py:FUNCTION`` names and return it as a Mask.
+
+    Raises UserError if the file or the function does not exist or if executing the file fails.
     """
     name, colon, function_name = spec.rpartition(":")
     if not colon or not name.endswith(".py") or not function_name.isidentifier():

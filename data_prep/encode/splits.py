@@ -83,8 +83,9 @@ def _first_hash(percent: float) -> int:
 
 
 def hash64(document_id: bytes, purpose: bytes = b"") -> int:
-    """Return a 64-bit hash of a document's id, the same on every machine. Each ``purpose`` gives an
-    independent hash.
+    """Return a 64-bit hash of a document's id, the same on every machine.
+
+    Each ``purpose`` gives an independent hash.
     """
     return int.from_bytes(
         hashlib.blake2b(document_id, digest_size=8, person=purpose).digest(), "big"

@@ -114,14 +114,14 @@ WHAT = "a Hugging Face tokenizer; make one with: python -m data_prep train-token
 
 
 def find_tokenizer(name_or_path: str) -> Path:
-    """Return the folder of a tokenizer that is given as a local path or as a name on the Hugging
-    Face Hub.
+    """Return the local folder of a tokenizer, and download the tokenizer if necessary.
 
-    A local folder is returned unchanged. ``ORG/NAME[@REVISION]`` is downloaded into the cache of
-    huggingface_hub; cached files are also found without a network. A name without a prefix is a
-    path if it exists or if its first part is an existing folder. A name with the prefix ``hf://``
-    is always on the Hub. Raises UserError if the folder or the repository does not exist, if access
-    is denied, or if the repository has no tokenizer.json.
+    ``name_or_path`` is a local path or a name on the Hugging Face Hub. A local folder is returned
+    unchanged. ``ORG/NAME[@REVISION]`` is downloaded into the cache of huggingface_hub; cached files
+    are also found without a network. A name without a prefix is a path if it exists or if its first
+    part is an existing folder. A name with the prefix ``hf://`` is always on the Hub. Raises
+    UserError if the folder or the repository does not exist, if access is denied, or if the
+    repository has no tokenizer.json.
     """
     path = Path(expand_home(name_or_path))
     name = next(

@@ -81,8 +81,9 @@ class Engine:
 
 
 class _Work:
-    """Unfinished output of a unit: writers in a temporary folder, and counts of documents and
-    drops.
+    """Unfinished output of a unit.
+
+    It consists of writers in a temporary folder, and counts of documents and dropped rows.
     """
 
     def __init__(self, engine: Engine, path: str, folder: Path, stack: ExitStack) -> None:
@@ -109,9 +110,7 @@ class _Work:
         self.bad += sorted(bad, key=lambda row: row.place)[: PLACES_KEPT - len(self.bad)]
 
     def add(self, rows: Rows) -> None:
-        """Encode the documents of a batch of rows and append each document to the shard of its
-        split.
-        """
+        """Encode the documents of a batch of rows and append each to the shard of its split."""
         documents, dropped, bad = self.engine.selection.of(rows, self.path)
         if not len(documents.splits):
             self.drop(dropped, bad, rows.batch.num_rows)
@@ -155,8 +154,7 @@ class _Work:
             self.tally.text_bytes += text_bytes
 
     def publish(self, unit: Unit) -> UnitEntry:
-        """Complete the files, move them to their final names, write the entry last, and return the
-        entry.
+        """Complete the files, move them to their final names, write the entry last, and return it.
 
         Raises RuntimeError if the counts of rows, documents and dropped rows disagree.
         """

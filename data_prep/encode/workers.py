@@ -172,8 +172,9 @@ class _Crew:
         return [worker for worker in self.workers if worker.connection in ready]
 
     def dismiss(self, worker: _Worker) -> None:
-        """Close the connection to an idle or dead worker, wait for its end, and remove its
-        unfinished files.
+        """Close the connection to an idle or dead worker, and wait for its end.
+
+        The unfinished files of the worker are removed.
         """
         worker.connection.close()
         self.workers.remove(worker)
@@ -279,8 +280,9 @@ def _reporter(parent: Connection) -> Callable[[int, Tally], None]:
 
 
 def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) -> CommandError:
-    """Convert an error in a worker into a one-line CommandError. Unexpected errors also print their
-    traceback.
+    """Convert an error in a worker into a one-line CommandError.
+
+    Unexpected errors also print their traceback.
     """
     if isinstance(error, CommandError):
         return error

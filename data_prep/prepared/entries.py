@@ -240,12 +240,11 @@ def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad: str) -> bool:
-    """Write the places of the bad rows to OUT/bad_rows.jsonl, and return True if ``max_bad`` allows
-    them.
+    """Write OUT/bad_rows.jsonl, and return True if ``max_bad`` allows the number of bad rows.
 
-    If no row is bad, the file is removed. If the rows are not accepted, an error and the first
-    places are printed to stderr. Raises UserError if ``max_bad`` is neither a number nor a
-    percentage.
+    The file contains the places of the bad rows. If no row is bad, the file is removed. If the
+    number is not accepted, an error and the first places are printed to stderr. Raises UserError if
+    ``max_bad`` is neither a number nor a percentage.
     """
     limit = parse_max_bad(max_bad)
     rows, dropped, places = 0, Counter[Drop](), []

@@ -1,8 +1,7 @@
-"""Strict conversion of JSON into dataclasses by the types of their fields. Missing and unknown
-fields are errors.
+"""Strict conversion of JSON into dataclasses by the types of their fields.
 
-A keyword-only field (``kw_only``) was added later and may be missing, because older files do not
-contain it.
+Missing and unknown fields are errors. A keyword-only field (``kw_only``) was added later and may be
+missing, because older files do not contain it.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ class Lengths:
         return int((self.values * self.documents).sum())
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length that at least ``share`` (0 to 1) of the documents do not
-        exceed.
+        """Return the smallest length that at least ``share`` of the documents do not exceed.
+
+        ``share`` is between 0 and 1.
         """
         return self._at(self.documents, share)
 
@@ -57,9 +58,7 @@ class Lengths:
         )
 
     def at_most(self, length: int) -> tuple[float, float]:
-        """Return (share of documents, share of tokens) of the documents with at most ``length``
-        ids.
-        """
+        """Return (share of documents, share of tokens) of the documents up to ``length`` ids."""
         end = int(np.searchsorted(self.values, length, side="right"))
         tokens = int((self.values[:end] * self.documents[:end]).sum())
         return int(self.documents[:end].sum()) / self.total, tokens / self.tokens

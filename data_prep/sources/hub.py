@@ -53,10 +53,10 @@ def is_hub(address: str) -> bool:
 
 
 def resolve(url: str, subset: str | None = None) -> list[RemoteFile]:
-    """Return the files of an address, sorted by path; their URLs contain the commit of the
-    revision.
+    """Return the files of an address, sorted by path.
 
-    ``subset`` is a subset of the dataset's card. Raises UserError for a wrong address or subset.
+    The URLs of the files contain the current commit of the address's revision. ``subset`` is a
+    subset of the dataset's card. Raises UserError for a wrong address or subset.
     """
     repository, path = _parse(url)
     if path and subset is not None:
@@ -283,10 +283,10 @@ def _readable(repository: Repository, files: Files) -> Files:
 
 
 def _at_path(repository: Repository, path: str) -> Files:
-    """Return the files that ``path`` selects: a file, the data files of a folder, or a glob's
-    matches.
+    """Return the files that ``path`` selects.
 
-    Raises UserError if no file is found.
+    These are a file, the data files of a folder, or the matches of a glob. Raises UserError if no
+    file is found.
     """
     name = f"{repository.kind} {repository.id}"
     if _is_glob(path):

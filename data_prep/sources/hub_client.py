@@ -82,8 +82,9 @@ def patiently(
 
 
 def hub_failures() -> tuple[type[Exception], ...]:
-    """Return the exception types that huggingface_hub and its HTTP library raise for failed
-    requests.
+    """Return the exception types that requests to the Hub raise on failure.
+
+    They are those of huggingface_hub and its HTTP library.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import logging

@@ -118,8 +118,7 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
 
 
 def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
-    """Divide a file of ``size`` bytes into equal byte ranges with about ``unit_bytes`` of text
-    each.
+    """Divide a file of ``size`` bytes into equal ranges with about ``unit_bytes`` of text each.
 
     A range has at most ten times as many bytes as ``unit_bytes``. A compressed file is a single
     span.

@@ -40,8 +40,7 @@ class Pages:
         return max([self.dictionary, *self.bytes])
 
     def held(self, rows: int) -> int:
-        """Return an upper bound of the memory in bytes that ``rows`` consecutive rows of the column
-        use.
+        """Return an upper bound of the memory in bytes that ``rows`` consecutive rows use.
 
         This is the size of the pages that contain the rows or, if larger, the size of the
         dictionary times ``rows``.

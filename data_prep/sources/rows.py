@@ -70,9 +70,7 @@ class SourceFile:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """Properties of the file that determine its rows: its fingerprint, and the names used in
-        ids.
-        """
+        """Properties of the file that determine its rows: fingerprint, and names used in ids."""
         return (
             self.fingerprint,
             *filter(None, (self.id_prefix,)),

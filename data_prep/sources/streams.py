@@ -81,11 +81,11 @@ def size_of(file: BinaryIO) -> int:
 
 
 def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of ``file`` from its current position, in chunks of at most 1
-    MiB.
+    """Yield the decompressed bytes of ``file`` in chunks of at most 1 MiB.
 
-    ``kind`` is jsonl, jsonl.gz or jsonl.zst. Consecutive gzip members or zstd frames are one
-    stream. Raises DamagedStream after the last bytes that could be decompressed.
+    Reading starts at the current position. ``kind`` is jsonl, jsonl.gz or jsonl.zst. Consecutive
+    gzip members or zstd frames are one stream. Raises DamagedStream after the last bytes that could
+    be decompressed.
     """
     if kind.endswith(".gz"):
         yield from gunzip(file)

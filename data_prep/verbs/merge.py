@@ -150,10 +150,9 @@ def is_merged(out: Path, plan: Plan) -> bool:
 def _merge_split(
     split: str, target: Path, out: Path, plan: Plan, entries: Sequence[UnitEntry], reading: Reading
 ) -> MergedEntry:
-    """Write the merged pair ``target``.bin/.idx of a split, flush it to disk, and return its
-    record.
+    """Write the merged pair ``target``.bin/.idx of a split and return its record.
 
-    The error for a damaged shard is a UserError that names the shard.
+    The pair is flushed to disk. The error for a damaged shard is a UserError that names the shard.
     """
     dtype = dtype_name(plan.tokenizer.vocab_size)
     shards = [
@@ -299,8 +298,9 @@ def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
 
 
 def remove_shards(out: Path) -> None:
-    """Remove all files of units in OUT/shards, entries first; remove the folder if it is then
-    empty.
+    """Remove all files of units in OUT/shards, entries first.
+
+    The folder is also removed if it is then empty.
     """
     with suppress(FileNotFoundError):
         ours = [path for path in (out / SHARDS).iterdir() if OURS.fullmatch(path.name)]

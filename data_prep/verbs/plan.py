@@ -91,8 +91,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write OUT/plan.json and the copy of the tokenizer, and print a summary of the work. Raises
-    UserError.
+    """Write OUT/plan.json and the copy of the tokenizer, and print a summary of the work.
+
+    Return 0. Raises UserError.
     """
     plan, tokenizer = make_plan(arguments)
     with lock(arguments.out, shared=not arguments.overwrite):
@@ -246,9 +247,7 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
 
 
 def _lies_at(file: str, places: Iterable[Path]) -> bool:
-    """Return True if ``file``, or the target of this link, is one of ``places`` or below one of
-    them.
-    """
+    """Return True if ``file``, or the target of this link, is at or below one of ``places``."""
     path = Path(file)
     return any(
         lies.is_relative_to(place)
@@ -321,8 +320,9 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
-    """Copy the tokenizer to OUT/tokenizer, each file atomically. Other files in that folder are
-    kept.
+    """Copy the tokenizer to OUT/tokenizer, each file atomically.
+
+    Other files in that folder are kept.
     """
     copy = out / TOKENIZER
     if copy.exists() and copy.samefile(tokenizer.path):

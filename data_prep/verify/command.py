@@ -99,10 +99,9 @@ class Report:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check a data folder. Return 0 and print a summary without faults; return 1 and print a line
-    for each fault.
+    """Check a data folder, and print a summary or a line for each fault.
 
-    Raises UserError if the folder contains no data.
+    Return 0 if no fault is found, else 1. Raises UserError if the folder contains no data.
     """
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.sample < 0:
@@ -248,9 +247,7 @@ def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
 def manifest_faults(
     folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]
 ) -> Iterator[str]:
-    """Yield the differences between manifest.json and the content implied by the plan and the
-    entries.
-    """
+    """Yield the differences between manifest.json and the content that plan and entries imply."""
     if manifest.source.fingerprint != plan.fingerprint:
         yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
         return

@@ -68,8 +68,7 @@ class Drawn:
 def check_sample(
     folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool
 ) -> Result:
-    """Encode ``number`` documents of the inputs again, compare them with the data, and return the
-    result.
+    """Encode ``number`` documents of the inputs again and compare them with the data.
 
     The documents are chosen at random with the plan's fingerprint as seed. ``entries`` are those of
     all units of the plan, in order. Inputs that cannot be read are reported in the result.
