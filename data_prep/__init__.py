@@ -1,6 +1,6 @@
-"""Data preparation: encode text into Megatron ``.bin/.idx`` files. Each verb of ``python -m
-data_prep`` is one file.
+"""Data preparation: encode text into Megatron ``.bin/.idx`` files.
 
-The package requires only pyarrow, tokenizers and numpy, without torch or megatron. Of the other
-packages of this repository it imports only `fem_common`.
+Each verb of ``python -m data_prep`` is one module. The package requires only pyarrow, tokenizers
+and numpy, without torch or megatron. Of the other packages of this repository it imports only
+`fem_common`.
 """

@@ -57,9 +57,9 @@ _MEMORY = (
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP as an exception; ``number`` is the signal number.
+    """Exception raised when SIGTERM or SIGHUP arrives; ``number`` is the signal number.
 
-    It ends a command like Ctrl-C.
+    A subclass of KeyboardInterrupt, so a command handles the signal like Ctrl-C.
     """
 
     def __init__(self, number: int) -> None:
@@ -68,8 +68,9 @@ class Ended(KeyboardInterrupt):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser with one-line errors that suggest the nearest word; --help lists the exit
-    codes.
+    """argparse parser with one-line errors that suggest the nearest valid word.
+
+    Its --help output also lists the exit codes.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -80,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, _path)  # for every argument with type=Path
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
+        """Print ``message`` with a suggestion on stderr and exit with code 2."""
         program = self.prog.removeprefix("python -m ").split()[0]
         print(
             f"{program}: error: {message}{self._meant(message)} (see: {self.prog} --help)",
@@ -98,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {near}?" if near else ""
 
     def _options(self) -> list[str]:
-        """Return the options of this parser and of its verbs."""
+        """Return the option strings of this parser and of the parsers of its verbs."""
         found = list(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -111,8 +112,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    """Convert an argument to a path and expand ``~``, which a shell does not expand in
-    ``--out=~/x``.
+    """Convert a command-line argument to a path and expand a leading ``~``.
+
+    In ``--out=~/x`` the shell does not expand the ``~``.
     """
     try:
         return Path(expand_home(text))
@@ -121,8 +123,10 @@ def _path(text: str) -> Path:
 
 
 class Verb(NamedTuple):
-    """Location of a verb (``package.module`` or ``package.module:function``, by default main) and
-    its purpose.
+    """Table entry of a verb: the function that runs it, and one line of help.
+
+    place: ``package.module:function``, or ``package.module`` for its function ``main``.
+    purpose: the line of help.
     """
 
     place: str
@@ -137,11 +141,12 @@ def parse(
     *,
     epilog: str = "",
 ) -> argparse.Namespace:
-    """Parse the command line and return a namespace whose ``main`` runs the verb.
+    """Parse the command line of a program with verbs, and return the arguments.
 
-    If a verb declares the positional ``words`` (``nargs="*"``), words between and after its options
-    belong to it too. If a verb has a default for ``rest``, ``rest`` receives the words after
-    ``--``.
+    The attribute ``main`` of the returned namespace is the function that runs the chosen verb. If a
+    verb declares the positional ``words`` (``nargs="*"``), words between and after its options
+    belong to ``words`` too. If a verb sets a default for ``rest``, ``rest`` receives the words
+    after ``--``.
     """
     parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
     group = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
@@ -172,10 +177,11 @@ def parse(
 
 
 def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> int:
-    """Run ``main()`` and return the exit code; print one line if it fails.
+    """Run ``main()`` and return the exit code. A failure prints one line on stderr.
 
-    ``kept`` is the text that is shown after an interruption. SIGTERM and SIGHUP act like Ctrl-C, so
-    that cleanup code runs. Unexpected exceptions (bugs) keep their traceback and give code 1.
+    ``kept`` is the text that is shown after an interruption: the work that is not lost, and how to
+    continue. SIGTERM and SIGHUP act like Ctrl-C, so that cleanup code runs. Unexpected exceptions
+    (bugs) keep their traceback and give code 1.
     """
     try:
         with signals_as_interrupt():
@@ -212,7 +218,10 @@ def verb_main(
     *,
     kept: str = KEPT,
 ) -> int:
-    """`parse` and `run` a command that consists only of verbs."""
+    """Parse the command line of a program with verbs, run the verb, and return the exit code.
+
+    If ``argv`` is None, ``sys.argv[1:]`` is parsed. See `parse` and `run`.
+    """
 
     def main() -> int:
         arguments = parse(program, description, verbs, sys.argv[1:] if argv is None else argv)

@@ -1,12 +1,12 @@
-"""Strict configuration reader: YAML files with bases and ``section.key=value`` overrides into
-frozen dataclasses.
+"""Strict reader of YAML configuration files into frozen dataclasses.
 
-The fields of the dataclasses are `setting`s. Each mistake is one line with file, line, key, value
-and the nearest fix; all mistakes are reported together. A scalar is read according to the type of
-the field: `24:00:00` and `010` stay text for a text key and are rejected for a number key (YAML 1.1
-would convert them to numbers); `1e-4` and `15e9`, which YAML 1.1 reads as text, are numbers. PyYAML
-is imported only when a file is read or written. Long, because schema, composition and types share
-the tree that records where each value was written.
+A file may have bases, and ``section.key=value`` overrides are applied to it. The fields of the
+dataclasses are `setting`s. Each mistake is one line with file, line, key, value and the nearest
+fix; all mistakes are reported together. A scalar is read according to the type of the field:
+`24:00:00` and `010` stay text for a text key and are rejected for a number key (YAML 1.1 would
+convert them to numbers); `1e-4` and `15e9`, which YAML 1.1 reads as text, are numbers. PyYAML is
+imported only when a file is read or written. Long, because schema, composition and types share the
+tree that records where each value was written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Mistake = tuple[str, ConfigError]
 
 
 class ConfigErrors(ConfigError):
-    """All mistakes of a configuration; the text has one line for each mistake.
+    """Error that contains all mistakes of a configuration; its text has one line for each mistake.
 
     config: the configuration with defaults in place of the invalid values, or None if no part could
     be read.
@@ -55,7 +55,10 @@ class ConfigErrors(ConfigError):
 
 @contextmanager
 def noted(mistakes: list[Mistake], section: str) -> Iterator[None]:
-    """Collect configuration errors raised in the block, so that reading continues after them."""
+    """Catch configuration errors raised in the block and append them to ``mistakes``.
+
+    ``section`` is recorded as the key of a single ConfigError; ConfigErrors contain their own keys.
+    """
     try:
         yield
     except ConfigErrors as errors:
@@ -73,19 +76,22 @@ def load(
     shipped: Path | None = None,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """Return an instance of ``cls`` from the YAML file ``path``, with ``section.key=value``
-    overrides applied in order.
+    """Load the YAML file ``path`` and return it as an instance of ``cls``.
 
-    parts: a section (a field that is a dataclass) may be a mapping, the name of a part (``<file's
-    folder>/../<section>/<name>.yaml``), the path of a file that contains the section (with a slash,
-    or ending in .yaml or .yml; relative to the folder of the file that refers to it, or to the
-    working directory for overrides), or a mapping whose ``base`` is one of these. An override of an
-    entire section (``model=fem_sm_340m``) replaces the section and is applied before the overrides
-    of single keys.
+    overrides: texts ``section.key=value``, applied in order. An override of an entire section
+    (``model=fem_sm_340m``) replaces the section and is applied before the overrides of single keys.
 
-    Without ``parts`` the file itself may have a ``base``: a path, or the name of a file in the same
-    folder or else in the folder ``shipped``. This does not apply if the class has its own field
-    ``base``.
+    parts: if True, a section (a field that is a dataclass) may be any of these:
+
+    - a mapping;
+    - the name of a part, which is the file ``<file's folder>/../<section>/<name>.yaml``;
+    - the path of a file that contains the section: a text with a slash or the ending .yaml or .yml.
+      A relative path starts at the folder of the file that contains it; in an override it starts at
+      the working directory;
+    - a mapping whose ``base`` is a name or a path as above.
+
+    If False, the file itself may have a ``base``: a path, or the name of a file in the same folder
+    or else in the folder ``shipped``. This does not apply if the class has its own field ``base``.
 
     absent: patterns of (dotted) keys that similar configurations have but this one lacks, with an
     explanation of each.
@@ -108,10 +114,10 @@ def build(
     parts: bool = False,
     absent: Mapping[str, str] | None = None,
 ) -> T:
-    """Return an instance of ``cls`` from plain ``values``, as `load` does for a file with that
-    content.
+    """Return an instance of ``cls`` from plain ``values``, as if `load` had read them from a file.
 
-    Errors name ``path``. Only files of parts are read, and YAML is not needed for the values.
+    ``path`` is the name of the file in errors; it is not read. Only files of parts are read, and
+    YAML is not needed for the values.
     """
     return _Reader(cls, Path(path), parts, None, absent or {}).read(
         node_of(values, str(path)), overrides
@@ -119,8 +125,9 @@ def build(
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the mapping of a YAML file as PyYAML reads it; duplicate keys, aliases and tags are
-    errors.
+    """Return the content of a YAML file, a mapping, as PyYAML's safe loader reads it.
+
+    Duplicate keys, aliases and tags are errors.
 
     Raises:
         ConfigError, StorageError: see `load`.
@@ -133,8 +140,9 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def plain(config: Any) -> Any:
-    """Return the configuration as mappings, lists and scalars (for JSON and YAML), in the order of
-    the fields.
+    """Return a configuration as nested dictionaries, lists and scalars, for JSON and YAML.
+
+    Keys are in the order of the fields.
     """
     if is_dataclass(config):
         return {item.name: plain(getattr(config, item.name)) for item in fields(config)}
@@ -146,13 +154,14 @@ def plain(config: Any) -> Any:
 
 
 def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Return the dataclass from the output of `plain`, validated like a file."""
+    """Return an instance of ``cls`` from the output of `plain`, validated like a file."""
     return build(cls, values, "saved values")
 
 
 def dump_yaml(config: Any) -> str:
-    """Return the complete configuration as YAML text; `load` of that text gives the same
-    configuration.
+    """Return the complete configuration as YAML text.
+
+    `load` of that text gives the same configuration.
     """
     import yaml
 
@@ -179,10 +188,13 @@ def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
 
 
 class Row(NamedTuple):
-    """A key of a reference page.
+    """One row of a configuration reference page; it documents one key.
 
-    section: True if the key contains other keys; wanted: the type or the choices, and the range;
-    default: None if the key is required.
+    key: dotted key.
+    section: True if the key contains other keys.
+    wanted: type or choices, and the range.
+    default: default value as text, or None if the key is required.
+    doc: description.
     """
 
     key: str
@@ -216,7 +228,7 @@ def required(item: Field[Any]) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """Return the name of a type for users."""
+    """Return the name of a type for users, for example ``a list of text`` or ``a mapping``."""
     kind, optional = _strip_optional(kind)
     entry = _entry(kind)
     if is_dataclass(kind):
@@ -235,7 +247,10 @@ def describe(kind: Any) -> str:
 
 
 def _entry(kind: Any) -> Any:
-    """Return ``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
+    """Return the entry type of a tuple or dictionary type, or None for other types.
+
+    Example: ``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``.
+    """
     kind = _strip_optional(kind)[0]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
@@ -255,8 +270,11 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 
 @dataclass(frozen=True)
 class Node:
-    """A value as it was written, and its location: ``file:line``, only the file for non-YAML
-    values, or the command line.
+    """Configuration value as written, before conversion to its type.
+
+    where: location for messages: ``file:line``, the file alone if the value is not from YAML, or
+    the command line. tag: YAML type, for example ``str``, ``null``, ``map`` or ``seq``. quoted:
+    True if the value is text that must not be read as another type.
     """
 
     value: dict[str, Node] | list[Node] | str
@@ -265,7 +283,7 @@ class Node:
     quoted: bool = False
 
     def __str__(self) -> str:
-        """Return the value as shown in a message."""
+        """Return the value in the form in which messages show it, at most 60 characters long."""
         if not isinstance(self.value, str):
             if not self.value:
                 return "{}" if isinstance(self.value, dict) else "[]"
@@ -320,9 +338,10 @@ def _stems(folder: Path) -> list[str]:
 
 
 def _tree(text: str) -> Any:
-    """Return the YAML node tree. libyaml is used if available, because it is ten times faster.
+    """Parse YAML text and return PyYAML's node tree.
 
-    Invalid text is parsed again by PyYAML's own parser, which describes mistakes better.
+    libyaml is used if available, because it is ten times faster. Invalid text is parsed again by
+    PyYAML's own parser, which describes mistakes better.
     """
     import yaml
 
@@ -376,7 +395,11 @@ def _parse(text: str, where: str) -> Node:
 
 
 def _merged(under: Node, over: Node) -> Node:
-    """Merge ``over`` into ``under``: mappings key by key; every other value is replaced."""
+    """Return ``under`` with the values of ``over`` on top.
+
+    Mappings are merged key by key; a value of any other type in ``over`` replaces that in
+    ``under``.
+    """
     if not isinstance(under.value, dict) or not isinstance(over.value, dict):
         return over
     values = dict(under.value)
@@ -388,7 +411,10 @@ def _merged(under: Node, over: Node) -> Node:
 def _moved(
     cls: type, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield (old key, new key) from the ``moved`` tables of a configuration class and sections."""
+    """Yield (old key, new key) for every renamed key of a configuration class and its sections.
+
+    The names are in the class attributes ``moved``. Keys are tuples of names from the root.
+    """
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
     hints = _hints(cls)
@@ -400,15 +426,18 @@ def _moved(
 def _under(
     names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return the renames within the section ``keys``, relative to that section."""
+    """Return the renames of keys inside the section ``keys``, with names relative to the section.
+
+    ``names`` maps old keys to new ones; each key is a tuple of names from the root.
+    """
     here, n = tuple(keys), len(keys)
     return {old[n:]: new[n:] for old, new in names.items() if old[:n] == new[:n] == here}
 
 
 def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> Node:
-    """Rename the moved keys in the tree of one file.
+    """Return the tree of one file with old key names replaced by the new ones.
 
-    A key stays if its new name is also present.
+    An old key is not renamed if its new name is also present.
     """
     for old, new in names.items():
         found, rest = _taken(node, old)
@@ -418,7 +447,7 @@ def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> No
 
 
 def _taken(node: Node, keys: Sequence[str]) -> tuple[Node | None, Node]:
-    """Return the node under ``keys`` (None if absent) and the tree without it."""
+    """Return (node at the path ``keys`` or None if absent, tree without that node)."""
     if not isinstance(node.value, dict) or keys[0] not in node.value:
         return None, node
     if len(keys) == 1:
@@ -439,9 +468,10 @@ def _assignment(text: str) -> tuple[list[str], Node]:
 
 
 def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
-    """Return ``node`` with one key set.
+    """Return a copy of the tree ``node`` with the node ``value`` at the path ``keys``.
 
-    A number is the index of a list item, from 0; the index after the last item appends.
+    A number in ``keys`` is the index of a list item, from 0; the index after the last item appends.
+    ``above`` is the path of ``node`` from the root, for messages.
     """
     if not keys:
         return value
@@ -472,7 +502,7 @@ def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ..
 
 
 class _Reader:
-    """Reader of one configuration: the class, its file, and the mistakes found so far."""
+    """Reader for one call of `load` or `build`; it collects all mistakes of the configuration."""
 
     def __init__(
         self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]
@@ -505,7 +535,7 @@ class _Reader:
         return config
 
     def composed(self, tree: Node, overrides: Sequence[str]) -> Node:
-        """Return the tree merged over its bases, with the overrides applied."""
+        """Return the file's tree merged over its bases, with the command-line overrides applied."""
         if not self.parts and "base" not in self.known:
             tree = self.over_base(tree, "", self.path.parent, (os.path.abspath(self.path),))
         elif self.sections:
@@ -531,7 +561,10 @@ class _Reader:
         return tree
 
     def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
-        """Return the assignment without moved keys, plus one assignment for each moved key."""
+        """Return the (keys, value) assignments of an override, with renamed keys replaced.
+
+        Renamed keys inside a mapping ``value`` are removed from it and become separate assignments.
+        """
         found = []
         for old, new in self.moved.items():
             if list(old) == keys:
@@ -542,10 +575,12 @@ class _Reader:
         return [(keys, value), *found]
 
     def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
-        """Return the mapping of a section (or of the file, if ``section`` is empty) merged over its
-        base, recursively.
+        """Return the mapping ``node`` merged over the files that its ``base`` names, recursively.
 
-        A base given as a path is relative to the third argument, a folder.
+        section: name of the section, or "" for an entire file.
+        chain: absolute paths of the files that led to this one, to detect a cycle.
+
+        A base given as a relative path is relative to the third parameter, a folder.
         """
         what = f"the name of a part in {section}/ or the path of a .yaml file"
         key = f"{section}.base"
@@ -630,10 +665,10 @@ class _Reader:
         return cls(**values)
 
     def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
-        """Return a suggestion for an unknown key.
+        """Return a suggestion for the unknown key ``key`` of the section ``path``.
 
-        This is the explanation in ``absent``, the same name in another section, a similar name in
-        this section or anywhere, or else the list of valid keys.
+        The first that exists is returned: the explanation in ``absent``, the same key in another
+        section, a similar key in this section or anywhere, the list of valid keys.
         """
         for pattern, said in self.absent.items():
             if re.fullmatch(pattern, key) or re.fullmatch(pattern, ".".join((*path, key))):
@@ -698,7 +733,12 @@ def _mapping(node: Node) -> dict[str, Node]:
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
-    """Return a suggestion of the nearest existing file, in the form that the user used."""
+    """Return ``; did you mean …?`` with the existing file most similar to ``name``, or "".
+
+    A file in the last parameter's folder, named ``name`` and .yaml, is preferred unless
+    ``by_path``. Other files are named by their path if ``by_path``, else by their name without the
+    ending.
+    """
     if not by_path and (here / f"{name}.yaml").is_file():
         return f"; did you mean {name}.yaml, the file in {here.absolute()}?"
     near = nearest(places[0].stem, [stem for place in places for stem in _stems(place.parent)], 0.4)
@@ -708,7 +748,7 @@ def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
 
 
 def _as_written(node: Node) -> Any:
-    """Convert a value of type Any according to its YAML form."""
+    """Convert a node to plain Python values according to its YAML form, for keys of type Any."""
     if isinstance(node.value, dict):
         return {key: _as_written(entry) for key, entry in node.value.items()}
     if isinstance(node.value, list):
@@ -735,7 +775,7 @@ def _matches(value: Any, choice: Any) -> bool:
 
 
 def _scalar(kind: Callable[..., Any], node: Node) -> Any:
-    """Return the scalar as a ``kind``, or None if it is not one.
+    """Return the value of a scalar node as type ``kind``, or None if it is not of that type.
 
     Text needs no quotes unless YAML reads it as true, false or null.
     """

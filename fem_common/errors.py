@@ -1,7 +1,7 @@
 """Errors that are shown to the user as one line, with their exit codes.
 
-`MISTAKES` is the only rule that separates a wrong path from a failing file system, for every
-command. The module uses only the standard library.
+For every command, `MISTAKES` decides whether an OSError is the user's mistake, for example a
+wrong path, or a failure of the file system. The module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or a limit on spac
 
 
 class CommandError(Exception):
-    """Error that ends a command with one line and the exit code ``code``."""
+    """Base class of errors that end a command with one line of text and the exit code ``code``."""
 
     code: ClassVar[Exit]
 
 
 class UserError(CommandError):
-    """Mistake that the user can correct; the message states what is wrong, where, and a fix."""
+    """Error that the user can correct; the message states what is wrong, where, and a fix."""
 
     code = Exit.WRONG_INPUT
 
 
 class ConfigError(UserError, ValueError):
-    """Mistake in a run's configuration: location, key, value and valid values.
+    """Error in a configuration or an input path: location, key, value and valid values.
 
     Each run of white space in the message becomes one space.
     """
@@ -51,7 +51,7 @@ class ConfigError(UserError, ValueError):
 
 
 class InUse(UserError):
-    """Another process uses the folder; the same command may succeed later."""
+    """Error raised if another process uses the folder; the same command may succeed later."""
 
     code = Exit.IN_USE
 
@@ -73,10 +73,9 @@ class StorageError(Fault):
 
 
 def reason(error: OSError) -> str:
-    """Return ``PATH: reason`` without Python's error number, or only the reason if the error has no
-    path.
+    """Return ``PATH: reason`` of an OSError, or only the reason if the error has no path.
 
-    For a full disk the text also contains what to do.
+    The text contains no error number. For a full disk it also contains what to do.
     """
     said = error.strerror or str(error) or type(error).__name__
     if error.errno in FULL:  # the file's name is often temporary
@@ -86,10 +85,10 @@ def reason(error: OSError) -> str:
 
 
 def told(error: OSError, before: str = "", after: str = "") -> ConfigError | StorageError:
-    """Return the exception to raise for an OSError, with its `reason` between the texts ``before``
-    and ``after``.
+    """Return the exception to raise for an OSError: ConfigError or StorageError.
 
-    It is a ConfigError for a wrong path and a StorageError for every other failure.
+    It is a ConfigError for a wrong path and a StorageError for every other failure. The message is
+    the error's `reason` between the texts ``before`` and ``after``.
     """
     text = f"{before}{reason(error)}{after}"
     return ConfigError(text) if isinstance(error, MISTAKES) else StorageError(text)
@@ -112,7 +111,8 @@ def files_told() -> Iterator[None]:
 def end(program: str, error: CommandError | OSError) -> Exit:
     """Print ``PROGRAM: error: ...`` on stderr and return the exit code.
 
-    For a broken pipe (``| head``) print no message and redirect stdout to /dev/null.
+    A broken pipe, for example after ``| head``, prints no message and redirects stdout to
+    /dev/null.
     """
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Exit codes of every command, for users, scripts and the launcher.
+"""Exit codes of all commands, for users, scripts and the launcher.
 
 The module uses only the standard library.
 """

@@ -1,4 +1,4 @@
-"""Atomic file writes (temporary name, fsync, rename), locks and hashes.
+"""File helpers: atomic writes (temporary name, fsync, rename), locks, hashes and JSON lines.
 
 The module uses only the standard library.
 """
@@ -71,7 +71,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return a JSON value as indented UTF-8 text.
+    """Return ``value`` as indented JSON text, encoded in UTF-8.
 
     Lone surrogates, which occur in names that are not UTF-8, are written as JSON escapes.
     """
@@ -95,7 +95,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the file names in a folder (created, renamed or removed) are on the disk."""
+    """Wait until new, renamed and removed file names of a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -104,11 +104,11 @@ def sync_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> None:
-    """Write a file atomically: write it under a temporary name, sync it, and rename it.
+    """Write a file atomically: write a temporary file, sync it, and rename it.
 
-    If ``synced`` is False, readers still see either the old or the new content, but a power failure
-    may lose both. Raises OSError with ``path`` as its file name; the temporary file is removed in
-    that case.
+    If ``synced`` is False, the file is not synced: readers still see either the old or the new
+    content, but a power failure may lose both. Raises OSError with ``path`` as its file name; the
+    temporary file is removed in that case.
     """
     unfinished = temporary(path)
     raw = content.encode("utf-8") if isinstance(content, str) else content
@@ -139,7 +139,7 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null in place of every number that is not finite."""
+    """Return a copy of a JSON value in which None replaces every number that is not finite."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -156,10 +156,10 @@ def make_folder(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """Return a temporary name in the folder of ``path``.
+    """Return the temporary name, in the same folder, under which ``path`` is written first.
 
-    The name contains the host name, the PID namespace and the process id of its owner, so that
-    `remove_leftovers` can find files of dead processes.
+    The name contains the host name, the PID namespace and the process id of the writing process, so
+    that `remove_leftovers` can find files of dead processes.
     """
     return path.with_name(f".{path.name}~{socket.gethostname()}~{_namespace()}~{os.getpid()}")
 
@@ -224,12 +224,14 @@ def remove(path: Path) -> None:
 def locked(
     path: Path, busy: str = "", *, shared: bool = False, wait: bool = False
 ) -> Iterator[bool]:
-    """Lock the file ``path`` during the block; the file is created if necessary and is not removed.
+    """Lock the file ``path`` during the block.
 
-    The lock is on a file because NFS cannot lock folders. Yields True if the lock is held, and
-    False on a file system without locks, where the block runs without a lock. The lock ends with
-    the block or the process. ``shared``: take a shared lock instead of an exclusive one. ``wait``:
-    wait for the lock instead of raising InUse.
+    The file is created if necessary and is not removed. A lock file is used because NFS cannot lock
+    folders. Yields True if the lock is held, and False on a file system without locks, where the
+    block runs without a lock. The lock ends with the block or the process.
+
+    shared: take a shared lock instead of an exclusive one.
+    wait: wait for the lock instead of raising InUse.
 
     Raises:
         InUse: another process holds the lock (message ``busy``).

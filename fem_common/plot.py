@@ -1,8 +1,8 @@
-"""Common style of all figures: colours and markers for every kind of colour vision, plain axes, no
-window.
+"""Common style of all matplotlib figures, and functions to create and save them.
 
-matplotlib is imported only when a figure is made, because the import takes a second and would delay
---help.
+The colours and markers are distinguishable with every kind of colour vision. Figures are drawn
+without a window. matplotlib is imported only when a figure is made, because the import takes a
+second and would delay --help.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DPI = 150
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty figure with a size in inches."""
+    """Return an empty matplotlib figure; ``size`` is (width, height) in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -43,8 +43,9 @@ def save(figure: Any, path: Path) -> None:
 
 
 def plain_axes(axes: Any, x: str = "", y: str = "", *, grid: str = "both") -> None:
-    """Set axis labels, remove the box and draw a light grid; ``grid``: the axis of the grid lines,
-    x, y or both.
+    """Set axis labels, remove the upper and right frame lines, and draw a light grid.
+
+    ``grid`` names the axis of the grid lines: x, y or both.
     """
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -54,12 +55,12 @@ def plain_axes(axes: Any, x: str = "", y: str = "", *, grid: str = "both") -> No
 
 
 def colour_of(number: int) -> dict[str, Any]:
-    """Return the colour and marker of the series with this number."""
+    """Return matplotlib keywords with the colour and marker of series ``number``."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def ordered_colours(count: int) -> list[dict[str, Any]]:
-    """Return colours and markers of ``count`` series that have an order, from dark to light."""
+    """Return matplotlib keywords for ``count`` series that have an order, from dark to light."""
     from matplotlib import colormaps
 
     places = [0.85 * number / (count - 1) for number in range(count)] if count > 1 else [0.3]

@@ -1,4 +1,4 @@
-"""Free TCP ports for servers that start shortly afterwards.
+"""Search for a free TCP port, for a server that starts shortly afterwards.
 
 The module uses only the standard library.
 """
@@ -18,8 +18,8 @@ _turns = itertools.count()
 def server_port(seed: int | None = None) -> int:
     """Return a free TCP port of this machine.
 
-    The start of the search depends on the seed, or, without a seed, on the process and the number
-    of the call. Raises OSError if no port is free.
+    The search starts at a port that depends on ``seed``. Without a seed, the first port depends on
+    the process id and on the number of earlier calls. Raises OSError if no port is free.
     """
     # The factor separates the ports of processes with consecutive numbers.
     start = 7 * seed if seed is not None else 4099 * os.getpid() + next(_turns)

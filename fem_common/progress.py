@@ -1,4 +1,4 @@
-"""Progress of long work: a live line on a terminal (tqdm), or a line at intervals in a log."""
+"""Progress display of long work: one live line on a terminal (tqdm), or regular lines in a log."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ TERMINAL_SECONDS, LOG_SECONDS = 0.2, 60.0
 
 
 class Progress:
-    """Progress, rate and remaining time of some work; a context manager that closes itself.
+    """Display of progress, rate and remaining time; a context manager that closes the display.
 
-    total: amount of work in ``unit``s, None if unknown. quiet: show no lines (--quiet, --json).
-    stream: None means stderr.
+    total: amount of work in ``unit``s, None if unknown.
+    quiet: show no lines (--quiet, --json).
+    stream: output stream; None means stderr.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Remaining seconds at the average rate so far; None if unknown."""
+        """Estimated remaining seconds at the average rate so far; None if unknown."""
         return (
             self.elapsed * max(self.total - self.done, 0) / self.done
             if self.total is not None and self.done
@@ -53,21 +54,24 @@ class Progress:
 
     @property
     def due(self) -> bool:
-        """True if it is time to show another line."""
+        """True if enough time has passed since the last line and the display is not quiet."""
         return not self.quiet and time.monotonic() - self.shown >= self.every
 
     def advance(self, step: float = 1, note: str = "") -> None:
-        """Add ``step`` to the finished amount."""
+        """Add ``step`` to the finished amount, and show a line if one is due."""
         self.update(self.done + step, note)
 
     def update(self, done: float, note: str = "") -> None:
-        """Set the finished amount, and show a line if one is due."""
+        """Set the finished amount to ``done``, and show a line if one is due."""
         self.done = done
         if self.due:
             self.show(self.line(note))
 
     def line(self, note: str = "") -> str:
-        """Return a line such as ``title: 1.2M of 3M tokens · 40% · 12k/s · note · 3m 05s left``."""
+        """Return the progress line without printing it.
+
+        Example: ``title: 1.2M of 3M tokens · 40% · 12k/s · note · 3m 05s left``.
+        """
         of = "" if self.total is None else f" of {count(self.total)}"
         share = "" if not self.total else f"{100 * min(self.done / self.total, 1):.0f}%"
         left = "" if self.left is None else f"{duration(self.left)} left"
@@ -81,7 +85,7 @@ class Progress:
         return (f"{self.title}: " if self.title else "") + " · ".join(filter(None, parts))
 
     def show(self, line: str) -> None:
-        """Write a line given by the caller; on a terminal it replaces the previous one.
+        """Print ``line``; on a terminal it replaces the previous line.
 
         Errors of a closed terminal are ignored, so that the work continues.
         """

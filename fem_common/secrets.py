@@ -1,6 +1,7 @@
-"""Rules for secrets in an environment, and for the variables that may be written to files.
+"""Detection of secrets in environment variables, and removal of secrets from text.
 
-The module uses only the standard library.
+The module also selects the variables that may be written to files. It uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def hides_a_password(value: str) -> bool:
 
 
 def values(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the strings to hide in output: the secret values of an environment, longest first.
+    """Return the strings to hide in output, longest first.
 
-    Secrets are the values of variables with a secret name (`is_secret`) and the passwords in URLs
-    of any variable. A value of several lines also yields each of its lines and its text on one
-    line. Strings shorter than ``SHORTEST`` are left out.
+    These are the values of environment variables with a secret name (`is_secret`), and the
+    passwords in URLs of any variable. A value of several lines also yields each of its lines and
+    its text on one line. Strings shorter than ``SHORTEST`` are left out.
     """
     found: set[str] = set()
     for name, value in environ.items():
@@ -75,7 +76,7 @@ def hide(text: str, secrets: tuple[str, ...]) -> str:
 
 
 def harmless_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be written to a file, sorted.
+    """Return the environment variables that may be written to a file, in alphabetical order.
 
     These are the allow-listed variables whose value contains no secret of another variable.
     """

@@ -12,9 +12,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spec:
-    """Documentation and allowed values of a field, as given to `setting`.
+    """Documentation and allowed values of a configuration field, as passed to `setting`.
 
-    For a list or a mapping, ranges, choices and ``check`` apply to each entry.
+    doc: description.
+    choices: allowed values, or None for no restriction.
+    check: function that returns the error text of an invalid value, or None.
+    least, above, below: bounds of a number; ``least`` is inclusive, the other two are exclusive.
+    expand: function that converts a short form of the value to its full form.
+    path: True if the value is a path or a URL.
+
+    For a list or a mapping, bounds, choices and ``check`` apply to each entry.
     """
 
     doc: str = ""
@@ -28,7 +35,10 @@ class Spec:
     path: bool = False  # a path, or a URL: a leading ~ is expanded
 
     def fault(self, value: Any) -> str | None:
-        """Return the error text of a value that violates the range or ``check``, or None."""
+        """Return the error text if ``value`` violates the range or ``check``, or None.
+
+        ``choices`` are not checked.
+        """
         wanted = self.range()
         for limit, holds in (
             (self.least, lambda: value >= self.least),
@@ -41,8 +51,9 @@ class Spec:
         return self.check(value) if self.check else None
 
     def range(self) -> str:
-        """Return the range in words, as ``1 or more`` or ``more than 0 and less than 1``; empty if
-        every number is valid.
+        """Return the valid range in words, or "" if every number is valid.
+
+        Examples: ``1 or more``, ``more than 0 and less than 1``.
         """
         least, above, below = (
             f"{limit:g}" if isinstance(limit, float) else str(limit)
@@ -69,9 +80,9 @@ def setting(
     expand: Callable[[Any], Any] | None = None,
     path: bool = False,
 ) -> Any:
-    """Return a documented dataclass field; see `Spec`.
+    """Return a dataclass field with the default, documentation and allowed values of a key.
 
-    If ``default`` is a class, it is called for each instance.
+    The parameters are those of `Spec`. If ``default`` is a class, it is called for each instance.
     """
     metadata = {"spec": Spec(doc, choices, check, least, above, below, expand, path)}
     if isinstance(default, type):
@@ -80,17 +91,17 @@ def setting(
 
 
 def spec(item: Field[Any]) -> Spec:
-    """Return the `Spec` of a field; an empty one if the field was not made with `setting`."""
+    """Return the `Spec` of a dataclass field; it is empty for a field without `setting`."""
     said = item.metadata.get("spec", Spec())
     assert isinstance(said, Spec)
     return said
 
 
 def moved(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return plain ``values`` with renamed keys; ``names`` maps old "section.key" to new
-    "section.key".
+    """Return plain ``values`` with renamed keys.
 
-    A key stays if its new name is also present.
+    ``names`` maps an old "section.key" to the new one. An old key is not renamed if its new name is
+    also present.
     """
     given = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()

@@ -1,4 +1,4 @@
-"""Temporary signal handlers, names of signals, and signals at the death of the parent.
+"""Helpers for signals: temporary handlers, signal names, and Linux ``prctl``.
 
 The module uses only the standard library.
 """
@@ -20,11 +20,10 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def taken(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
-    """Handle these signals with ``handler`` inside the block; restore the earlier handlers after
-    it.
+    """Install ``handler`` for the signals ``numbers`` inside the block.
 
-    Python allows this only in the main thread. If SIGHUP is ignored, for example under nohup, it
-    stays ignored.
+    The old handlers are restored after the block. Python allows this only in the main thread. If
+    SIGHUP is ignored, for example under nohup, it stays ignored.
     """
     silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     before = {
@@ -51,7 +50,7 @@ def signal_name(number: int) -> str:
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl on Linux, do nothing elsewhere. Safe between fork and exec.
+    """Call prctl on Linux; other systems are left unchanged. Safe between fork and exec.
 
     Errors are ignored: without support by the kernel, a process only has less protection.
     """

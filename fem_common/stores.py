@@ -1,4 +1,7 @@
-"""Object stores and file systems by URL, with fsspec: opening, error messages and retries."""
+"""Access to object stores and file systems by URL, with fsspec.
+
+The module opens stores, formats their errors, and retries failed operations.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +35,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def is_url(place: str) -> bool:
-    """Return True if a place is given by a URL, False for a path."""
+    """Return True if ``place`` is a URL, False if it is a path."""
     return "://" in place
 
 
 def folder_of(place: str) -> Path | None:
-    """Return the folder of a path or of a URL with the scheme file; None for other URLs."""
+    """Return the local folder that ``place`` names, or None for the URL of a store.
+
+    ``place`` is local if it is a path or a URL with the scheme file.
+    """
     kind, mark, rest = place.partition("://")
     return Path(rest or kind) if not mark or kind == "file" else None
 
 
 def refusal(place: str, folder: Path | None) -> str | None:
-    """Return why copies of the content of ``folder`` cannot be stored at a place, or None.
+    """Return the error text if ``place`` cannot receive copies of ``folder``, or None if it can.
 
-    Only the name of the place is examined. If ``folder`` is None, only the form of the name is
-    checked.
+    The store is not contacted; only the text of ``place`` is examined. If ``folder`` is None, only
+    the form of ``place`` is checked.
     """
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
@@ -74,9 +80,9 @@ def refusal(place: str, folder: Path | None) -> str | None:
 
 
 def _unknown(place: str, kind: str) -> str | None:
-    """Return why a kind of place is not supported, or None.
+    """Return the error text if the URL scheme ``kind`` of ``place`` is not supported, or None.
 
-    A kind is supported if fsspec implements it and the required package is installed.
+    A scheme is supported if fsspec implements it and the required package is installed.
     """
     from fsspec.registry import available_protocols, known_implementations
 
@@ -97,13 +103,14 @@ def _unknown(place: str, kind: str) -> str | None:
 
 
 def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
-    """Return (fsspec file system, path in that file system, URL) of a URL or of a folder's path.
+    """Open the file system of ``place`` and return (fsspec file system, path in it, URL).
 
-    ``folder``: the folder whose content will be copied to the place; see `refusal`.
+    place: URL, or path of a local folder.
+    folder: folder whose content will be copied to ``place``; see `refusal`.
 
     Raises:
-        ConfigError: the kind of place is unknown, its package is not installed, or `refusal` gives
-            a reason.
+        ConfigError: the URL scheme is unknown, its package is not installed, or `refusal` gives a
+            reason.
     """
     import fsspec
 
@@ -133,7 +140,7 @@ def said(error: Exception) -> str:
 
 
 def kind_of(error: Exception) -> type[ConfigError | StorageError]:
-    """Return the exception type for a failure of a store.
+    """Return the exception type with which a store's failure is reported.
 
     It is ConfigError for a missing or forbidden place and StorageError for every other failure.
     """
@@ -145,9 +152,9 @@ def until_it_works(
 ) -> Exception | None:
     """Repeat ``work`` with growing pauses until it succeeds.
 
-    over: function that waits for the given seconds and returns True if no further attempt may be
-    made. note: function that receives the error text of each failed attempt, and None after
-    success.
+    over: function that waits for the given number of seconds and returns True if ``work`` must not
+    be attempted again. note: function that receives the error text of each failed attempt, and None
+    after success.
 
     Returns:
         None after success; the last exception if ``over`` ended the attempts.

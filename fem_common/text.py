@@ -11,13 +11,16 @@ from collections.abc import Iterable, Sequence
 
 
 def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
-    """Join the first items, and add the number of the others: ``a, b and 3 more``."""
+    """Join the first ``most`` items, followed by the number of remaining items.
+
+    Example: ``a, b and 3 more``.
+    """
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return between.join(items[:most]) + more
 
 
 def count(number: float) -> str:
-    """Format a number with its magnitude: 950, 12.3k, 4.56M, 1.2B, 3T."""
+    """Format a number with a magnitude suffix, for example 950, 12.3k, 4.56M, 1.2B, 3T."""
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= unit * 0.9995:  # 999,600 is 1M, not 1e+03k
             return f"{number / unit:.3g}{suffix}"
@@ -25,9 +28,9 @@ def count(number: float) -> str:
 
 
 def si(number: float) -> str:
-    """Format a number with an SI prefix for a following unit: ``1.234 P`` for FLOPs.
+    """Format a number with an SI prefix, to be followed by a unit: ``1.234 P`` (of FLOPs).
 
-    Below a million the number has no prefix: ``12 ``.
+    Below a million the number has no prefix, but the space: ``12 ``.
     """
     for unit, prefix in (
         (1e21, "Z"),
@@ -90,9 +93,10 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) ->
 
 
 def one_line(said: object, longest: int = 0) -> str:
-    """Return a message on one line, cut to ``longest`` characters (0: no limit).
+    """Return the text of a message or an exception on one line.
 
-    An error without text gives the name of its type.
+    The line is cut to ``longest`` characters; 0 means no limit. An exception without text gives the
+    name of its type.
     """
     text = " ".join(str(said).split()) or (
         type(said).__name__ if isinstance(said, BaseException) else ""
@@ -106,6 +110,10 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Sequence[str], otherwise: str = "choose one of") -> str:
-    """Return the end of a message about an unknown word: the nearest known word, or all of them."""
+    """Return the end of a message about an unknown word: a suggestion or a list.
+
+    The text suggests the most similar of the ``known`` words. If no word is similar, it is
+    ``otherwise`` followed by all known words.
+    """
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"{otherwise} {', '.join(known)}"

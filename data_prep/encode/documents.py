@@ -1,7 +1,6 @@
-"""Selection of documents from rows: dropped rows with their reasons, and the split of each
-document.
+"""Selection of documents from rows, and assignment of the documents to splits.
 
-This module does not depend on files or tokenizers.
+Every dropped row has a reason. This module does not depend on files or tokenizers.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that decide which rows are documents and to which split they belong.
+    """Settings that decide which rows become documents and to which split each document belongs.
 
-    ``mask_columns`` and ``mask_sha256`` are taken from the mask (see mask.Mask). Raises UserError
-    for invalid values.
+    ``mask`` is FILE.py:FUNCTION (see mask). ``mask_columns`` and ``mask_sha256`` are copies of the
+    attributes of mask.Mask. Raises UserError for invalid values.
     """
 
     text_column: str = "text"
@@ -72,7 +71,7 @@ class Settings:
 
     @property
     def columns(self) -> Columns:
-        """Columns to read."""
+        """Columns to read from the source: the text, the id, and those that the filters use."""
         extra = (
             [self.score_column] * (self.min_score is not None)
             + [self.language_column] * bool(self.languages)
@@ -90,27 +89,28 @@ class Settings:
 
     @property
     def split(self) -> Split:
-        """Division of the documents into splits."""
+        """Percentages of valid and test as a Split."""
         return Split(self.valid_percent, self.test_percent)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings as JSON."""
+        """Return the settings as a dictionary for JSON."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
 
     def deciding(self) -> dict[str, Any]:
-        """Return the part of ``as_json`` that decides the data: the mask's function and content,
-        but not the path of its file.
+        """Return the part of ``as_json`` that determines the prepared data.
+
+        A mask is represented by its function and its sha256, without the path of its file.
         """
         return self.as_json() | {"mask": self.mask and self.mask.rpartition(":")[2]}
 
     @classmethod
     def from_json(cls, value: Any) -> Settings:
-        """Read settings that ``as_json`` wrote.
+        """Return the settings from the output of ``as_json``.
 
-        Raises ValueError with a description of the fault if the value is not of this form, and
+        Raises ValueError with a description of the fault if the value does not have this form, and
         UserError for invalid settings.
         """
         settings: Settings = records.read(cls, value)
@@ -180,8 +180,9 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of a command line. The mask is loaded once for its columns and hash.
-    Raises UserError.
+    """Return the settings that the command-line arguments define.
+
+    The mask is loaded to find its columns and its hash. Raises UserError for an invalid option.
     """
     given = {
         field.name: getattr(arguments, field.name)
@@ -198,10 +199,12 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents [n] in the order of their rows.
+    """Batch of n documents in the order of their rows.
 
-    ``texts`` are large_string, valid UTF-8 without nulls; ``ids`` are large_binary without nulls;
-    ``splits`` are uint8 indices into splits.SPLITS; ``places`` are int64 as in BadRow.
+    texts: large_string [n], valid UTF-8 without nulls.
+    ids: large_binary [n] without nulls.
+    splits: uint8 [n], indices into splits.SPLITS.
+    places: int64 [n], row number or byte offset of each document in its file, as in BadRow.
     """
 
     texts: pa.LargeStringArray
@@ -211,13 +214,12 @@ class Documents:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of the texts."""
+        """Total length of the texts in bytes of UTF-8."""
         return int(pc.sum(pc.binary_length(self.texts)).as_py() or 0)
 
 
 class Selection:
-    """Selection of documents from rows: each row is a document or has exactly one reason for being
-    dropped.
+    """Filter that turns rows into documents or drops them with exactly one reason per row.
 
     Raises UserError for a mask that has changed since the plan was made or that cannot be loaded.
     """
@@ -232,10 +234,10 @@ class Selection:
             )
 
     def of(self, rows: Rows, path: str = "") -> tuple[Documents, Counter[Drop], list[BadRow]]:
-        """Return the documents of the rows [n] of the file ``path``, the counts of dropped rows,
-        and the first 100 bad rows.
+        """Return the documents of ``rows``, the number of dropped rows by reason, and the bad rows.
 
-        A dropped row counts under the first reason that applies, in this order: null_text,
+        ``path`` is the file that contains the rows. At most the first 100 bad rows are returned. A
+        dropped row counts under the first reason that applies, in this order: null_text,
         empty_text, invalid_utf8, null_id, above_max_bytes, below_min_bytes, below_min_score (or no
         score), other_language (or none), masked. Raises UserError for a column of the wrong type or
         a mask that fails.
@@ -289,8 +291,10 @@ class Selection:
         path: str,
         verdict: npt.NDArray[np.uint8],
     ) -> None:
-        """Apply the mask to the rows that are still documents, and set the verdict of those that it
-        rejects.
+        """Apply the mask to the rows that no filter has dropped yet, and record its rejections.
+
+        ``verdict`` [n] is 0 for a document and 1 + the index of the reason for a dropped row; it is
+        modified in place.
         """
         assert self.mask
         settings, kept = self.settings, np.flatnonzero(verdict == 0)
@@ -340,8 +344,9 @@ class Selection:
 
 
 def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
-    """Convert a column to float64. Text that is not a number becomes null, because a JSON line can
-    contain any value.
+    """Convert a column to float64.
+
+    Text that is not a number becomes null, because a JSON line can contain any value.
     """
     if any(
         test(column.type)
@@ -375,8 +380,9 @@ def _filled(condition: pa.BooleanArray) -> BoolArray:
 
 
 def _decoded(raw: pa.LargeBinaryArray) -> tuple[pa.LargeStringArray, dict[int, str]]:
-    """Return the texts as strings, null if they are not UTF-8, and a dictionary from row to the
-    decoding error.
+    """Return the texts as strings, and the decoding errors by row.
+
+    A text that is not UTF-8 becomes null.
     """
     try:
         return raw.cast(pa.large_string()), {}

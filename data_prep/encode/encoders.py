@@ -1,9 +1,9 @@
-"""Conversion of text to ids by gigatoken or by Hugging Face tokenizers, in one thread.
+"""Encoders that convert text to token ids with gigatoken or Hugging Face tokenizers, in one thread.
 
-Both encoders give the ids that Hugging Face's ``Tokenizer.encode`` gives for each document alone,
-without BOS, EOD or truncation, and with the special tokens removed: the literal text of a special
-token is ordinary text. ``choose`` selects gigatoken only if a self-check finds no difference (see
-selfcheck). The only file that this module reads is the tokenizer's.
+Both encoders return exactly the ids of Hugging Face's ``Tokenizer.encode`` for each document
+separately, without BOS, end-of-document (EOD) token or truncation. The literal text of a special
+token is encoded like ordinary text. ``choose`` selects gigatoken only if a self-check finds no
+difference (see selfcheck). The only file that this module reads is the tokenizer's.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ PIECES = (
 
 @dataclass(frozen=True)
 class Encoded:
-    """Concatenated ids of n documents.
+    """Token ids of n documents, concatenated.
 
-    Those of document i are ``ids[offsets[i]:offsets[i + 1]]``.
+    The ids of document i are ``ids[offsets[i]:offsets[i + 1]]``; ``offsets`` has n + 1 entries.
     """
 
     ids: npt.NDArray[np.uint32]
@@ -67,19 +67,28 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Converter of text to ids. ``name`` is the name and version of the library that it uses."""
+    """Interface of a converter of text to token ids.
+
+    ``name`` is the name and version of the library that it uses.
+    """
 
     name: str
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        """Return the ids of each of n texts, which must be valid UTF-8 without nulls. Raises
-        UserError if the library fails.
+        """Return the ids of each of n texts, which must be valid UTF-8 without nulls.
+
+        Raises UserError if the library fails.
         """
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Selected encoder: its kind, its name and version, and the reason for the selection."""
+    """Result of `choose`.
+
+    kind: encoder to pass to `make`.
+    name: name and version of the encoder's library.
+    why: reason for the selection.
+    """
 
     kind: Kind
     name: str
@@ -87,11 +96,13 @@ class Choice:
 
 
 def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choice:
-    """Choose gigatoken if it agrees with Hugging Face tokenizers on test strings and on
-    ``samples``, else Hugging Face.
+    """Choose between gigatoken and Hugging Face tokenizers.
 
-    ``wanted`` is "auto", "hf" (without a check) or "gigatoken". Raises UserError if ``wanted`` is
-    "gigatoken" and gigatoken differs or does not run.
+    wanted: "auto", "gigatoken" or "hf". For "auto" and "gigatoken" a self-check compares both
+    libraries on test strings and on ``samples``. "auto" selects gigatoken if they agree and Hugging
+    Face if they differ. "hf" selects Hugging Face without a check.
+
+    Raises UserError if ``wanted`` is "gigatoken" and gigatoken differs or does not run.
     """
     from data_prep.encode.selfcheck import check
 
@@ -110,12 +121,12 @@ def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choi
 
 
 def make(folder: TokenizerFolder, kind: str) -> Encoder:
-    """Return the encoder that ``choose`` selected."""
+    """Return the encoder of the given kind (see Choice.kind)."""
     return Gigatoken(folder) if kind == "gigatoken" else HuggingFace(folder)
 
 
 def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
-    """Return tokenizer.json for encoding documents.
+    """Return the content of tokenizer.json, changed so that it encodes plain documents.
 
     Special tokens, truncation, padding and the post-processor are removed. Other added tokens are
     kept.
@@ -141,12 +152,12 @@ def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
 
 
 def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
-    """Return a tokenizer's model in which special entries have names that occur in no text, with
-    the same ids.
+    """Return a tokenizer's ``model`` section in which no text can match a special token.
 
-    Unigram, WordPiece, WordLevel and a BPE that ignores merges search the vocabulary for the text.
-    A special token is an ordinary entry of the vocabulary, so its literal text would be encoded as
-    its id. Other BPEs reach entries only by merges, and a special token has no merges.
+    Each special token is renamed to a string that occurs in no text and keeps its id. Without this,
+    Unigram, WordPiece, WordLevel and a BPE that ignores merges would encode the literal text of a
+    special token as its id, because they search the vocabulary for the text. Other BPEs are
+    returned unchanged: they reach entries only by merges, and a special token has no merges.
     """
     if model["type"] == "BPE" and not model["ignore_merges"]:
         return model
@@ -168,10 +179,10 @@ def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
 class Gigatoken:
     """Encoder that uses gigatoken in the calling thread, without a copy of the text.
 
-    The input must be valid UTF-8; gigatoken crashes on other input. Documents with unsettled code
-    points (see unsettled_points) are encoded by Hugging Face tokenizers. gigatoken caches every
-    word; the tokenizer is reloaded when the process has grown by more than CACHE_BYTES. Raises
-    UserError for a normalizer with which gigatoken may not be exact.
+    The input must be valid UTF-8; gigatoken crashes on other input. Documents with code points on
+    which gigatoken may differ (see unsettled_points) are encoded by Hugging Face tokenizers.
+    gigatoken caches every word, so the tokenizer is reloaded when the process has grown by more
+    than CACHE_BYTES. Raises UserError for a normalizer with which gigatoken may not be exact.
     """
 
     def __init__(self, folder: TokenizerFolder) -> None:
@@ -239,10 +250,10 @@ class Gigatoken:
 
 
 def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) -> Encoded:
-    """Return ``encoded`` with the ids of the documents ``numbers`` (ascending) taken from
-    ``others``.
+    """Return ``encoded`` with the ids of some documents replaced.
 
-    ``others`` contains only the documents ``numbers``.
+    numbers: indices of the documents to replace, ascending.
+    others: new ids of these documents only, in the same order.
     """
     parts, done = [], 0
     lengths = np.diff(encoded.offsets)
@@ -273,8 +284,10 @@ def gigatoken_name() -> str:
 
 
 def text_buffers(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Return the offsets [n + 1], starting at 0, and the bytes of n >= 1 texts. The array may be a
-    slice. No bytes are copied.
+    """Return (offsets, bytes) of an array of n >= 1 texts. No bytes are copied.
+
+    offsets: int64 [n + 1], starting at 0; text i is ``bytes[offsets[i]:offsets[i + 1]]``. The array
+    may be a slice.
     """
     _, offset_buffer, data_buffer = texts.buffers()
     offsets = np.frombuffer(offset_buffer, np.int64, count=len(texts) + 1, offset=8 * texts.offset)
@@ -317,8 +330,8 @@ class HuggingFace:
     def _long(self, text: str) -> npt.NDArray[np.uint32]:
         """Return the ids of a long document, encoded window by window.
 
-        Each window ends at a certain boundary of pre-tokenized words, and the next window starts at
-        this boundary.
+        Each window is cut at a word boundary that later text cannot change, and the next window
+        starts at this boundary.
         """
         parts: list[npt.NDArray[np.uint32]] = []
         start, size = 0, WINDOW
@@ -338,8 +351,10 @@ class HuggingFace:
 
 
 def _certain(encoding: tokenizers.Encoding, last: int) -> tuple[int, int]:
-    """Return the numbers of tokens and of characters before the last word that begins at or before
-    character ``last``.
+    """Return (tokens, characters) of an encoded window before the word at which it is cut.
+
+    This is the last word that begins at or before character ``last``. (0, 0) if the window has no
+    such boundary.
     """
     word = encoding.token_to_word(len(encoding) - 1) or 0
     while word > 0:
@@ -356,7 +371,10 @@ def _ids(encoding: tokenizers.Encoding) -> npt.NDArray[np.uint32]:
 
 
 def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
-    """Yield slices in order, each with at most BATCH_BYTES of text or a single document."""
+    """Yield the texts in order as slices, each with at most BATCH_BYTES of text.
+
+    A longer text is a slice by itself.
+    """
     if not len(texts):
         return
     offsets, _ = text_buffers(texts)
@@ -372,10 +390,11 @@ def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
 def _renumbered(
     folder: TokenizerFolder, added: list[dict[str, Any]], without: Tokenizer
 ) -> npt.NDArray[np.uint32] | None:
-    """Return a table from ids of ``without``, the tokenizer without special tokens, to ids of the
-    original tokenizer.
+    """Return a table that maps ids of ``without`` to ids of the original tokenizer.
 
-    Return None if each added token has the same id in both.
+    ``without`` is the tokenizer from which the special tokens were removed, which can change the
+    ids of the other ``added`` tokens. The table is uint32 [highest id + 1]. Return None if no id
+    changed.
     """
     if not added:
         return None
@@ -393,7 +412,7 @@ def _renumbered(
 
 
 def _has_windows(spec: dict[str, Any]) -> bool:
-    """Return True if ``_long`` is exact for the tokenizer.
+    """Return True if ``HuggingFace._long`` gives exact ids with the tokenizer ``spec``.
 
     This requires that the tokenizer splits unnormalized text with one of PIECES and that every byte
     has its own token.
@@ -425,8 +444,9 @@ def _has_windows(spec: dict[str, Any]) -> bool:
 
 
 def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer: none, one, or those of a sequence, where
-    ``name`` is their key.
+    """Return the steps of a normalizer or pre-tokenizer as a flat list.
+
+    The list is empty for None. The steps of a Sequence are under its key ``name``.
     """
     if part is None:
         return []
@@ -443,11 +463,11 @@ HANGUL_VOWELS_AND_ENDS = slice(0x1161, 0x11C3)
 
 @functools.cache
 def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
-    """Return a bool array [0x110000] that is True for unassigned code points. Surrogates are False:
-    no text contains them.
+    """Return a table, bool [0x110000], of code points on which the two libraries may differ.
 
-    ``composed``: for a tokenizer that normalizes text to NFC. Code points that NFC may change,
-    compose or reorder are then True as well.
+    True for unassigned code points, because their treatment depends on the Unicode version.
+    Surrogates are False: no text contains them. If ``composed`` (the tokenizer normalizes text to
+    NFC), code points that NFC may change, compose or reorder are also True.
     """
     points = np.ones(0x110000, dtype=bool)
     letters = [chr(point) for point in PLANES_IN_USE]
@@ -468,10 +488,11 @@ def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
 def unsettled_documents(
     offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8], points: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """Return the numbers, ascending, of the documents that contain one of ``points``, none of which
-    is ASCII.
+    """Return the indices, ascending, of the documents that contain a code point of a set.
 
-    Document i is the valid UTF-8 of ``data[offsets[i]:offsets[i + 1]]``. The first offset is 0.
+    points: bool [0x110000], True for the code points of the set; no ASCII code point may be True.
+    offsets, data: document i is the valid UTF-8 text ``data[offsets[i]:offsets[i + 1]]``; the first
+    offset is 0.
     """
     leads = np.flatnonzero(data >= 0xC0)
     first = data[leads]

@@ -41,8 +41,10 @@ from fem_common.text import one_line
 
 @dataclass(frozen=True)
 class Mask:
-    """Loaded mask: the additional ``columns`` it reads, and ``sha256`` of its file and of its
-    ``files``.
+    """User-defined row filter, loaded from a Python file.
+
+    columns: columns that the filter reads in addition to the text and the id.
+    sha256: hash of the Python file and of its ``files``.
     """
 
     file: Path
@@ -54,10 +56,10 @@ class Mask:
     def keep(
         self, batch: pa.RecordBatch, places: npt.NDArray[np.int64], path: str
     ) -> npt.NDArray[np.bool_]:
-        """Return the rows of ``batch`` to keep, bool [n].
+        """Return a bool array [n] that is True for the rows of ``batch`` to keep.
 
-        Raises UserError with the failing line of the mask, or with the fault of its return value,
-        and the rows concerned.
+        Raises UserError if the function fails or returns a wrong value. The message contains the
+        failing line and the rows concerned.
         """
         try:
             answer = self.function(batch, places, path)
@@ -99,8 +101,9 @@ class Mask:
 
 
 def load_mask(spec: str) -> Mask:
-    """Load ``FILE.py:FUNCTION``. Raises UserError if the file or the function does not exist or if
-    executing the file fails.
+    """Load the function that ``FILE.py:FUNCTION`` names and return it as a Mask.
+
+    Raises UserError if the file or the function does not exist or if executing the file fails.
     """
     name, colon, function_name = spec.rpartition(":")
     if not colon or not name.endswith(".py") or not function_name.isidentifier():
@@ -164,8 +167,10 @@ def _digest(source: bytes, files: tuple[str, ...], file: Path) -> str:
 
 
 def _where(error: Exception, file: Path) -> str:
-    """Return FILE.py:LINE of the mask's innermost line in the error's traceback, or of the syntax
-    error.
+    """Return FILE.py:LINE of the place in the mask file that caused the error.
+
+    This is the innermost line of the file in the traceback, or the line of a syntax error. The file
+    alone is returned if the traceback contains no line of it.
     """
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"

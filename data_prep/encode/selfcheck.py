@@ -1,9 +1,8 @@
-"""Self-check that compares gigatoken with Hugging Face tokenizers on one tokenizer, in a separate
-process.
+"""Self-check that compares the ids of gigatoken with those of Hugging Face tokenizers.
 
-The process reads a tokenizer and sample documents from standard input and writes the result to
-standard output. A crash of gigatoken on a tokenizer or a string is therefore also a result. The
-only file that is read is the tokenizer's.
+The comparison runs in a separate process, so that a crash of gigatoken on a tokenizer or a string
+is also a result. This process reads a tokenizer and sample documents from standard input and
+writes the result to standard output. The only file that is read is the tokenizer's.
 """
 
 from __future__ import annotations
@@ -187,10 +186,11 @@ RUNS = ("a", " ", "\n", "!", "1", "é", "漢", "▁", "ab", " a", "\U0010fffd", 
 
 @dataclass(frozen=True)
 class Found:
-    """Result of the check: gigatoken's ``name`` and version, the number of ``strings`` compared,
-    and the first ``fault``.
+    """Result of the self-check.
 
-    ``fault`` is one line, or None if the encoders agree.
+    name: gigatoken's name and version.
+    strings: number of strings compared.
+    fault: first difference or failure on one line, or None if the encoders agree.
     """
 
     name: str
@@ -199,10 +199,10 @@ class Found:
 
 
 def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Encode the battery and about SAMPLE_CHARACTERS of the samples with both encoders in a child
-    process.
+    """Compare both encoders in a child process and return the result.
 
-    The check takes about 2 CPU seconds.
+    The strings are those of `battery` and about SAMPLE_CHARACTERS of the samples. The check takes
+    about 2 CPU seconds.
     """
     question = json.dumps(
         {"folder": asdict(folder) | {"path": str(folder.path)}, "samples": _clipped(samples)}
@@ -232,7 +232,10 @@ def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def _clipped(samples: Sequence[str]) -> list[str]:
-    """Return the first samples, with SAMPLE_CHARACTERS in total. The last one is truncated."""
+    """Return the first samples up to a total of SAMPLE_CHARACTERS characters.
+
+    The last one is truncated.
+    """
     taken, left = [], SAMPLE_CHARACTERS
     for text in samples:
         if left <= 0:
@@ -248,7 +251,7 @@ def battery(
     """Yield the test strings, which are the same for the same arguments.
 
     They are random combinations of PARTS, vocabulary entries and code points; long runs; and every
-    ``step``-th code point.
+    ``step``-th code point. ``strings`` is the number of random combinations.
     """
     random_ = random.Random(seed)
     spec: dict[str, Any] = json.loads((folder.path / "tokenizer.json").read_bytes())
@@ -313,7 +316,7 @@ def first_difference(expected: Encoded, found: Encoded) -> tuple[int, int] | Non
 
 
 def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | None:
-    """Return the first difference between two encoders as one line, or None.
+    """Compare two encoders on ``strings``; return the first difference as one line, or None.
 
     Both encoders encode the strings in the given order and then in reverse order.
     """
@@ -331,8 +334,9 @@ def compare(expected: Encoder, encoder: Encoder, strings: list[str]) -> str | No
 
 
 def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
-    """Load gigatoken and compare it with Hugging Face tokenizers. Call this in a process that may
-    crash.
+    """Load gigatoken, compare it with Hugging Face tokenizers, and return the result.
+
+    The strings are those of `battery` and the samples. The call may crash the process.
     """
     try:
         encoder, name = Gigatoken(folder), gigatoken_name()
@@ -350,7 +354,7 @@ def answer(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
 
 
 def main() -> int:
-    """Read the request from standard input and print the result."""
+    """Read the folder and the samples as JSON from standard input and print the result as JSON."""
     question = json.load(sys.stdin)
     folder = TokenizerFolder(**question["folder"] | {"path": Path(question["folder"]["path"])})
     print(json.dumps(asdict(answer(folder, question["samples"]))))

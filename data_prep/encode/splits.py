@@ -1,4 +1,7 @@
-"""Assignment of documents to splits by their ids alone, independent of files and texts."""
+"""Assignment of documents to the splits train, valid and test by the documents' ids alone.
+
+It does not depend on files or texts.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,11 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Percentages of the documents in the valid and test splits. A document's split depends on its
-    id alone.
+    """Percentages of the documents in the valid and test splits.
 
-    h = blake2b(id), 8 bytes read big-endian. If h is below test's share of 2^64, the document is in
-    test. If h is below the sum of test's and valid's shares, it is in valid. Otherwise it is in
-    train.
+    A document's split depends on its id alone. Let h be the 8-byte blake2b hash of the id, read
+    big-endian. If h is below test's share of 2^64, the document is in test. If h is below the sum
+    of test's and valid's shares, it is in valid. Otherwise it is in train.
     """
 
     valid_percent: float
@@ -41,21 +43,22 @@ class Split:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Splits that are written: train, and those with a percentage above 0."""
+        """Names of the splits that are written: train, and the splits with a percentage above 0."""
         return (
             ("train",) + ("valid",) * (self.valid_percent > 0) + ("test",) * (self.test_percent > 0)
         )
 
     def of(self, document_id: bytes) -> str:
-        """Return the split of a document."""
+        """Return the name of the split to which a document belongs."""
         share = 100 * hash64(document_id) / 2**64
         if share < self.test_percent:
             return "test"
         return "valid" if share < self.test_percent + self.valid_percent else "train"
 
     def of_hashes(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        """Return the splits of documents whose ids hash to ``hashes`` [n], as indices into SPLITS
-        [n]. The result equals ``of``.
+        """Return the split of each document as an index into SPLITS, uint8 [n].
+
+        hashes: uint64 [n], `hash64` of the documents' ids. The result is the same as that of `of`.
         """
         starts = [
             _first_hash(self.test_percent),
@@ -68,8 +71,9 @@ class Split:
 
 
 def _first_hash(percent: float) -> int:
-    """Return the first hash at or above a share below 100. The arithmetic is that of ``Split.of``,
-    so no rounding differs.
+    """Return the lowest hash whose share of 2^64 is at least ``percent``, which is below 100.
+
+    The arithmetic is that of ``Split.of``, so that both round in the same way.
     """
     low, high = 0, 2**64 - 1
     while low < high:
@@ -79,8 +83,9 @@ def _first_hash(percent: float) -> int:
 
 
 def hash64(document_id: bytes, purpose: bytes = b"") -> int:
-    """Return a 64-bit hash of a document's id, the same on every machine. Each ``purpose`` gives an
-    independent hash.
+    """Return a 64-bit hash of a document's id, the same on every machine.
+
+    Each ``purpose`` gives an independent hash.
     """
     return int.from_bytes(
         hashlib.blake2b(document_id, digest_size=8, person=purpose).digest(), "big"
@@ -88,7 +93,7 @@ def hash64(document_id: bytes, purpose: bytes = b"") -> int:
 
 
 def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.uint64]:
-    """Return ``hash64`` of each id: [n] without nulls -> uint64 [n]."""
+    """Return ``hash64`` of each id, uint64 [n]. The ids must not contain nulls."""
     _, offset_buffer, data = ids.buffers()
     offsets = (
         np.frombuffer(offset_buffer, np.int64)[ids.offset : ids.offset + len(ids) + 1].tolist()
@@ -104,10 +109,10 @@ def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.u
 
 
 def fitting(split: Split, hashes: npt.NDArray[np.uint64]) -> Split | None:
-    """Return the nearest larger percentages with which no split of documents with these ``hashes``
-    [n] is empty, or None.
+    """Return percentages with which no requested split is empty, or None if none exist.
 
-    The percentage of test is chosen first.
+    The documents are given by the ``hashes`` [n] of their ids. Each percentage is that of ``split``
+    or the next larger one that suffices; test is chosen before valid. A percentage of 0 stays 0.
     """
 
     def filled(split: Split) -> set[str]:

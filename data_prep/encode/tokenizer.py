@@ -1,5 +1,6 @@
-"""Checked Hugging Face tokenizer folders. This module finds and validates them and does not encode
-text.
+"""Search, download and validation of Hugging Face tokenizer folders.
+
+This module does not encode text; see encoders.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """Tokenizer on disk.
+    """Validated Hugging Face tokenizer in a local folder.
 
-    ``eod_token`` is the folder's eos_token, ``vocab_size`` is the largest id + 1, and ``sha256`` is
-    the hash of tokenizer.json.
+    eod_token: text of the end-of-document (EOD) token, which is the folder's eos_token.
+    eod_id: id of this token.
+    vocab_size: largest id + 1.
+    sha256: hash of tokenizer.json.
     """
 
     path: Path
@@ -111,14 +114,14 @@ WHAT = "a Hugging Face tokenizer; make one with: python -m data_prep train-token
 
 
 def find_tokenizer(name_or_path: str) -> Path:
-    """Return the folder of a tokenizer that is given as a local path or as a name on the Hugging
-    Face Hub.
+    """Return the local folder of a tokenizer, and download the tokenizer if necessary.
 
-    A local folder is returned unchanged. ``ORG/NAME[@REVISION]`` is downloaded into the cache of
-    huggingface_hub; cached files are also found without a network. A name without a prefix is a
-    path if it exists or if its first part is an existing folder. A name with the prefix ``hf://``
-    is always on the Hub. Raises UserError if the folder or the repository does not exist, if access
-    is denied, or if the repository has no tokenizer.json.
+    ``name_or_path`` is a local path or a name on the Hugging Face Hub. A local folder is returned
+    unchanged. ``ORG/NAME[@REVISION]`` is downloaded into the cache of huggingface_hub; cached files
+    are also found without a network. A name without a prefix is a path if it exists or if its first
+    part is an existing folder. A name with the prefix ``hf://`` is always on the Hub. Raises
+    UserError if the folder or the repository does not exist, if access is denied, or if the
+    repository has no tokenizer.json.
     """
     path = Path(expand_home(name_or_path))
     name = next(

@@ -1,7 +1,7 @@
-"""Encoding of one unit of a plan: rows to documents to ids to shards. A shard is published complete
-or not published.
+"""Encoding of one unit of a plan: rows to documents to token ids to shards.
 
-This module does not depend on other units, processes or tasks.
+A unit's shards get their final names only when all of them are complete. This module does not
+depend on other units, processes or tasks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Report = Callable[[int, Tally], None]
 
 
 class Engine:
-    """Encoder of units of a plan, one after another, inside a worker.
+    """Encoder of the units of a plan, one after another, inside a worker process.
 
     ``encoder`` converts text to ids. The constructor loads the mask of the settings and raises
     UserError if that fails.
@@ -47,11 +47,11 @@ class Engine:
         self.selection = Selection(self.settings)
 
     def encode_unit(self, unit: Unit, report: Report) -> UnitEntry:
-        """Write a unit's shards, then its entry. ``report(bytes of text read, tally so far)`` is
-        called after every batch.
+        """Write the shards of a unit, then its entry, and return the entry.
 
-        Raises UserError if the input is missing or has changed since the plan was made, and OSError
-        if writing the output fails.
+        ``report(bytes of text read, counts so far)`` is called after every batch. Raises UserError
+        if the input is missing or has changed since the plan was made, and OSError if writing the
+        output fails.
         """
         file, folder = self.plan.files[unit.file], temporary(self.out / SHARDS / unit.name)
         span = Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
@@ -81,8 +81,9 @@ class Engine:
 
 
 class _Work:
-    """Writers of a unit in a temporary folder until they are published, and the counts of the
-    documents added.
+    """Unfinished output of a unit.
+
+    It consists of writers in a temporary folder, and counts of documents and dropped rows.
     """
 
     def __init__(self, engine: Engine, path: str, folder: Path, stack: ExitStack) -> None:
@@ -98,15 +99,18 @@ class _Work:
         self.text_bytes: Counter[str] = Counter()
 
     def drop(self, dropped: Counter[Drop], bad: list[BadRow], rows: int = 0) -> None:
-        """Count dropped rows and keep the first bad rows. ``rows`` is the number of rows to add to
-        the total.
+        """Count dropped rows, and record bad rows up to PLACES_KEPT.
+
+        dropped: number of rows by reason.
+        bad: bad rows among them.
+        rows: number of rows to add to the unit's total.
         """
         self.tally.rows += rows
         self.tally.dropped += dropped
         self.bad += sorted(bad, key=lambda row: row.place)[: PLACES_KEPT - len(self.bad)]
 
     def add(self, rows: Rows) -> None:
-        """Encode the documents of a batch and append each to its split."""
+        """Encode the documents of a batch of rows and append each to the shard of its split."""
         documents, dropped, bad = self.engine.selection.of(rows, self.path)
         if not len(documents.splits):
             self.drop(dropped, bad, rows.batch.num_rows)
@@ -150,7 +154,10 @@ class _Work:
             self.tally.text_bytes += text_bytes
 
     def publish(self, unit: Unit) -> UnitEntry:
-        """Finish the files, move them to their final names, and write the entry last."""
+        """Complete the files, move them to their final names, write the entry last, and return it.
+
+        Raises RuntimeError if the counts of rows, documents and dropped rows disagree.
+        """
         out, plan, tally = self.engine.out, self.engine.plan, self.tally
         if tally.rows != tally.documents + tally.dropped.total():
             raise RuntimeError(
@@ -186,8 +193,9 @@ class _Work:
 
 
 def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
-    """Return reason -> numbers of the documents that cannot be written: no tokens, or EOD among the
-    tokens.
+    """Return the indices of the documents that cannot be written, as an array for each reason.
+
+    The reasons are: the document has no tokens, or EOD is among its tokens.
     """
     empty = np.flatnonzero(np.diff(encoded.offsets) == 0)
     found = np.flatnonzero(encoded.ids == eod)
@@ -202,8 +210,10 @@ def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
 def with_eod(
     encoded: Encoded, eod: int, dtype: np.dtype[np.generic]
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-    """Return all ids [total + n] as ``dtype`` with EOD after each document, and the documents'
-    lengths [n] including EOD.
+    """Return (ids, lengths) of n documents with EOD appended to each document.
+
+    ids: all ids [total + n] as ``dtype``.
+    lengths: number of ids of each document including EOD [n].
     """
     lengths = np.diff(encoded.offsets) + 1
     ids = np.empty(len(encoded.ids) + len(lengths), dtype=dtype)

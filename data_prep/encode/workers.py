@@ -1,9 +1,9 @@
-"""Worker processes that encode one unit at a time, and the parent that assigns units and detects
-dead workers.
+"""Pool of worker processes that encode one unit at a time.
 
-Every worker is a new interpreter with a connection to its parent and the read end of a pipe, the
-lifeline. The parent keeps the write end open. A worker exits when the lifeline closes, however its
-parent ended. This module depends neither on the encoding of a unit nor on the display of progress.
+The parent assigns units and detects dead workers. Every worker is a new interpreter with two
+connections: one for messages, and the read end of a pipe called the lifeline, whose write end
+the parent keeps open. A worker exits when the lifeline closes, however its parent ended. This
+module depends neither on the encoding of a unit nor on the display of progress.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ LEFT = "finished units are kept: run the same command again to continue"
 
 
 class Step(NamedTuple):
-    """Progress of a worker with its unit: bytes of text read, and the counts so far."""
+    """Progress message of a worker.
+
+    read: bytes of text of the current unit that were read so far.
+    tally: counts of the unit so far.
+    """
 
     read: int
     tally: Tally
@@ -59,11 +63,12 @@ Message = Step | UnitEntry | CommandError | None
 def run_units(
     out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, board: Board
 ) -> None:
-    """Encode ``units`` in at most ``workers`` processes with the encoder ``kind`` (see
-    encoders.make); the board shows progress.
+    """Encode ``units`` in at most ``workers`` processes and report progress to ``board``.
+
+    kind: encoder of encoders.make.
 
     After a failure no new units start, and the workers finish their current units. Then the
-    function raises the CommandError of the first failed unit, or Fault if its worker died.
+    function raises the CommandError of the first failed unit, or Fault if a worker died.
     """
     waiting = deque(units)
     problems: list[CommandError] = []
@@ -90,7 +95,7 @@ def run_units(
 
 
 class _Worker:
-    """Parent's view of a worker process, and the worker's current unit."""
+    """Parent's view of a worker process: its connection and its current unit."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], connection: Connection, unit: Unit
@@ -99,9 +104,7 @@ class _Worker:
         self.give(unit)
 
     def give(self, unit: Unit) -> None:
-        """Send the next unit to the worker. If the worker is dead, the next ``receive`` returns
-        None.
-        """
+        """Send a unit to the worker. If the worker is dead, the next ``receive`` returns None."""
         self.unit = unit
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(unit.number)
@@ -116,7 +119,7 @@ class _Worker:
 
 
 class _Crew:
-    """Workers of a run. None of them outlives this context manager."""
+    """Context manager that starts the workers of a run and ends all of them on exit."""
 
     def __init__(self, out: Path, plan: Plan, kind: str) -> None:
         self.out, self.plan, self.kind = out, plan, kind
@@ -161,15 +164,17 @@ class _Crew:
         self.workers.append(_Worker(process, ours, unit))
 
     def heard(self) -> list[_Worker]:
-        """Return the workers that have sent a message or have ended. The list is empty after a
-        timeout of TICK_SECONDS.
+        """Return the workers that have sent a message or have ended.
+
+        The call waits for at most TICK_SECONDS; then the list is empty.
         """
         ready = wait([worker.connection for worker in self.workers], TICK_SECONDS)
         return [worker for worker in self.workers if worker.connection in ready]
 
     def dismiss(self, worker: _Worker) -> None:
-        """Close the connection to an idle or dead worker, wait for its end, and remove its
-        unfinished files.
+        """Close the connection to an idle or dead worker, and wait for its end.
+
+        The unfinished files of the worker are removed.
         """
         worker.connection.close()
         self.workers.remove(worker)
@@ -222,8 +227,10 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
 
 
 def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) -> None:
-    """Main loop of a worker: encode the units it receives until the parent closes the connection or
-    ends.
+    """Run a worker: encode the units it receives until the parent closes the connection or ends.
+
+    ``connection`` and ``lifeline`` are the numbers of file descriptors. ``fingerprint`` is that of
+    the plan, and ``kind`` is the encoder for encoders.make.
     """
     parent = Connection(int(connection))
     engine: Engine | None = None
@@ -273,8 +280,9 @@ def _reporter(parent: Connection) -> Callable[[int, Tally], None]:
 
 
 def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) -> CommandError:
-    """Convert an error in a worker into a one-line CommandError. Unexpected errors also print their
-    traceback.
+    """Convert an error in a worker into a one-line CommandError.
+
+    Unexpected errors also print their traceback.
     """
     if isinstance(error, CommandError):
         return error

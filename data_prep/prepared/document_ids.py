@@ -1,9 +1,9 @@
-"""``PREFIX.ids`` files: the id of each document of a .bin/.idx pair, one UTF-8 line each, in the
-order of the pair.
+"""``PREFIX.ids`` files, which contain the ids of the documents of a .bin/.idx pair.
 
-In a line, a backslash is written as two backslashes, a newline as backslash and n, and a byte that
-is not UTF-8 as backslash, x and its hexadecimal number. One pass over the file finds a document by
-its number or its id. The module requires only numpy and does not depend on splits, units or
+Each id is one UTF-8 line; the lines are in the order of the pair's documents. In a line, a
+backslash is written as two backslashes, a newline as backslash and n, and a byte that is not
+UTF-8 as backslash, x and its hexadecimal number. One pass over the file finds a document by its
+number or its id. The module requires only numpy and does not depend on splits, units or
 manifests.
 """
 
@@ -41,7 +41,7 @@ class IdsWriter:
         self.copy(b"".join([line_of(each) + b"\n" for each in ids]))
 
     def copy(self, lines: bytes | memoryview) -> None:
-        """Append content of another .ids file."""
+        """Append complete lines of another .ids file."""
         raw = memoryview(lines)
         self._hash.update(raw)
         self._bytes += len(raw)
@@ -63,7 +63,7 @@ class IdsWriter:
 
 
 def line_of(document_id: bytes) -> bytes:
-    """Return the line of an id, without the newline."""
+    """Return the escaped line that represents an id in a .ids file, without the newline."""
     line = (
         document_id.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
         if b"\\" in document_id or b"\n" in document_id
@@ -73,8 +73,9 @@ def line_of(document_id: bytes) -> bytes:
 
 
 def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
-    """Return number of a document (from 0) -> its line, for those of ``numbers`` that the file
-    contains.
+    """Return a dictionary from document number (from 0) to its line in a .ids file.
+
+    Those of ``numbers`` that the file does not contain are absent.
     """
     wanted = np.unique(np.fromiter(numbers, np.int64, len(numbers)))
     found, first, rest = dict[int, str](), 0, b""
@@ -91,7 +92,7 @@ def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
 
 
 def numbers_of(path: Path, line: bytes) -> list[int]:
-    """Return the numbers of the documents that have this line, ascending."""
+    """Return the numbers of the documents whose line in a .ids file equals ``line``, ascending."""
     # ``rest`` begins with the newline before document ``first``.
     found, first, rest = list[int](), 0, b"\n"
     sought = b"\n" + line + b"\n"

@@ -1,6 +1,7 @@
-"""Entries of all units of a plan: missing units, totals, and the manifest that they give.
+"""Reading and checking of the unit entries of a plan, with totals and the resulting manifest.
 
-This module reads entries and units.jsonl. It opens no shard and no input.
+An entry is the record of a finished unit. This module reads the entry files and units.jsonl. It
+opens no shard and no input.
 """
 
 from __future__ import annotations
@@ -46,14 +47,12 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """Truncate a list in text form between two of its items if it has more than ``longest``
-    characters.
-    """
+    """Truncate a comma-separated list to about ``longest`` characters, between two items."""
     return text if len(text) <= longest else text[: text.rindex(", ", 0, longest)] + ", ..."
 
 
 def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
-    """Return a unit's entry.
+    """Read the entry of a unit, check it against the plan, and return it.
 
     Raises FileNotFoundError if the unit is not done, and UserError if the entry does not match the
     plan.
@@ -75,8 +74,9 @@ def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
 
 
 def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[str]]:
-    """Return the valid entries in order, the numbers of the units without an entry, and the faults
-    of invalid entries.
+    """Return (valid entries, numbers of missing units, error texts of invalid entries).
+
+    The entries are in the order of the units. A unit is missing if it has no entry.
     """
     entries, missing, faults = [], [], []
     for unit in plan.units:
@@ -92,8 +92,9 @@ def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[
 def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEntry]:
     """Return the entries of all units, in order.
 
-    Raises UserError if an entry is missing or does not match the plan. With ``tasks``, the error
-    names the tasks of the missing units.
+    Raises UserError if an entry is missing or does not match the plan. If ``tasks``, the number of
+    tasks among which the units were divided, is given, the error names the tasks of the missing
+    units.
     """
     entries, missing, faults = units_done(out, plan)
     if faults or missing:
@@ -117,13 +118,14 @@ def missing_units(out: Path, plan: Plan, missing: Sequence[int], tasks: int | No
 
 
 def units_bytes(entries: Iterable[UnitEntry]) -> bytes:
-    """Return the content of units.jsonl: one entry per line, in the units' order."""
+    """Return the content of units.jsonl: one entry per line, in the order of the units."""
     return "".join(json.dumps(entry.as_json()) + "\n" for entry in entries).encode()
 
 
 def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
-    """Read DIR/units.jsonl. Raises UserError if it is missing, damaged or does not match the
-    manifest.
+    """Return the entries of all units from units.jsonl in ``folder``.
+
+    Raises UserError if the file is missing, damaged or does not match the manifest.
     """
     path = folder / manifest.units.file
     if not path.is_file():
@@ -143,7 +145,7 @@ def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
 
 
 def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
-    """Return the dropped rows by reason, in the fixed order of the reasons."""
+    """Return the number of dropped rows for each reason, in a fixed order of the reasons."""
     total: Counter[str] = Counter()
     for entry in entries:
         total.update(entry.dropped)
@@ -153,7 +155,10 @@ def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
 def manifest_of(
     plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, MergedEntry]
 ) -> Manifest:
-    """Return the manifest of merged units. A file's rows are the rows that its units read."""
+    """Return the manifest of merged units.
+
+    The number of rows of an input file is the sum over the file's units.
+    """
     rows: Counter[int] = Counter()
     for unit, entry in zip(plan.units, entries, strict=True):
         rows[unit.file] += entry.rows
@@ -183,19 +188,19 @@ PRINTED = 20
 
 @dataclass(frozen=True)
 class MaxBad:
-    """Limit of accepted bad rows: ``number`` is a percentage of all rows if ``percent``, else a
-    number of rows.
+    """Limit of accepted bad rows (option ``--max-bad``).
+
+    ``number`` is a percentage of all rows if ``percent``, else a number of rows.
     """
 
     number: float
     percent: bool
 
     def allows(self, dropped: Counter[Drop], rows: int) -> bool:
-        """Return True if this number of bad rows among ``rows`` rows is accepted. The limit itself
-        is accepted.
+        """Return True if the bad rows, counted by reason in ``dropped``, do not exceed the limit.
 
-        Rows that were cut off with a damaged stream are accepted only at 100%, because their number
-        is unknown.
+        ``rows`` is the number of all rows. Rows that were cut off with a damaged stream are
+        accepted only at 100%, because their number is unknown.
         """
         if self.percent and self.number == 100:
             return True
@@ -205,7 +210,10 @@ class MaxBad:
 
 
 def parse_max_bad(text: str) -> MaxBad:
-    """Parse ``12`` (rows) or ``0.1%`` (of all rows). Raises UserError."""
+    """Parse ``12`` (a number of rows) or ``0.1%`` (of all rows).
+
+    Raises UserError for any other text.
+    """
     percent = text.endswith("%")
     try:
         number = float(text[:-1]) if percent else int(text)
@@ -220,7 +228,7 @@ def parse_max_bad(text: str) -> MaxBad:
 
 
 def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-bad``, for the verbs that end a job."""
+    """Add the option ``--max-bad``, for the verbs that merge."""
     parser.add_argument(
         "--max-bad",
         default=DEFAULT,
@@ -232,11 +240,11 @@ def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad: str) -> bool:
-    """Write the places of the bad rows to OUT/bad_rows.jsonl and return True if their number is
-    accepted.
+    """Write OUT/bad_rows.jsonl, and return True if ``max_bad`` allows the number of bad rows.
 
-    Without bad rows, the file is removed. If their number is not accepted, print an error and the
-    first places to stderr. Raises UserError if ``max_bad`` is neither a number nor a percentage.
+    The file contains the places of the bad rows. If no row is bad, the file is removed. If the
+    number is not accepted, an error and the first places are printed to stderr. Raises UserError if
+    ``max_bad`` is neither a number nor a percentage.
     """
     limit = parse_max_bad(max_bad)
     rows, dropped, places = 0, Counter[Drop](), []

@@ -1,10 +1,10 @@
-r"""Megatron's indexed format, byte for byte that of megatron.core.datasets.indexed_dataset, written
-with numpy alone.
+r"""Reader and writer of Megatron's indexed dataset format, which use numpy alone.
 
-``.bin``: the ids of all documents, concatenated. ``.idx``, little-endian: ``MMIDIDX\0\0``, version
-u64 = 1, dtype code u8, sequences u64, documents + 1 u64, lengths int32 [n] (ids), pointers int64
-[n] (bytes into .bin), document indices int64 [n + 1]. In these files each document is one sequence.
-The module does not depend on splits, units or manifests.
+The files are byte for byte those of megatron.core.datasets.indexed_dataset. ``.bin``: the ids of
+all documents, concatenated. ``.idx``, little-endian: ``MMIDIDX\0\0``, version u64 = 1, dtype code
+u8, sequences u64, documents + 1 u64, lengths int32 [n] (ids), pointers int64 [n] (bytes into
+.bin), document indices int64 [n + 1]. In these files each document is one sequence. The module
+does not depend on splits, units or manifests.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ DOCUMENTS_AT_ONCE = 1 << 20
 
 
 class FormatError(ValueError):
-    """Fault of an .idx file that Megatron would reject or misread."""
+    """Error raised for an .idx file that Megatron would reject or misread."""
 
 
 def dtype_name(vocab_size: int) -> str:
-    """Return Megatron's dtype of ids: uint16 for a vocabulary below 65500 entries, else int32."""
+    """Return the dtype that Megatron uses for ids of a vocabulary of ``vocab_size`` entries.
+
+    It is uint16 below 65500 entries, else int32.
+    """
     return "uint16" if vocab_size < UINT16_BELOW else "int32"
 
 
@@ -46,16 +49,17 @@ def with_ending(prefix: Path, kind: str) -> Path:
 
 
 def index_bytes_of(documents: int) -> int:
-    """Return the size of the .idx file of ``documents`` documents."""
+    """Return the size in bytes of the .idx file of ``documents`` documents."""
     return HEADER.size + 20 * documents + 8
 
 
 def index_parts(
     documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
 ) -> Iterator[bytes]:
-    """Yield the .idx file in parts of at most 8 MB.
+    """Yield the content of an .idx file in parts of at most 8 MB.
 
-    ``lengths()`` returns the documents' lengths (ids) in order, in parts. It is called twice.
+    ``lengths()`` yields arrays that together contain each document's number of ids, in order. It is
+    called twice.
     """
     yield HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], documents, documents + 1)
     for part in _cut(lengths()):
@@ -78,15 +82,16 @@ def _cut(parts: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
 
 
 def index_bytes(lengths: npt.NDArray[Any], dtype: str) -> bytes:
-    """Return the complete .idx file of documents with these lengths [n] (ids)."""
+    """Return the content of the .idx file of n documents; ``lengths`` [n] is in ids."""
     return b"".join(index_parts(len(lengths), dtype, lambda: (lengths,)))
 
 
 def write_index(
     path: Path, documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
 ) -> tuple[int, str]:
-    """Write the .idx file of ``index_parts`` with a few MB of memory, flush it to disk, and return
-    its size and SHA-256.
+    """Write an .idx file, flush it to disk, and return its size in bytes and its SHA-256.
+
+    The arguments are those of ``index_parts``. A few MB of memory are used.
     """
     digest, size = hashlib.sha256(), 0
     try:
@@ -104,8 +109,12 @@ def write_index(
 
 @dataclass(frozen=True)
 class Index:
-    """Memory-mapped .idx file: id dtype, lengths int32 [n] (ids), pointers int64 [n] (bytes),
-    document indices int64 [documents + 1].
+    """Memory-mapped content of an .idx file.
+
+    dtype: dtype of the ids in the .bin file.
+    lengths: int32 [n], ids of each sequence.
+    pointers: int64 [n], first byte of each sequence in the .bin file.
+    document_indices: int64 [documents + 1], first sequence of each document.
     """
 
     dtype: str
@@ -115,8 +124,9 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """Map an .idx file. Only its header is read immediately. Raises FormatError if the header or
-    the size is wrong.
+    """Map an .idx file into memory. Only its header is read immediately.
+
+    Raises FormatError if the header or the size is wrong.
     """
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -149,9 +159,7 @@ def _mapped(raw: npt.NDArray[np.uint8], dtype: str, number: int, at: int) -> npt
 
 @dataclass(frozen=True)
 class Written:
-    """Summary of a finished pair: documents, tokens (ids including EOD), and size and hash of both
-    files.
-    """
+    """Summary of a finished .bin/.idx pair; ``tokens`` counts all ids including EOD."""
 
     documents: int
     tokens: int
@@ -162,8 +170,10 @@ class Written:
 
 
 class IndexedWriter:
-    """Incremental writer of ``PREFIX.bin``, which writes ``PREFIX.idx`` at the end. It uses four
-    bytes of memory per document.
+    """Incremental writer of a .bin/.idx pair.
+
+    ``PREFIX.bin`` is written as documents are added, and ``PREFIX.idx`` at the end. The writer uses
+    four bytes of memory per document.
     """
 
     def __init__(self, prefix: Path, dtype: str) -> None:
@@ -176,12 +186,13 @@ class IndexedWriter:
         self._stream: BinaryIO = with_ending(prefix, "bin").open("wb", buffering=0)
 
     def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Append documents.
+        """Append n documents.
 
-        ids: the documents' integer ids including EOD [sum of lengths]; lengths: each document's
-        number of ids including EOD [n]. Raises ValueError if an id does not fit the dtype of the
-        files or if lengths and ids disagree, and UserError for a document of more than 2^31 - 1
-        ids.
+        ids: integer ids of all documents including EOD [sum of lengths].
+        lengths: number of ids of each document including EOD [n].
+
+        Raises ValueError if an id does not fit the dtype of the files or if lengths and ids
+        disagree, and UserError for a document of more than 2^31 - 1 ids.
         """
         if not len(lengths):
             return
@@ -238,10 +249,10 @@ BLOCKS = 64
 
 
 def sample_digest(path: Path) -> str:
-    """Return ``SIZE:SHA256``: the file's size, and the hash of 64 blocks of 64 KiB spread evenly
-    over the file.
+    """Return ``SIZE:SHA256``, a fast fingerprint of a file.
 
-    Files of up to 4 MiB are hashed completely. A copy of the file has the same digest.
+    The hash covers 64 blocks of 64 KiB spread evenly over the file. Files of up to 4 MiB are hashed
+    completely. A copy of the file has the same digest.
     """
     size = path.stat().st_size
     digest = hashlib.sha256()

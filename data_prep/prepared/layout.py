@@ -40,8 +40,13 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of work, done completely or repeated: span [start, stop) of file number ``file`` of the
-    plan (see sources.Span).
+    """Unit of work of a plan: a range of one input file that is encoded completely or repeated.
+
+    file: index of the input file in the plan.
+    start, stop: range [start, stop) of the file; its unit depends on the kind of file (see
+    sources.Span).
+    rows: number of rows, or None if unknown.
+    text_bytes: UTF-8 bytes of text in the range.
     """
 
     number: int
@@ -59,8 +64,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Identity:
-    """Properties of a tokenizer that decide the bytes of the data. ``sha256`` is the hash of
-    tokenizer.json.
+    """Properties of a tokenizer that determine the prepared data.
+
+    ``sha256`` is the hash of tokenizer.json.
     """
 
     vocab_size: int
@@ -70,10 +76,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of the data to make.
+    """Plan of a data folder: inputs, settings, tokenizer and units.
 
-    ``fingerprint`` identifies everything that decides the bytes. ``unit_bytes`` is the target size
-    of a unit in UTF-8 bytes of text.
+    ``fingerprint`` is a hash of everything that determines the prepared data. ``unit_bytes`` is the
+    target size of a unit in UTF-8 bytes of text.
     """
 
     fingerprint: str
@@ -86,7 +92,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Content of plan.json. Each unit is stored without its number."""
+    """Content of plan.json as parsed. Each unit is stored as a list without its number."""
 
     fingerprint: str
     settings: Any
@@ -97,18 +103,19 @@ class _Plan:
 
 
 def entry_path(out: Path, unit: Unit) -> Path:
-    """Return the path of a unit's entry, which is written after the unit's files."""
+    """Return the path of a unit's entry (JSON), which is written after the unit's other files."""
     return out / SHARDS / f"{unit.name}.json"
 
 
 def shard_prefix(out: Path, unit: Unit, split: str) -> Path:
-    """Return the path of a unit's shard of a split, without .bin, .idx or .ids."""
+    """Return the path of a unit's shard of a split, without the ending .bin, .idx or .ids."""
     return out / SHARDS / f"{unit.name}-{split}"
 
 
 def fingerprint_of(plan: Plan) -> str:
-    """Return the hash of everything that decides the bytes: the files in order, the unit
-    boundaries, settings, tokenizer.
+    """Return the hash of everything that determines the prepared data.
+
+    This is the files in order, the boundaries of the units, the settings and the tokenizer.
     """
     return sha256_json(
         {

@@ -1,7 +1,7 @@
-"""Unit entries and manifest.json, which is the last file written to a data folder and the first one
-read.
+"""Records of unit entries and of manifest.json, and their strict parsing.
 
-This module contains the records and their strict parsing. It opens no files of tokens.
+manifest.json is the last file written to a data folder and the first one read. This module opens
+no files of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ PLACES_KEPT = 100
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """Copy of the tokenizer in the data folder. ``sha256`` is the hash of tokenizer.json."""
+    """Record of the tokenizer that was copied to the data folder.
+
+    ``sha256`` is the hash of tokenizer.json.
+    """
 
     path: str
     vocab_size: int
@@ -36,11 +39,12 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """One .bin/.idx pair. ``tokens`` includes EOD; ``text_bytes`` is the UTF-8 size of the
-    documents written.
+    """Record of one .bin/.idx pair.
 
-    ``ids``: the file of the documents' ids. It is None in older data, and if the text column is
-    also the id column.
+    tokens: number of ids including EOD.
+    text_bytes: UTF-8 size of the documents written.
+    ids: record of the file of the documents' ids. It is None in older data, and if the text column
+    is also the id column.
     """
 
     documents: int
@@ -60,7 +64,7 @@ class SplitEntry:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry as JSON. ``ids`` is omitted if it is None."""
+        """Return the entry as a dictionary for JSON. ``ids`` is omitted if it is None."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -70,8 +74,10 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class MergedEntry(SplitEntry):
-    """Merged pair. ``bin_sample`` (indexed.sample_digest) detects another .bin of the same size in
-    milliseconds.
+    """Record of a merged .bin/.idx pair.
+
+    ``bin_sample`` is the indexed.sample_digest of the .bin file. It reveals in milliseconds that
+    the file was replaced by one of the same size.
     """
 
     bin_sample: str
@@ -79,11 +85,14 @@ class MergedEntry(SplitEntry):
 
 @dataclass(frozen=True)
 class UnitEntry:
-    """Output of one unit: OUT/shards/00007.json, later one line of units.jsonl.
+    """Record of a finished unit: OUT/shards/00007.json, later one line of units.jsonl.
 
-    ``plan``: the plan's fingerprint. rows == documents of all splits + drops. ``bad``: the first
-    bad rows, at most PLACES_KEPT. ``splits`` contains the splits with documents. The entry is
-    independent of time, machine and process.
+    plan: fingerprint of the plan.
+    rows: rows read; equal to the documents of all splits plus the dropped rows.
+    bad: first bad rows, at most PLACES_KEPT.
+    splits: records of the splits that contain documents of the unit.
+
+    The record does not depend on time, machine or process.
     """
 
     unit: int
@@ -96,11 +105,11 @@ class UnitEntry:
 
     @property
     def documents(self) -> int:
-        """Documents written to all splits."""
+        """Number of documents written to all splits."""
         return sum(split.documents for split in self.splits.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry as JSON, with drops and splits in their fixed order."""
+        """Return the entry as a dictionary for JSON, with drops and splits in a fixed order."""
         value = asdict(self)
         value["dropped"] = {
             str(reason): self.dropped[reason] for reason in Drop if self.dropped.get(reason)
@@ -134,7 +143,7 @@ class UnitEntry:
 
 @dataclass(frozen=True)
 class Input:
-    """Input file as in the plan, except that ``rows`` is the number of rows read."""
+    """Record of an input file, as in the plan, except that ``rows`` is the number of rows read."""
 
     path: str
     kind: str
@@ -145,10 +154,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of the data.
+    """Record of the inputs, settings and encoders from which the data was made.
 
-    ``settings`` are those of the plan, ``encoder`` lists the encoders that ran, and ``fingerprint``
-    is the plan's.
+    settings: settings of the plan.
+    encoder: names of the encoders that were used.
+    fingerprint: fingerprint of the plan.
     """
 
     files: list[Input]
@@ -161,7 +171,7 @@ class Source:
 
 @dataclass(frozen=True)
 class UnitsEntry:
-    """File of the units' entries: its name, number of lines and SHA-256."""
+    """Record of units.jsonl: file name, number of lines and SHA-256."""
 
     file: str
     count: int
@@ -170,7 +180,7 @@ class UnitsEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a complete data folder.
+    """Content of manifest.json, which describes a complete data folder.
 
     It contains no times: the same plan, encoded by the same encoder, gives the same manifest.
     """
@@ -182,7 +192,7 @@ class Manifest:
     units: UnitsEntry
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of manifest.json."""
+        """Return the content of manifest.json as a dictionary."""
         return {
             "format": FORMAT,
             **asdict(self),
@@ -204,8 +214,9 @@ class Manifest:
 
 
 def read_entry(path: Path) -> UnitEntry:
-    """Read a unit's entry, OUT/shards/00007.json. Raises UserError if it is damaged, OSError if it
-    does not exist.
+    """Read a unit's entry from ``path``, for example OUT/shards/00007.json.
+
+    Raises UserError if it is damaged, and OSError if it does not exist.
     """
     try:
         return UnitEntry.from_json(json.loads(path.read_bytes()))
@@ -218,7 +229,10 @@ def read_entry(path: Path) -> UnitEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read DIR/manifest.json. Raises UserError if it is absent, damaged or of another format."""
+    """Read manifest.json in ``folder`` and return it.
+
+    Raises UserError if it is absent, damaged or of another format.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / PLAN).is_file() or (folder / SHARDS).is_dir():
@@ -243,8 +257,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def size_fault(folder: Path, manifest: Manifest) -> str | None:
-    """Return the fault of the first file of a merged pair that is missing or has the wrong size, or
-    None.
+    """Return the error text for the first file of a merged pair with a wrong size, or None.
+
+    A missing file also counts as a fault.
     """
     for name, entry in manifest.splits.items():
         for kind, size in entry.sizes.items():
@@ -255,7 +270,7 @@ def size_fault(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _check_names(dropped: Iterable[str], splits: Iterable[str]) -> None:
-    """Raise ValueError for an unknown reason or split."""
+    """Raise ValueError if a reason in ``dropped`` or a name in ``splits`` is unknown."""
     for reason in dropped:
         Drop(reason)
     for name in splits:

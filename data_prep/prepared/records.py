@@ -1,8 +1,7 @@
-"""Strict conversion of JSON into dataclasses by the types of their fields. Missing and unknown
-fields are errors.
+"""Strict conversion of JSON into dataclasses by the types of their fields.
 
-A keyword-only field (``kw_only``) was added later and may be missing, because older files do not
-contain it.
+Missing and unknown fields are errors. A keyword-only field (``kw_only``) was added later and may be
+missing, because older files do not contain it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LARGEST = 2**63 - 1  # largest number: the limit of numpy and the file system
 
 
 def read(kind: Any, value: Any) -> Any:
-    """Convert a JSON value to a type.
+    """Convert a JSON value to the type ``kind`` and return the result.
 
     Supported types are dataclasses, enums, str, int (a count), float and Any; tuples, lists and
     dicts of them; and unions with None. Raises ValueError with a description of the fault.

@@ -1,5 +1,7 @@
-"""Locks on data folders, and publication of new content under its final names, independent of the
-files' content.
+"""Locks on data folders, and atomic publication of new files in them.
+
+New files are collected in a temporary subfolder and then moved to their final names. This module
+does not depend on the content of the files.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ LOCK = ".lock"
 
 @contextmanager
 def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
-    """Lock a folder, exclusively or ``shared`` with other shared holders, and create it if it is
-    missing.
+    """Lock a folder during the block, and create the folder if it is missing.
 
-    Yields True if the lock is held. On a file system without locks, print a warning and yield
-    False. Raises InUse if another process holds the lock.
+    The lock is exclusive, or ``shared`` with other processes that take a shared lock. Yields True
+    if the lock is held. On a file system without locks, print a warning and yield False. Raises
+    InUse if another process holds the lock.
     """
     make_folder(folder)
     busy = f"another data_prep process is writing {folder}; wait for it or choose another --out"
@@ -38,13 +40,14 @@ def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
 
 
 class Staging:
-    """New content of a folder, collected in a subfolder of ``OUT/.unfinished`` and moved to its
-    final names at the end.
+    """Context manager that collects new files of the folder OUT and publishes them together.
 
-    If ``.unfinished`` exists together with final names but without a seal, a publication was
-    interrupted and the final names may be replaced. One process can stage in a folder at a time; if
-    locks do not work, several processes do not damage each other's files. Raises InUse if another
-    process is staging, and UserError or StorageError if the folder cannot be written.
+    The files are written to a subfolder of ``OUT/.unfinished`` and moved to their final names at
+    the end; the seal (for example manifest.json) is the file that is moved last. If ``.unfinished``
+    exists together with final names but without a seal, a publication was interrupted and the final
+    names may be replaced. One process can stage in a folder at a time; if locks do not work,
+    several processes do not damage each other's files. Raises InUse if another process is staging,
+    and UserError or StorageError if the folder cannot be written.
     """
 
     def __init__(self, out: Path) -> None:
@@ -77,11 +80,11 @@ class Staging:
         self._stack.close()
 
     def publish(self, names: Iterable[str], *, seal: str, stale: Iterable[str] = ()) -> None:
-        """Remove the old ``seal`` and the ``stale`` names, then move the staged ``names`` and
-        finally the new seal into place.
+        """Move the staged files ``names`` to their final names, and the file ``seal`` last.
 
-        An old seal with the same content is not removed first, because it is also valid for the new
-        files. Raises InUse, without changes, if a staged file is missing.
+        The old ``seal`` and the files ``stale`` are removed first. An old seal with the same
+        content is not removed, because it is also valid for the new files. Raises InUse, without
+        changes, if a staged file is missing.
         """
         names = list(names)
         for name in (*names, seal):
@@ -105,8 +108,9 @@ class Staging:
 
 
 def existing_folder(path: Path, what: str) -> Path:
-    """Return ``path`` if it is a folder. Otherwise raise UserError, which mentions ``what`` was
-    expected.
+    """Return ``path`` if it is a folder, else raise UserError.
+
+    ``what`` describes the expected folder in the error message.
     """
     if not path.exists():
         raise UserError(f"no such folder: {path} ({what})")

@@ -85,10 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Sample:
-    """Sample of the inputs: all rows, or rows from ``places`` places spread over them.
+    """Sample of the rows of the inputs, with its documents and counts.
 
-    It contains the numbers of files and rows, the bytes of the rows' texts, the dropped rows, and
-    the documents.
+    ``places`` is the number of parts of the inputs from which the rows were read; the first field
+    is True if all rows were read. ``read_bytes`` is the size of the texts of these rows.
+    ``dropped`` has the number of dropped rows for each reason. ``batches`` contain the documents.
     """
 
     whole: bool
@@ -101,8 +102,9 @@ class Sample:
 
 
 def evenly(number: int, most: int) -> list[int]:
-    """Return at most ``most`` numbers of range(number), spread evenly: the middle of each of that
-    many equal parts.
+    """Return at most ``most`` numbers of range(number), spread evenly.
+
+    They are the middles of equal parts of the range.
     """
     taken = min(number, most)
     return [(2 * i + 1) * number // (2 * taken) for i in range(taken)]
@@ -111,10 +113,11 @@ def evenly(number: int, most: int) -> list[int]:
 def draw(
     files: list[SourceFile], selection: Selection, sample_bytes: float
 ) -> tuple[Sample, float | None]:
-    """Read the sample and return it with the reading speed of one core in MB/s.
+    """Read a sample of the inputs, and return it with the reading speed of one core in MB/s.
 
     All rows are read if the inputs have at most ``sample_bytes`` of text. Otherwise about the same
-    amount is read from each place. Raises UserError.
+    amount is read from each of several places. The speed is None if no row could be read. Raises
+    UserError.
     """
     total = sum(file.text_bytes for file in files)
     sample = Sample(whole=total <= sample_bytes)
@@ -130,8 +133,9 @@ def draw(
 def _draw_from(
     file: SourceFile, selection: Selection, share: float, sample: Sample, reading: Reading
 ) -> None:
-    """Add about ``share`` bytes of a file's text to the sample, from up to 8 of its spans, or from
-    more if they are small.
+    """Add about ``share`` bytes of a file's text to the sample.
+
+    The text is from up to 8 spans of the file, or from more spans if they are small.
     """
     columns, started = selection.settings.columns, sample.read_bytes
     cuts = spans(file, columns, max(1, round(min(share, file.text_bytes) / PLACES)))
@@ -188,10 +192,10 @@ def _draw_span(
 
 
 def _speed(file: SourceFile, selection: Selection) -> float | None:
-    """Return the MB of text per CPU second of reading and selecting, measured at the beginning of a
-    file.
+    """Return the speed of reading and selecting rows in MB of text per CPU second.
 
-    Complete row groups are read for this measurement.
+    It is measured at the beginning of the file, on complete row groups. Return None if no row could
+    be read.
     """
     clock, done = time.process_time(), 0
     for span in spans(file, selection.settings.columns, TIMED_BYTES)[:1]:
@@ -205,8 +209,9 @@ def _speed(file: SourceFile, selection: Selection) -> float | None:
 
 
 def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
-    """Return the facts from footers and file sizes. ``first`` describes the columns of the first
-    file.
+    """Return the section ``files`` of the report, from footers and file sizes.
+
+    Its entry ``first`` describes the columns of the first file.
     """
     return {
         "kinds": dict(
@@ -226,9 +231,10 @@ def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
 
 
 def first_file(file: SourceFile) -> dict[str, Any]:
-    """Return the columns with their types, and the number of row groups of a parquet file.
+    """Return a dictionary with the columns and types of a file, and its number of row groups.
 
-    The columns of a JSONL file are the keys of its first line. A .txt file has no columns.
+    The columns of a JSONL file are the keys of its first line. A .txt file has no columns. The
+    number of row groups is None unless the file is parquet.
     """
     if file.parts:
         return {"columns": {}, "row_groups": None}
@@ -260,8 +266,10 @@ def _json_type(value: object) -> str:
 
 
 def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
-    """Return rows, drops, document sizes, and the beginnings of up to 3 documents spread over the
-    batches.
+    """Return the section ``sample`` of the report.
+
+    It contains rows, drops, document sizes, and the beginnings of up to 3 documents spread over the
+    sample.
     """
     lengths = np.concatenate(
         [
@@ -299,8 +307,9 @@ def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
 
 
 def _one_line(value: pa.Scalar) -> str:
-    """Return the beginning of a text, with white space and control characters replaced by single
-    spaces.
+    """Return the beginning of a text on one line.
+
+    White space and control characters are replaced by single spaces.
     """
     text = value.as_buffer()[: 16 * EXAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())[
@@ -309,9 +318,10 @@ def _one_line(value: pa.Scalar) -> str:
 
 
 def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> dict[str, Any]:
-    """Return the tokenizer, the encoder that would run, and its results on the sample.
+    """Return the section ``encoding`` of the report.
 
-    The first half of the sample is a warm-up and is not timed. Raises UserError.
+    It contains the tokenizer, the encoder that ``wanted`` selects, and the results of encoding the
+    sample. The first half of the sample is a warm-up and is not timed. Raises UserError.
     """
     texts: list[str] = []
     for batch in batches:
@@ -345,8 +355,10 @@ def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> 
 def estimate(
     files: dict[str, Any], sample: dict[str, Any], encoder: dict[str, Any] | None, workers: int
 ) -> dict[str, Any]:
-    """Scale the sample to all inputs: rows, documents, and with an encoder tokens (including EOD),
-    bytes on disk, hours.
+    """Return the section of the report with the estimates for all inputs, scaled from the sample.
+
+    These are rows and documents. If ``encoder`` is given, they are also tokens (including EOD),
+    bytes on disk, and hours with the given number of ``workers``.
     """
     by_text = 1.0 if sample["whole"] else files["text_bytes"] / max(sample["read_bytes"], 1)
     by_rows = (

@@ -1,5 +1,6 @@
-"""Distribution of document lengths: exact counts of every length for any number of documents, and
-their picture.
+"""Distribution of document lengths: exact counts of every length, and a figure of them.
+
+The number of documents is not limited by memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from fem_common.text import count
 
 @dataclass(frozen=True)
 class Lengths:
-    """Distinct lengths (ids including EOD) int64 [k], ascending, and the number of documents of
-    each int64 [k].
+    """Distribution of document lengths.
+
+    values: int64 [k], distinct lengths (ids including EOD), ascending.
+    documents: int64 [k], number of documents of each length.
     """
 
     values: npt.NDArray[np.int64]
@@ -35,12 +38,16 @@ class Lengths:
         return int((self.values * self.documents).sum())
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length that at least ``share`` of the documents do not exceed."""
+        """Return the smallest length that at least ``share`` of the documents do not exceed.
+
+        ``share`` is between 0 and 1.
+        """
         return self._at(self.documents, share)
 
     def token_quantile(self, share: float) -> int:
-        """Return the smallest length such that documents up to it contain at least ``share`` of the
-        tokens.
+        """Return the smallest length L for which documents up to L contain ``share`` of the tokens.
+
+        ``share`` is between 0 and 1.
         """
         return self._at(self.values * self.documents, share)
 
@@ -51,14 +58,14 @@ class Lengths:
         )
 
     def at_most(self, length: int) -> tuple[float, float]:
-        """Return the shares of documents and of tokens in documents of at most this length."""
+        """Return (share of documents, share of tokens) of the documents up to ``length`` ids."""
         end = int(np.searchsorted(self.values, length, side="right"))
         tokens = int((self.values[:end] * self.documents[:end]).sum())
         return int(self.documents[:end].sum()) / self.total, tokens / self.tokens
 
 
 def joined(parts: Iterable[Lengths]) -> Lengths:
-    """Return the combined lengths of several sets of documents."""
+    """Return the distribution of the union of several sets of documents."""
     values, documents = (
         np.concatenate(column)
         for column in zip(*((part.values, part.documents) for part in parts), strict=True)
@@ -70,9 +77,9 @@ def joined(parts: Iterable[Lengths]) -> Lengths:
 
 
 def count_lengths(lengths: npt.NDArray[np.int32], advance: Callable[[int], None]) -> Lengths:
-    """Return the distribution of lengths [n], which may be memory-mapped.
+    """Return the distribution of the array ``lengths`` [n], which may be memory-mapped.
 
-    The lengths are read in parts, and ``advance`` is called with the bytes of each part.
+    The array is read in parts, and ``advance`` is called with the number of bytes of each part.
     """
     found = []
     for start in range(0, max(1, len(lengths)), DOCUMENTS_AT_ONCE):
@@ -88,7 +95,7 @@ MARKS = {0.05: ":", 0.5: "--", 0.95: "-."}  # quantile of the documents -> line 
 
 
 def draw_lengths(lengths: Lengths, title: str) -> bytes:
-    """Draw a PNG with two plots.
+    """Return a PNG with two plots of the distribution.
 
     The upper plot shows the shares of documents and tokens by length, with quantiles. The lower
     plot shows the share of documents and tokens in documents up to a length.
@@ -161,8 +168,9 @@ def draw_lengths(lengths: Lengths, title: str) -> bytes:
 
 
 def _edges(lengths: Lengths) -> npt.NDArray[np.float64]:
-    """Return bin edges between integers, six or three per doubling. Every bin contains at least one
-    possible length.
+    """Return the bin edges of a histogram, six or three per doubling of the length.
+
+    The edges are between integers, and every bin contains at least one possible length.
     """
     per_doubling = 6 if lengths.total >= MANY else 3
     last = np.ceil(np.log2(max(int(lengths.values[-1]), 2))) + 1

@@ -12,8 +12,9 @@ from fem_common.text import count, counted, duration, size
 
 
 class Reading(Progress):
-    """Progress line of bytes read of ``total``, with MB/s and time left. Leaving the context clears
-    the line.
+    """Progress line for reading ``total`` bytes, with MB/s and time left.
+
+    A context manager that clears the line on exit.
     """
 
     def __init__(self, title: str, total: int) -> None:
@@ -32,8 +33,10 @@ class Reading(Progress):
 
 
 class Board:
-    """Progress of a run: units done, units in progress, and time left. ``entries`` are those done
-    at the start.
+    """Progress of an encoding run: units done, units in progress, and time left.
+
+    entries: entries of the units that are done; the constructor's argument has those done before
+    the run.
     """
 
     def __init__(self, entries: dict[Unit, UnitEntry], units: Iterable[Unit]) -> None:
@@ -45,23 +48,23 @@ class Board:
         self.working: dict[Unit, tuple[int, Tally]] = {}
 
     def step(self, unit: Unit, read: int, tally: Tally) -> None:
-        """Record the progress of a unit."""
+        """Record the progress of a unit: bytes of text read and counts so far."""
         self.working[unit] = min(read, unit.text_bytes), tally
 
     def done(self, unit: Unit, entry: UnitEntry) -> None:
-        """Record that a unit's entry is written."""
+        """Record that a unit is finished and its entry is written."""
         self.working.pop(unit, None)
         self.entries[unit] = entry
         self.finished += tally_of([entry])
         self.read += unit.text_bytes
 
     def tick(self) -> None:
-        """Print the line if it is due."""
+        """Print the progress line if enough time has passed since the last one."""
         if self.line.due:
             self.line.show(self.state())
 
     def state(self) -> str:
-        """Return the progress of the run, including the units in progress."""
+        """Return the progress line of the run, including the units in progress."""
         done = self.read + sum(read for read, _ in self.working.values())
         rate = (done - self.at_start) / self.line.elapsed
         total = Tally()
@@ -77,7 +80,7 @@ class Board:
         return " · ".join(parts if left is None else [*parts, f"{duration(left)} left"])
 
     def result(self) -> str:
-        """Return one line with the totals of the units done. The rate is that of this run."""
+        """Return one line with the totals of all finished units. The rate is that of this run."""
         total, seconds = self.finished, self.line.elapsed
         rate = (self.read - self.at_start) / 1e6 / seconds
         rows = (
@@ -91,7 +94,7 @@ class Board:
 
 
 def tally_of(entries: Iterable[UnitEntry]) -> Tally:
-    """Return the total counts of units."""
+    """Return the sum of the counts of several units."""
     total = Tally()
     for entry in entries:
         splits = entry.splits.values()

@@ -61,8 +61,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
-    """Return the lengths of each split. Raises UserError for an .idx file that does not match the
-    manifest.
+    """Return the distribution of document lengths of each split.
+
+    Raises UserError for an .idx file that does not match the manifest.
     """
     lengths = {}
     with Reading(
@@ -85,7 +86,7 @@ def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
 
 
 def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> dict[str, Any]:
-    """Return all statistics as JSON. Shares are between 0 and 1."""
+    """Return all statistics as a dictionary for JSON. Shares are between 0 and 1."""
     splits = {
         name: {
             "documents": entry.documents,
@@ -128,7 +129,7 @@ def _bytes_per_token(manifest: Manifest) -> float:
 
 
 def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Iterator[str]:
-    """Yield the lines of the statistics in readable form."""
+    """Yield all statistics as readable lines."""
     yield (
         f"{folder}: {manifest.dtype} ids of {manifest.tokenizer.vocab_size:,} entries, encoded "
         f"by {manifest.source.encoder}"

@@ -53,11 +53,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], list[int]]:
-    """Return the progress of a folder at the time ``now``, as --json prints it, and the numbers of
-    the units not done.
+    """Return (progress of a folder, numbers of the units that are not done).
 
-    ``text_bytes`` is the approximate size of all units. ``rate`` is in bytes of text per second; it
-    is None if fewer than two units were finished recently.
+    The progress is the dictionary that --json prints. ``text_bytes`` is the approximate size of all
+    units. ``rate`` is in bytes of text per second during the 15 minutes before the time ``now``; it
+    is None if fewer than two units were finished in them.
     """
     plan = read_plan(folder)
     merged = is_merged(folder, plan)
@@ -93,8 +93,9 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
 
 
 def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
-    """Return the bytes of text per second in the last 15 minutes, or None if fewer than two units
-    were finished in them.
+    """Return the encoding rate of the last 15 minutes in bytes of text per second.
+
+    Return None if fewer than two units were finished in this time.
     """
     ends = sorted((entry_path(folder, unit).stat().st_mtime, unit.text_bytes) for unit in done)
     recent = [(end, text_bytes) for end, text_bytes in ends if end > now - RECENT_SECONDS]

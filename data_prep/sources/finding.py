@@ -1,5 +1,6 @@
-"""Input files of a command line, and the kind of each. This module does not depend on rows or
-columns.
+"""Search for the input files that a command line names, and detection of each file's kind.
+
+This module does not depend on rows or columns.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ NO_TEXT = {
 
 @dataclass(frozen=True)
 class Found:
-    """Input file.
+    """Input file that was found for an argument of the command line.
 
-    ``given``: the input that selected it; ``name``: its path relative to that folder, glob or
-    repository, or its file name; ``remote``: its metadata on the Hub.
+    path: path or Hub URL of the file.
+    given: argument that selected the file.
+    name: path relative to the folder, glob or repository that was given, or the file name.
+    remote: metadata on the Hub; None for a local file.
     """
 
     path: str
@@ -48,7 +51,7 @@ class Found:
 
     @property
     def folder(self) -> str:
-        """Folder that ``name`` is relative to."""
+        """Folder, glob base or repository to which ``name`` is relative."""
         return self.path.removesuffix(self.name).rstrip("/") or self.path[: -len(self.name)] or "."
 
     @property
@@ -100,7 +103,10 @@ def _check_name(path: str) -> None:
 
 
 def _local(name: str) -> list[tuple[Path, Path]]:
-    """Return the files of a local input, each with the folder that its name is relative to."""
+    """Return (file, base folder) for each file of a local input.
+
+    The name under which a file is reported is relative to its base folder.
+    """
     path = Path(name)
     if path.is_dir():
         if not (files := _below(path)):
@@ -122,7 +128,7 @@ def _local(name: str) -> list[tuple[Path, Path]]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Return the data files below a folder, and list the other files on stderr.
+    """Return the data files below a folder, and list all other files on stderr.
 
     Links to folders are followed, unless they lead to one of their parent folders. .txt files are
     data only if the folder has no other data; otherwise they are notes and licences. Raises
@@ -145,9 +151,10 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the files below a folder, including broken links, and its hidden files and folders.
+    """Return (files, hidden names) of a folder and its subfolders, as paths relative to the folder.
 
-    Hidden folders are not entered. All paths are relative to the folder.
+    The files include broken links. The hidden names are files and folders; hidden folders are not
+    entered.
     """
     names, hidden = list[str](), list[str]()
 
@@ -168,13 +175,13 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _is_any(folder: Path, others: list[os.stat_result]) -> bool:
-    """Return True if a folder, or the target of a link, is one of the others."""
+    """Return True if ``folder``, or the target of a link, is the same as one of ``others``."""
     found = folder.stat()
     return any(os.path.samestat(found, other) for other in others)
 
 
 def kind_of(path: str, file: BinaryIO) -> str:
-    """Return a file's kind from its first bytes.
+    """Return the kind of an input file from its first bytes: parquet, jsonl, jsonl.gz or jsonl.zst.
 
     Raises UserError if the file is empty, has an unsupported kind, or has another kind than its
     name indicates.
@@ -191,7 +198,7 @@ def kind_of(path: str, file: BinaryIO) -> str:
 
 
 def check_text(path: str, begin: bytes) -> None:
-    """Check the beginning of a .txt file. Raises UserError if the file is not text."""
+    """Raise UserError if ``begin``, the beginning of a .txt file, is not text."""
     found = next((what for start, what in NO_TEXT.items() if begin.startswith(start)), None)
     if found or begin[:4] == b"PAR1" or _kind_by_content(begin) not in ("jsonl", None):
         raise UserError(
@@ -212,7 +219,7 @@ def _kind_by_content(begin: bytes) -> str | None:
 
 
 def _looks(begin: bytes) -> str:
-    """Return the probable format of an unsupported file, and the advice for it."""
+    """Return a message part with the probable format of an unsupported file and what to do."""
     known = NO_TEXT | {
         b"<": "looks like an HTML or XML page; download the file again",
         b"[": "looks like a JSON array; write one object per line",

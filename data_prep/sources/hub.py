@@ -1,9 +1,9 @@
-"""Datasets on the Hugging Face Hub: the files of an hf:// address and a subset at one commit, and
-their bytes.
+"""Access to datasets on the Hugging Face Hub: lists of files and reading of files.
 
-An address is ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, where PATH is a file, a folder or a
-glob. Without PATH, the files are those of a subset that the front matter of the dataset's card
-defines (``configs``: ``config_name``, ``data_files``).
+All files are read at one commit. An address is
+``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, where PATH is a file, a folder or a glob. Without
+PATH, the files are those of a subset that the front matter of the dataset's card defines
+(``configs``: ``config_name``, ``data_files``).
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File on the Hub. ``url``: ``hf://datasets/OWNER/NAME@COMMIT/PATH``.
+    """File on the Hub.
 
-    ``etag``: the hash of its content, ``sha256:…`` for a large file, else ``git:…``.
+    url: ``hf://datasets/OWNER/NAME@COMMIT/PATH``.
+    bytes: size of the file.
+    etag: hash of the content: ``sha256:…`` for a large file, else ``git:…``.
     """
 
     url: str
@@ -51,8 +53,10 @@ def is_hub(address: str) -> bool:
 
 
 def resolve(url: str, subset: str | None = None) -> list[RemoteFile]:
-    """Return the files of an address, sorted by path, with the current commit of its revision.
-    Raises UserError.
+    """Return the files of an address, sorted by path.
+
+    The URLs of the files contain the current commit of the address's revision. ``subset`` is a
+    subset of the dataset's card. Raises UserError for a wrong address or subset.
     """
     repository, path = _parse(url)
     if path and subset is not None:
@@ -66,10 +70,10 @@ def resolve(url: str, subset: str | None = None) -> list[RemoteFile]:
 
 
 def open_remote(url: str, *, ahead: bool = False) -> BinaryIO:
-    """Open a file of ``resolve`` for random access.
+    """Open a file at a URL returned by ``resolve`` for random access.
 
-    ``ahead``: use large blocks and read the next blocks in the background, for reading much of the
-    file.
+    If ``ahead``, large blocks are used and the next blocks are read in the background, which is
+    fast if much of the file is read.
     """
     repository, path = _parse(url)
     if not path:
@@ -145,7 +149,7 @@ class HubFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` up to the end of the file and return the number of bytes."""
+        """Read into ``buffer``, at most to the end of the file, and return the number of bytes."""
         target = memoryview(buffer).cast("B")
         start, size = self._place, max(0, min(len(target), self._size - self._place))
 
@@ -223,7 +227,7 @@ def _file(entry: Any) -> tuple[int, str]:
 
 
 def _entry(repository: Repository, path: str) -> Files | None:
-    """Return the file with this path, {} if the path is a folder, or None if it does not exist."""
+    """Return {path: file} if ``path`` is a file, {} if it is a folder, or None if it is missing."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -241,7 +245,10 @@ def _entry(repository: Repository, path: str) -> Files | None:
 
 
 def _listed(repository: Repository, folder: str) -> Files:
-    """Return every file below a folder ("" for all files), or {} if the folder does not exist."""
+    """Return all files below a folder by their paths, or {} if the folder does not exist.
+
+    The folder "" is the entire repository.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import EntryNotFoundError
     from huggingface_hub.hf_api import RepoFile
@@ -265,8 +272,9 @@ def _listed(repository: Repository, folder: str) -> Files:
 
 
 def _readable(repository: Repository, files: Files) -> Files:
-    """Return the data files, and list the other files, such as cards, licences and pictures, on
-    stderr.
+    """Return the data files among ``files``, and list all other files on stderr.
+
+    Other files are for example cards, licences and pictures.
     """
     found = {path: file for path, file in files.items() if is_data(path)}
     if found:
@@ -275,7 +283,9 @@ def _readable(repository: Repository, files: Files) -> Files:
 
 
 def _at_path(repository: Repository, path: str) -> Files:
-    """Return a file, all data files of a folder, or the matches of a glob. Raises UserError if no
+    """Return the files that ``path`` selects.
+
+    These are a file, the data files of a folder, or the matches of a glob. Raises UserError if no
     file is found.
     """
     name = f"{repository.kind} {repository.id}"
@@ -312,7 +322,7 @@ def _is_glob(path: str) -> bool:
 
 
 def _matching(repository: Repository, patterns: Iterable[str]) -> Files:
-    """Return the files that match globs.
+    """Return the files of a repository that match at least one of the globs ``patterns``.
 
     The rules are those of Python's glob: ``*`` matches within a name, ``**`` any folders, and
     hidden names do not match.
@@ -345,9 +355,10 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
 
 
 def _of_subset(repository: Repository, subset: str | None) -> Files:
-    """Return the files of a subset of the card, or of its default subset.
+    """Return the files of a subset that the dataset's card defines.
 
-    If the card defines no subsets, return the data files of the complete repository.
+    If ``subset`` is None, the default subset is used. If the card defines no subsets, return the
+    data files of the entire repository.
     """
     configs = _configs(repository)
     name = f"{repository.kind} {repository.id}"
@@ -380,8 +391,9 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
 
 
 def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
-    """Return config_name -> entry in the card's front matter. The result is empty without a card or
-    without configs.
+    """Return the subsets in the card's front matter, a dictionary from config_name to its entry.
+
+    The result is empty if the repository has no card or the card has no ``configs``.
     """
     if not _entry(repository, "README.md"):
         return {}
@@ -421,8 +433,9 @@ def _chosen(name: str, configs: dict[str, dict[str, Any]], subset: str | None) -
 
 
 def _patterns(data_files: Any) -> list[str]:
-    """Return the globs of ``data_files`` in any of its forms: those of the split ``train`` if it
-    exists, otherwise all.
+    """Return the globs in ``data_files``, a string, list or mapping in a card's front matter.
+
+    If a split ``train`` exists, only its globs are returned; otherwise those of all splits.
     """
     if isinstance(data_files, str):
         return [data_files]

@@ -1,4 +1,4 @@
-"""Retries of requests to the Hugging Face Hub, and one-line errors for its failures.
+"""Requests to the Hugging Face Hub with retries and one-line error messages.
 
 huggingface_hub is the only client. It is imported inside functions, so reading local files does not
 wait for the import. HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE have their usual effects. The
@@ -29,7 +29,11 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Repository:
-    """Dataset or model on the Hub at a branch, tag or commit. None is its main branch."""
+    """Dataset or model on the Hub.
+
+    kind: ``dataset`` or ``model``.
+    revision: branch, tag or commit; None for the main branch.
+    """
 
     kind: str
     id: str
@@ -40,7 +44,7 @@ class Repository:
 
     @property
     def download(self) -> str:
-        """Command that downloads the repository into a folder."""
+        """Shell command that downloads the repository into a folder."""
         return (
             f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} "
             "--local-dir DIR"
@@ -50,9 +54,11 @@ class Repository:
 def patiently(
     call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...]
 ) -> Answer:
-    """Return the result of ``call``, and retry it after a broken connection, 408, 429 or 5xx.
+    """Return the result of ``call``; retry after a broken connection or a status 408, 429 or 5xx.
 
-    Before each retry, wait for the next of ``waits`` [s], or longer if the server requests it.
+    waits: pauses before the retries in seconds; their number is the number of retries. A pause is
+    longer if the server requests it.
+
     Raises Fault if the last attempt fails, and UserError for a failure that retries cannot fix.
     """
     failures = hub_failures()
@@ -76,8 +82,9 @@ def patiently(
 
 
 def hub_failures() -> tuple[type[Exception], ...]:
-    """Return the exception types of failures of the Hub or the connection: those of huggingface_hub
-    and its HTTP library.
+    """Return the exception types that requests to the Hub raise on failure.
+
+    They are those of huggingface_hub and its HTTP library.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import logging
@@ -94,7 +101,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _passes(error: Exception) -> bool:
-    """Return True if the same request may succeed later."""
+    """Return True if the failure is temporary, so that the same request may succeed later."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):
@@ -105,7 +112,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _seconds_asked(error: Exception) -> float:
-    """Return the pause in seconds that a 429 or 503 response requests, or 0."""
+    """Return the pause in seconds that a 429 or 503 response requests, or 0 without a request."""
     response = getattr(error, "response", None)
     if response is None:
         return 0.0
@@ -117,7 +124,10 @@ def _seconds_asked(error: Exception) -> float:
 
 
 def explain(error: Exception, repository: Repository) -> UserError | Fault:
-    """Return an error with one line: the repository, the failure and the nearest fix."""
+    """Return the error to raise for a failed request, with a message of one line.
+
+    The message names the repository, the failure and the nearest fix.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,

@@ -1,5 +1,6 @@
-"""Rows of JSON lines, plain or compressed, in bounded memory. Lines are independent: a bad line
-affects no other line.
+"""Reader of JSON lines files, plain or compressed, in bounded memory.
+
+Lines are independent: a bad line affects no other line.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ Line = tuple[int, int, bytes | None]
 
 
 class Integer(str):
-    """Integer in its written form. JSON does not limit integers, and Python parses very large ones
-    slowly.
+    """JSON integer as text, in its written form.
+
+    JSON does not limit integers, and Python parses very large ones slowly.
     """
 
     __slots__ = ()
 
     @property
     def digits(self) -> str:
-        """The number in the form of parquet's integers; -0 is 0."""
+        """The number as written for an integer of a parquet file; ``-0`` becomes ``0``."""
         return "0" if self == "-0" else str(self)
 
 
@@ -64,13 +66,13 @@ WORDS = {
 
 
 class MalformedLine(ValueError):
-    """Error that describes the fault of a line."""
+    """Error raised for a line that is not a valid row; the message describes the fault."""
 
 
 def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, bool]:
-    """Return the approximate bytes of text of a file, and True if it has the id column.
+    """Check the first lines of a file, and return (approximate bytes of text, True if it has ids).
 
-    The first lines of the file must have the other columns. Raises UserError.
+    Raises UserError if the file is not JSONL or lacks a column other than the id.
     """
     head = _head(file, kind)
     document = head.fault.startswith("line 1: ") and ".json" in [
@@ -116,10 +118,10 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, 
 
 
 def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
-    """Return equal ranges of bytes with about ``unit_bytes`` of text and at most ten times as many
-    bytes.
+    """Divide a file of ``size`` bytes into equal ranges with about ``unit_bytes`` of text each.
 
-    A compressed file is a single span.
+    A range has at most ten times as many bytes as ``unit_bytes``. A compressed file is a single
+    span.
     """
     if kind != "jsonl":
         return [Span(0, 1, None, text_bytes)]
@@ -134,11 +136,10 @@ def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
 def read(
     path: str, file: BinaryIO, kind: str, span: Span, columns: Columns
 ) -> Iterator[Rows | Unreadable]:
-    """Yield the rows of the lines that start within a span. Places are byte offsets in the
-    uncompressed file.
+    """Yield the rows of the lines that start within a span.
 
-    Blank lines are not rows. Of a damaged stream, the rows before the damage are read. Raises
-    UserError.
+    The places of rows are byte offsets in the uncompressed file. Blank lines are not rows. From a
+    damaged stream, the rows before the damage are read. Raises UserError.
     """
     head = (
         _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
@@ -166,9 +167,9 @@ def read(
 
 
 def lines(stream: Iterable[bytes], start: int) -> Iterator[Line]:
-    """Yield the lines of a stream whose first byte has the offset ``start``.
+    """Yield the lines of a byte stream whose first byte has the offset ``start`` in the file.
 
-    A line longer than MAX_LINE_BYTES is not held in memory.
+    The content of a line longer than MAX_LINE_BYTES is not kept in memory.
     """
     place, size, pieces = start, 0, list[bytes]()
     for chunk in stream:
@@ -196,9 +197,10 @@ def _joined(pieces: list[bytes], size: int) -> bytes | None:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Return the object of a line. Raises MalformedLine.
+    """Return the JSON object that a line contains.
 
-    Bytes that are not UTF-8 become lone surrogates, as with Python's surrogateescape.
+    Bytes that are not UTF-8 become lone surrogates, as with Python's surrogateescape. Raises
+    MalformedLine if the line is not a JSON object.
     """
     try:
         value = DECODER.decode(_text(line))
@@ -219,9 +221,10 @@ def _text(line: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Encode text as UTF-8. Lone surrogates give bytes that are not valid UTF-8.
+    """Encode a string of a parsed line as UTF-8.
 
-    Bytes of the line that were not UTF-8 are restored. Escaped surrogates never become valid UTF-8.
+    Bytes that were not UTF-8 in the line are restored. The result is not valid UTF-8 if the string
+    contains lone surrogates; escaped surrogates never become valid UTF-8.
     """
     try:
         return text.encode()
@@ -255,10 +258,11 @@ def _names(item: dict[str, Any], above: str = "") -> Iterator[str]:
 
 @dataclass
 class Head:
-    """Objects of a file's first lines.
+    """First lines of a file, parsed to find columns and types.
 
-    ``stored``: the approximate bytes of the file that they take; ``fault``: the fault of the first
-    line without an object.
+    objects: objects of the lines.
+    stored: approximate bytes that these lines use in the file, compressed if the file is.
+    fault: fault of the first line without an object, or "".
     """
 
     objects: list[dict[str, Any]] = field(default_factory=list)
@@ -266,8 +270,9 @@ class Head:
     fault: str = ""
 
     def path(self, name: str) -> tuple[str, ...]:
-        """Return the keys of a column: ``a.b`` is the key b of the object a, unless a line has the
-        key ``a.b`` itself.
+        """Return the keys that lead to a column in a line's object.
+
+        ``a.b`` is the key b of the object a, unless a line has the key ``a.b`` itself.
         """
         return (
             (name,)
@@ -276,8 +281,9 @@ class Head:
         )
 
     def kind(self, name: str) -> pa.DataType | None:
-        """Return a column's type from its first value. Without a value, return None; the type is
-        then chosen for each batch.
+        """Return the Arrow type of a column from its first value in the first lines.
+
+        Return None if these lines have no value; the type is then chosen for each batch.
         """
         values = (_value(item, self.path(name)) for item in self.objects)
         first = next(
@@ -340,7 +346,7 @@ def _arrow_kind(value: Any) -> pa.DataType:
 
 
 class Gathered:
-    """Accumulator of rows for batches."""
+    """Accumulator that collects rows and yields them in batches."""
 
     def __init__(self, columns: Columns, head: Head) -> None:
         self.names, self.own = columns.all, 1 if columns.id == columns.text else 2
@@ -355,7 +361,11 @@ class Gathered:
         self._values: list[list[Any]] = [[] for _ in self.paths]
 
     def add(self, place: int, line: bytes | None) -> Iterator[Rows | Unreadable]:
-        """Add a line, and yield the batches and unreadable rows that are complete."""
+        """Add a line, and yield the batches and unreadable rows that are complete.
+
+        place: byte offset of the line.
+        line: its content, or None if it is too long.
+        """
         line = _stripped(place, line)
         if line == b"":
             return
@@ -376,7 +386,10 @@ class Gathered:
             column.append(value)
 
     def _of(self, item: dict[str, Any]) -> list[Any]:
-        """Return a row's values, with text and id as bytes. Raises MalformedLine."""
+        """Return the column values of a row, with text and id as bytes.
+
+        Raises MalformedLine if the row has no text or a value of a wrong type.
+        """
         names, own, values = self.names, self.own, [_value(item, path) for path in self.paths]
         if values[0] is MISSING:
             raise MalformedLine(f"it has no {names[0]!r}")
@@ -400,7 +413,7 @@ class Gathered:
         return row
 
     def flush(self) -> Iterator[Rows | Unreadable]:
-        """Yield all rows that are not yielded yet."""
+        """Yield all rows that have not been yielded yet."""
         if self._places:
             arrays = [pa.array(values, pa.large_binary()) for values in self._values[: self.own]]
             arrays += [
@@ -423,10 +436,10 @@ def _binary(value: Any, name: str, types: tuple[type, ...], wanted: str) -> byte
 
 
 def _extra(values: list[Any], kind: pa.DataType | None) -> pa.Array:
-    """Return an additional column as an array of the type ``kind``.
+    """Return the values of an additional column as an array of the type ``kind``.
 
-    If ``kind`` is None, the type is inferred: null without values, the common type of all values,
-    else large_string.
+    If ``kind`` is None, the type is inferred: null without any value, the common type if all values
+    have one, else large_string.
     """
     if kind is None:
         kinds = {_arrow_kind(value) for value in values if value is not None}

@@ -1,4 +1,4 @@
-"""File kinds derived from file names, and the message about files in a folder that are not read."""
+"""Kinds of input files by their names, and the message about files that are not read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ SHOWN = 5
 
 
 def kind_by_name(name: str) -> str | None:
-    """Return parquet, jsonl, jsonl.gz or jsonl.zst, or None if the name has no known suffix. Case
-    is ignored.
+    """Return the kind of a file by its suffix, or None for an unknown suffix.
+
+    The kinds are parquet, jsonl, jsonl.gz and jsonl.zst. Case is ignored.
     """
     suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
     packing = PACKINGS.get(suffixes[-1], "") if suffixes else ""
@@ -30,8 +31,9 @@ def kind_by_name(name: str) -> str | None:
 
 
 def is_data(path: str) -> bool:
-    """Return True if a file with this path below a folder is read. Hidden names and dataset
-    descriptions are not.
+    """Return True if a file with this path below a folder is an input.
+
+    Hidden names and dataset descriptions are not inputs.
     """
     parts = PurePath(path).parts
     return (
@@ -42,8 +44,9 @@ def is_data(path: str) -> bool:
 
 
 def report_left_out(given: str, paths: Sequence[str], reason: str = "") -> None:
-    """Print one line to stderr with the files of the input ``given`` that are not read. Hidden
-    names are listed last.
+    """Print one line to stderr about the files ``paths`` of the input ``given`` that are not read.
+
+    Hidden names are listed last.
     """
     if paths:
         named = sorted(paths, key=lambda path: (path.startswith("."), path))

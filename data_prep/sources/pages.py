@@ -1,8 +1,7 @@
-"""Page sizes of a parquet column, read from the page headers, to bound the memory that a read of a
-number of rows uses.
+"""Page sizes of a parquet column, read from the page headers.
 
-Arrow reads a fixed number of rows at a time, decodes complete pages and does not report their
-sizes.
+They are used to bound the memory of a read. Arrow reads a fixed number of rows at a time, decodes
+complete pages and does not report their sizes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ STOP, TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 0, 1, 2, 3, 7, 8, 12
 
 
 class BadHeader(ValueError):
-    """Error for bytes that are not a valid page header."""
+    """Error raised for bytes that are not a valid page header."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Data pages of a column chunk: ``rows`` and uncompressed ``bytes`` of each page.
+    """Data pages of one column chunk.
 
-    ``dictionary``: bytes of the chunk's dictionary page, 0 if it has none.
+    rows: number of rows of each page.
+    bytes: uncompressed size of each page.
+    dictionary: size of the chunk's dictionary page, 0 if it has none.
     """
 
     rows: list[int]
@@ -39,10 +40,10 @@ class Pages:
         return max([self.dictionary, *self.bytes])
 
     def held(self, rows: int) -> int:
-        """Return an upper bound of the bytes that ``rows`` consecutive rows use in memory.
+        """Return an upper bound of the memory in bytes that ``rows`` consecutive rows use.
 
-        This is the size of the pages that contain them or, if larger, the size of the dictionary
-        times ``rows``.
+        This is the size of the pages that contain the rows or, if larger, the size of the
+        dictionary times ``rows``.
         """
         if not self.rows:
             return 0
@@ -105,7 +106,7 @@ def _header(file: BinaryIO, position: int) -> tuple[dict[int, Any], int]:
 
 
 class _Compact:
-    """Reader of Thrift's compact protocol, which returns structs as {field: value}.
+    """Parser of Thrift's compact protocol. Structs become dictionaries from field number to value.
 
     Raises IndexError at the end of the bytes and BadHeader for other faults.
     """
@@ -114,7 +115,7 @@ class _Compact:
         self.data, self.position = data, 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Read one struct."""
+        """Read one struct and return {field number: value}. ``depth`` is the level of nesting."""
         if depth > 8:
             raise BadHeader
         fields: dict[int, Any] = {}

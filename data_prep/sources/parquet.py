@@ -1,4 +1,4 @@
-"""Rows of parquet files in small batches.
+"""Reader of parquet files in small batches of rows.
 
 Row groups and values may be larger than a worker's memory, but each page must fit.
 """
@@ -41,9 +41,9 @@ FAULTS = (pa.ArrowException, OSError, UnicodeError)
 
 
 def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
-    """Return the rows and approximate bytes of text of a file, and True if it has the id column.
+    """Check a file's columns, and return (rows, approximate bytes of text, True if it has ids).
 
-    Raises UserError if another column is missing or has the wrong type.
+    Raises UserError if a column other than the id is missing or a column has the wrong type.
     """
     reader = _reader(path, file)
     schema = reader.schema_arrow
@@ -64,10 +64,10 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
 
 
 def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[Span]:
-    """Return runs of row groups, each closed by the group that brings it to ``unit_bytes`` of text
-    or more.
+    """Divide a file into spans of consecutive row groups.
 
-    Raises UserError.
+    A span ends with the row group with which its text reaches ``unit_bytes``. Raises UserError if
+    the file cannot be read.
     """
     found: list[Span] = []
     metadata = _reader(path, file).metadata
@@ -81,10 +81,11 @@ def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[
 
 
 def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Yield the rows of row groups [start, stop), up to the damage in a damaged group. Places are
-    row numbers of the file.
+    """Yield the rows of the row groups [start, stop) of a span.
 
-    Raises UserError, and MemoryError if memory is exhausted, which does not count as damage.
+    The places of rows are row numbers of the file. From a damaged row group, the rows before the
+    damage are read. Raises UserError, and MemoryError if memory is exhausted, which does not count
+    as damage.
     """
     reader = _reader(path, file)
     metadata = reader.metadata
@@ -166,7 +167,10 @@ def _kind(kind: pa.DataType) -> pa.DataType:
 
 
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
-    """Return the numbers of the physical columns that make up the named columns."""
+    """Return the indices of the physical columns that belong to the columns ``names``.
+
+    A nested column has several physical columns.
+    """
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     return [
         i
@@ -176,7 +180,7 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
 
 
 def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
-    """Return the uncompressed bytes of a column for each row group."""
+    """Return the uncompressed bytes of a column in each row group."""
     wanted = _leaves(metadata, [column])
     groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
     return [sum(group.column(i).total_uncompressed_size for i in wanted) for group in groups]
@@ -186,7 +190,7 @@ def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
 
 
 def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, columns: Columns) -> int:
-    """Return a number of rows for which one read uses at most HELD_BYTES.
+    """Return the number of rows of a row group to read at once, so that HELD_BYTES suffice.
 
     Raises pa.ArrowInvalid if a page is too large to be read.
     """
@@ -233,7 +237,7 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
-    """Return the parts as one batch, with text and id as large_binary."""
+    """Concatenate batches into one, with text and id as large_binary."""
     together = list(zip(*(piece.columns for piece in pieces), strict=True))
     arrays = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in together]
     for i in range(1 if columns.id == columns.text else 2):
@@ -243,7 +247,7 @@ def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
 
 
 def _gathered(pieces: Iterator[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in batches of at most BATCH_BYTES of text, or of one larger row.
+    """Regroup small batches into batches of at most BATCH_BYTES of text, or of one larger row.
 
     Rows that were read before a fault are yielded before it is raised.
     """

@@ -1,4 +1,4 @@
-"""Readers of parquet, JSONL and .txt inputs, local or on the Hugging Face Hub.
+"""Entry points to the readers of parquet, JSONL and .txt inputs, local or on the Hugging Face Hub.
 
 Inputs are checked before any work starts and then read span by span. This package does not depend
 on tokenizers, documents or the data folder.
@@ -40,10 +40,11 @@ OPEN_AT_ONCE = 8  # opening mostly waits for the network
 def open_files(
     inputs: list[str], columns: Columns, subset: str | None = None, *, paragraphs: bool = False
 ) -> list[SourceFile]:
-    """Find the input files and check the kind, the columns and the column types of each.
+    """Find the input files, check each, and return them.
 
-    The files are in the given order, sorted within each folder and glob. Raises UserError for the
-    first invalid file.
+    The check covers the kind, the columns and the column types of each file. The files are in the
+    given order, sorted within each folder and glob. For ``subset`` see hub.resolve, for
+    ``paragraphs`` see `open_found`. Raises UserError for the first invalid file.
     """
     return open_found(find_files(inputs, subset), columns, paragraphs=paragraphs)
 
@@ -51,11 +52,11 @@ def open_files(
 def open_found(
     found: list[Found], columns: Columns, *, paragraphs: bool = False
 ) -> list[SourceFile]:
-    """Check files that are already found, as ``open_files`` does.
+    """Check files that are already found, as ``open_files`` does, and return them.
 
-    The .txt files of one input are one source; a document is a file, or a paragraph with
-    ``paragraphs``. A file may lack the column ``id``: a row's id is then the file's name and the
-    row's place.
+    The .txt files of one input become one SourceFile; a document is a file, or a paragraph if
+    ``paragraphs``. A file may lack the column ``id``: a row's id then consists of the file's name
+    and the row's place.
     """
     if paragraphs and not any(file.is_text for file in found):
         raise UserError("--paragraphs goes with .txt inputs, and there are none")
@@ -101,10 +102,10 @@ def _open(found: Found, columns: Columns) -> SourceFile:
 
 
 def unchanged(file: SourceFile, columns: Columns) -> bool:
-    """Return True if a local file is unchanged. A file on the Hub is fixed by its commit, so the
-    result is True.
+    """Return True if a local file has the same content as when it was checked.
 
-    Raises UserError if the file cannot be read.
+    A file on the Hub is fixed by its commit, so the result is True. Raises UserError if the file
+    cannot be read.
     """
     if "://" in file.path:
         return True
@@ -117,10 +118,10 @@ def unchanged(file: SourceFile, columns: Columns) -> bool:
 
 
 def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
-    """Divide a file into spans of about ``unit_bytes`` of text. The same content always gives the
-    same spans.
+    """Divide a file into spans of about ``unit_bytes`` of text.
 
-    Raises UserError.
+    The same content always gives the same spans. Raises UserError if ``unit_bytes`` is below 1 or
+    the file cannot be read.
     """
     if unit_bytes < 1:
         raise UserError(f"units of {unit_bytes} bytes; at least 1")
@@ -133,11 +134,11 @@ def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
 
 
 def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Yield the rows of a span in order, in batches of at most about 4 MB of text, or of one larger
-    row.
+    """Yield the rows of a span in order, in batches of at most about 4 MB of text.
 
-    Rows that cannot be read are reported after the rows before them. Raises UserError if the file
-    is missing, has another size than when it was planned, or cannot be read at the moment.
+    A larger row is a batch by itself. Rows that cannot be read are reported after the rows before
+    them. Raises UserError if the file is missing, has another size than when it was planned, or
+    cannot be read at the moment.
     """
     if file.parts:
         yield from txt.read(file, span, columns)
@@ -159,7 +160,7 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
 
 
 def _with_ids(rows: Rows, prefix: str, column: str) -> Rows:
-    """Return the rows with ids added: the file's name and the row's place in the file."""
+    """Return the rows with a column of ids of the form ``PREFIX:PLACE``."""
     ids = pa.array(
         [f"{prefix}:{place}".encode() for place in rows.places.tolist()], pa.large_binary()
     )

@@ -1,4 +1,7 @@
-"""Input and output types of the readers, independent of the file format."""
+"""Types for the input and output of the readers of parquet, JSONL and .txt files.
+
+They do not depend on the file format.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ ROW_BYTES = 100  # added to the size of each row, so that empty texts fill a bat
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that are read. ``extra`` are those that filters and the mask require
-    besides text and id.
+    """Names of the columns to read.
 
-    ``a.b`` is the field b of the column a, unless a column has the name ``a.b`` itself.
+    ``extra`` are the columns that filters and the mask require in addition to text and id. ``a.b``
+    is the field b of the column a, unless a column has the name ``a.b`` itself.
     """
 
     text: str = "text"
@@ -67,9 +70,7 @@ class SourceFile:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """Properties of the file that decide the rows: its fingerprint, and the names that are part
-        of ids.
-        """
+        """Properties of the file that determine its rows: fingerprint, and names used in ids."""
         return (
             self.fingerprint,
             *filter(None, (self.id_prefix,)),
@@ -77,7 +78,10 @@ class SourceFile:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the file as JSON, without empty ``id_prefix`` and ``parts``."""
+        """Return the file as a dictionary for JSON.
+
+        ``id_prefix`` and ``parts`` are omitted if they are empty.
+        """
         value = asdict(self) | {"parts": [list(part) for part in self.parts]}
         return {
             name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")
@@ -95,12 +99,17 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file.
+    """Part of a file, given by a range [start, stop).
 
-    ``start`` and ``stop`` delimit row groups [start, stop) of parquet, lines of plain JSONL that
-    start at bytes [start, stop), or documents of .txt files that start at places [start, stop). A
-    compressed file has the span [0, 1). ``rows``: None if the rows must be read to be counted;
-    ``text_bytes``: approximate bytes of text.
+    The unit of the range depends on the kind of file:
+
+    - parquet: numbers of row groups.
+    - plain JSONL: bytes; the part consists of the lines that start in the range.
+    - compressed JSONL: always [0, 1), the entire file.
+    - .txt files: places (see txt); the part consists of the documents that start in the range.
+
+    ``rows`` is the number of rows, or None if the rows must be read to be counted. ``text_bytes``
+    is the approximate size of the text.
     """
 
     start: int
@@ -111,8 +120,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive readable rows [n]. ``places`` int64 [n] as in BadRow; ``batch`` has a column for
-    each of Columns.all.
+    """Batch of n consecutive readable rows.
+
+    places: int64 [n], row number or byte offset of each row, as in BadRow.
+    batch: one column for each name of Columns.all.
 
     Text and id are large_binary, null if the row has none. An integer id is its decimal digits.
     Text may be invalid UTF-8. Other columns have their stored type; those of JSON are float64, bool
@@ -125,8 +136,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Run of ``rows`` rows from ``place`` on that could not be read. The reason is UNREADABLE,
-    CUT_OFF or MALFORMED.
+    """Consecutive rows that could not be read.
+
+    place: place of the first row, as in BadRow.
+    rows: number of rows.
+    reason: UNREADABLE, CUT_OFF or MALFORMED.
     """
 
     place: int
@@ -155,10 +169,10 @@ NAMED = 20
 def missing_column(
     path: str, name: str, columns: Columns, names: Sequence[str], where: str
 ) -> UserError:
-    """Return the error for a column that is not among ``names``, with the nearest name or the
-    option to use.
+    """Return the error to raise for a column that is not among ``names``.
 
-    ``where``: the part of the file that was searched, for example " in its first line".
+    Its message suggests the nearest name or the option to use. ``where`` is the part of the file
+    that was searched, for example " in its first line".
     """
     near = nearest(name, names)
     listed = first_few(names, NAMED)
@@ -175,7 +189,10 @@ def missing_column(
 
 
 class Drop(StrEnum):
-    """Reason why a row was not written: first faults of rows, then filters of the settings."""
+    """Reason why a row was not written as a document.
+
+    The first members are faults of the row; the last ones are filters of the settings.
+    """
 
     NULL_TEXT = "null_text"
     EMPTY_TEXT = "empty_text"
@@ -195,8 +212,9 @@ class Drop(StrEnum):
 
     @property
     def asked_for(self) -> bool:
-        """True if a filter dropped the row. Filtered rows do not count against ``--max-bad``,
-        unlike faulty rows.
+        """True if the reason is a filter that the user requested.
+
+        Filtered rows do not count against ``--max-bad``, unlike faulty rows.
         """
         return self in FILTERED
 
@@ -212,8 +230,10 @@ FILTERED = (
 
 @dataclass(frozen=True)
 class BadRow:
-    """Bad row. ``place`` is its row number in a parquet file, or the byte offset of its line in
-    uncompressed JSONL.
+    """Row that was dropped because of a fault.
+
+    ``place`` is the row number in a parquet file, the byte offset of the line in uncompressed
+    JSONL, or the place in .txt files (see txt).
     """
 
     place: int
@@ -223,10 +243,11 @@ class BadRow:
 
 @dataclass
 class Tally:
-    """Counts of rows read, documents and tokens (including EOD) written, their UTF-8 bytes, and
-    rows dropped by reason.
+    """Counts of rows read, documents written and rows dropped.
 
-    ``rows == documents + dropped.total()`` after a unit is done.
+    ``tokens`` (including EOD) and ``text_bytes`` (UTF-8) are those of the written documents.
+    ``dropped`` has the number of rows for each reason. After a unit is done,
+    ``rows == documents + dropped.total()``.
     """
 
     rows: int = 0
@@ -237,7 +258,7 @@ class Tally:
 
     @property
     def bad(self) -> int:
-        """Rows dropped because of a fault."""
+        """Number of rows dropped because of a fault."""
         return sum(number for reason, number in self.dropped.items() if not reason.asked_for)
 
     def __iadd__(self, other: Tally) -> Tally:
@@ -250,9 +271,9 @@ class Tally:
 
 
 def raise_if_memory(error: Exception) -> None:
-    """Raise MemoryError if a library's error means that memory is exhausted.
+    """Raise MemoryError if ``error``, raised by a library, means that memory is exhausted.
 
-    Otherwise the rows that count as damaged would depend on the machine.
+    Without this, lack of memory would be mistaken for damaged rows.
     """
     if is_want_of_memory(error):
         raise MemoryError(one_line(error)) from None

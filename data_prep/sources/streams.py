@@ -1,7 +1,6 @@
-"""Bytes of an input, local or on the Hugging Face Hub, compressed or not, and fingerprints of its
-content.
+"""Byte streams of input files, local or on the Hugging Face Hub, and fingerprints of the files.
 
-This module does not depend on rows or columns.
+Compressed files are decompressed. This module does not depend on rows or columns.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ class LocalFile(io.FileIO):
             raise _unreadable(path, error) from None
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read at most ``size`` bytes, or none at the end of the file."""
+        """Read and return at most ``size`` bytes; the result is empty at the end of the file."""
         try:
             return super().read(-1 if size is None else size) or b""
         except OSError as error:
             raise _unreadable(str(self.name), error) from None
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill ``buffer`` with one read and return the number of bytes."""
+        """Read once into ``buffer`` and return the number of bytes read."""
         try:
             return super().readinto(buffer) or 0
         except OSError as error:
             raise _unreadable(str(self.name), error) from None
 
     def readall(self) -> bytes:
-        """Read all bytes up to the end of the file."""
+        """Read and return all bytes up to the end of the file."""
         try:
             return super().readall() or b""
         except OSError as error:
@@ -65,8 +64,9 @@ def _unreadable(path: str, error: OSError) -> CommandError:
 
 
 def open_input(path: str, *, ahead: bool = False) -> BinaryIO:
-    """Open a local or an ``hf://`` file for random access. Opening and reading raise CommandError
-    on failure.
+    """Open a local file or a file on the Hub (``hf://``) for random access.
+
+    Opening and reading raise CommandError on failure. For ``ahead`` see hub.open_remote.
     """
     return (
         hub.open_remote(path, ahead=ahead) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
@@ -81,11 +81,11 @@ def size_of(file: BinaryIO) -> int:
 
 
 def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """Yield the bytes from the current position of ``file``, decompressed, in chunks of at most 1
-    MiB.
+    """Yield the decompressed bytes of ``file`` in chunks of at most 1 MiB.
 
-    ``kind`` is jsonl, jsonl.gz or jsonl.zst. Consecutive gzip members or zstd frames are one
-    stream. Raises DamagedStream after the last bytes that could be decompressed.
+    Reading starts at the current position. ``kind`` is jsonl, jsonl.gz or jsonl.zst. Consecutive
+    gzip members or zstd frames are one stream. Raises DamagedStream after the last bytes that could
+    be decompressed.
     """
     if kind.endswith(".gz"):
         yield from gunzip(file)
@@ -97,9 +97,10 @@ def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 
 def sampled(file: BinaryIO) -> str:
-    """Return ``sample:SIZE:SHA256``, the hash of 64 blocks of 64 KiB spread evenly over a file.
+    """Return ``sample:SIZE:SHA256``, a fast fingerprint of a file.
 
-    This takes milliseconds. A change between the blocks is not detected.
+    The hash covers 64 blocks of 64 KiB spread evenly over the file, which takes milliseconds. A
+    change between the blocks is not detected.
     """
     size, digest = size_of(file), hashlib.sha256()
     for number in range(SAMPLES):
@@ -113,7 +114,7 @@ def parquet_footer(file: BinaryIO) -> str:
     """Return ``footer:SIZE:SHA256``, the size of a parquet file and the hash of its footer.
 
     The footer contains the schema, row counts, and the offsets, sizes and statistics of all column
-    chunks. A change of the pages that keeps sizes and statistics, for example a flipped bit, is not
+    chunks. A change in the data that keeps all of these, for example a flipped bit, is not
     detected.
     """
     size = size_of(file)
@@ -135,18 +136,19 @@ GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class DamagedStream(Exception):
-    """Error for a compressed stream that ends early or cannot be decompressed further."""
+    """Error raised if a compressed stream ends early or cannot be decompressed further."""
 
 
 def is_skippable(begin: bytes) -> bool:
-    """Return True if the frame of a zstd file with this beginning is a skippable frame."""
+    """Return True if a zstd file that starts with ``begin`` starts with a skippable frame."""
     return begin[1:4] == b"\x2a\x4d\x18" and 0x50 <= begin[0] <= 0x5F
 
 
 def gunzip(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all gzip members, without zero padding between and after them.
+    """Yield the decompressed content of all members of a gzip file, in order.
 
-    Raises DamagedStream after the last bytes that could be decompressed.
+    Zero padding between and after the members is skipped. Raises DamagedStream after the last bytes
+    that could be decompressed.
     """
     packed, member, members = b"", None, 0
     while True:
@@ -174,7 +176,7 @@ def gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all zstd frames.
+    """Yield the decompressed content of all frames of a zstd file, in order.
 
     Raises DamagedStream after the last bytes that could be decompressed, and UserError for a window
     larger than Arrow supports.

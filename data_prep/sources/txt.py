@@ -1,8 +1,8 @@
-"""Documents of .txt files: one document per file or per paragraph.
+"""Reader of .txt files: one document per file or per paragraph.
 
-The .txt files of one input are one source. A place in the source is a byte offset in the
-concatenation of all files with one additional byte between two files. A place therefore identifies
-its file even if a file is empty.
+The .txt files of one input are one source, a SourceFile with ``parts``. A place in the source is a
+byte offset in the concatenation of all files with one additional byte between two files. A place
+therefore identifies its file even if a file is empty.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def _check(path: str) -> int:
 
 
 def fingerprint(folder: str, kind: str, names: Sequence[str]) -> str:
-    """Return a hash of the files' contents: sizes and blocks spread over each file. Up to 4 MiB,
-    all bytes are hashed.
+    """Return a hash of the files' sizes and contents.
+
+    Files of up to 4 MiB are hashed completely, and larger files in blocks spread over the file.
     """
     digest = hashlib.sha256()
     for name in names:
@@ -87,7 +88,7 @@ def fingerprint(folder: str, kind: str, names: Sequence[str]) -> str:
 
 
 def _placed(file: SourceFile) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, size and first place of each file."""
+    """Yield (name, size in bytes, place of the first byte) for each file of the source."""
     first = 0
     for name, size in file.parts:
         yield name, size, first
@@ -95,7 +96,7 @@ def _placed(file: SourceFile) -> Iterator[tuple[str, int, int]]:
 
 
 def locate(file: SourceFile, place: int) -> tuple[str, int]:
-    """Return the file of a place and the byte offset in this file."""
+    """Return (path of the file that contains a place, byte offset in this file)."""
     name, first = next(
         (name, first) for name, size, first in _placed(file) if place <= first + size
     )
@@ -103,9 +104,10 @@ def locate(file: SourceFile, place: int) -> tuple[str, int]:
 
 
 def spans(file: SourceFile, unit_bytes: int) -> list[Span]:
-    """Return runs of files, each closed by the file that brings it to ``unit_bytes``.
+    """Divide the files of the source into spans of consecutive files.
 
-    If documents are paragraphs, a file may also be divided between two paragraphs.
+    A span ends with the file with which its size reaches ``unit_bytes``. If documents are
+    paragraphs, a file may also be divided between two paragraphs.
     """
     cuts, rows = [0], [0]
     for name, size, first in _placed(file):
@@ -130,8 +132,9 @@ def spans(file: SourceFile, unit_bytes: int) -> list[Span]:
 
 
 def _next_paragraph(path: str, offset: int) -> int | None:
-    """Return the offset of the first paragraph that follows a blank line after byte ``offset``, or
-    None.
+    """Return the byte offset of the first paragraph after the next blank line, or None.
+
+    The search starts at byte ``offset`` of the file.
     """
     with open_input(path) as stream:
         stream.seek(offset)
@@ -148,10 +151,10 @@ def _is_blank(line: bytes | None) -> bool:
 
 
 def read(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Yield the documents that start within a span. Raises UserError.
+    """Yield the documents that start within a span, as rows.
 
     The id of a document is the file's name. The id of a paragraph is the file's name and the byte
-    offset of its beginning.
+    offset of its beginning. Raises UserError if a file cannot be read.
     """
     held: list[tuple[int, str, bytes]] = []
     size = 0
@@ -186,8 +189,9 @@ def _rows(held: list[tuple[int, str, bytes]], columns: Columns) -> Rows:
 
 
 def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes | None]]:
-    """Yield the place, id and text of each document of a span. The text is None if it is larger
-    than MAX_LINE_BYTES.
+    """Yield (place, id, text) for each document of a span.
+
+    The text is None if it is larger than MAX_LINE_BYTES.
     """
     for name, size, first in _placed(file):
         if first + size < span.start or first >= span.stop:
@@ -212,7 +216,11 @@ def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes |
 
 
 def _paragraphs(stream: BinaryIO, start: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the offset and the unchanged lines of each paragraph, without the last line end."""
+    """Yield (byte offset, text) for each paragraph of a file from the offset ``start`` on.
+
+    The text is unchanged, without the last line end. It is None if it is larger than
+    MAX_LINE_BYTES.
+    """
     stream.seek(start)
     begin, held, size = 0, list[bytes](), 0
     for place, length, line in lines(chunks(stream, FILE), start):

@@ -32,7 +32,7 @@ SEQ_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Source:
-    """Folder of the blend: its absolute path, its weight and its manifest."""
+    """Data folder of the blend, with its absolute path, its weight and its manifest."""
 
     folder: Path
     weight: float
@@ -40,7 +40,7 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """Training tokens."""
+        """Number of tokens in the folder's train split."""
         return self.manifest.splits["train"].tokens
 
 
@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def read_sources(given: Sequence[str]) -> list[Source]:
-    """Return the folders of a command line.
+    """Parse the arguments ``DIR[=WEIGHT]`` and return the folders with their weights.
 
     Raises UserError for a missing manifest, different tokenizers, a duplicate folder, or an invalid
     weight.
@@ -157,10 +157,10 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
-    """Return the data section. Each split has the weighted folders in which it fills at least one
-    sequence.
+    """Return the section ``data`` of a run's configuration.
 
-    Raises UserError if a train split is shorter than a sequence.
+    A split lists, with their weights, the folders whose split is at least one sequence of
+    ``seq_length`` tokens long. Raises UserError if a train split is shorter than a sequence.
     """
     if seq_length < 1:
         raise UserError(f"--seq-length is {seq_length}; it must be at least 1")
@@ -186,8 +186,10 @@ def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
 
 
 def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str]:
-    """Yield lines with tokens and weights, and the number of times each folder is read while the
-    total tokens are drawn.
+    """Yield the lines of a summary: tokens and weight of each folder.
+
+    Each line also contains how often a run reads the folder if it reads as many tokens as all
+    folders contain together.
     """
     total = sum(source.tokens for source in sources)
     for source in sources:

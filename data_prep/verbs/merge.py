@@ -91,12 +91,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
-    """Merge a folder whose units are all done and return 0, or 1 if it has more bad rows than
-    ``max_bad``.
+    """Merge the shards of a folder and return 0, or 1 if it has more bad rows than ``max_bad``.
 
     The folder is locked. If it is already merged, only remaining shards are removed. Raises
-    UserError if units are missing (with ``tasks``, the error names their tasks), a shard is
-    damaged, or a split is empty, and StorageError if the disk is too small.
+    UserError if units are missing, a shard is damaged, or a split is empty, and StorageError if the
+    disk is too small. If the number of ``tasks`` is given, the error for missing units names their
+    tasks.
     """
     plan = read_plan(out)
     with Staging(out) as staging:
@@ -150,8 +150,9 @@ def is_merged(out: Path, plan: Plan) -> bool:
 def _merge_split(
     split: str, target: Path, out: Path, plan: Plan, entries: Sequence[UnitEntry], reading: Reading
 ) -> MergedEntry:
-    """Write the pair ``target``.bin/.idx of a split and flush it to disk. Raises UserError that
-    names a damaged shard.
+    """Write the merged pair ``target``.bin/.idx of a split and return its record.
+
+    The pair is flushed to disk. The error for a damaged shard is a UserError that names the shard.
     """
     dtype = dtype_name(plan.tokenizer.vocab_size)
     shards = [
@@ -193,8 +194,9 @@ def _merge_split(
 def _merge_ids(
     split: str, target: Path, out: Path, shards: Sequence[tuple[Unit, SplitEntry]]
 ) -> IdsEntry | None:
-    """Write a split's file of ids, or return None if a shard has no ids. Raises UserError that
-    names a damaged file.
+    """Write the merged .ids file of a split and return its record, or None if a shard has no ids.
+
+    The error for a damaged file is a UserError that names the file.
     """
     parts = [(unit, part.ids) for unit, part in shards if part.ids]
     if len(parts) < len(shards):
@@ -240,8 +242,10 @@ def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
 
 
 def _blocks(path: Path, total: int, expected: str) -> Iterator[memoryview]:
-    """Yield a shard's file in blocks. After the last block, raise FormatError if the file does not
-    match its entry.
+    """Yield the content of a shard's file in blocks.
+
+    After the last block, raise FormatError if the size differs from ``total`` or the SHA-256 from
+    ``expected``.
     """
     digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
     with path.open("rb", buffering=0) as stream:
@@ -294,8 +298,9 @@ def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
 
 
 def remove_shards(out: Path) -> None:
-    """Remove the files of units, finished or not, entries first, and OUT/shards if it is then
-    empty.
+    """Remove all files of units in OUT/shards, entries first.
+
+    The folder is also removed if it is then empty.
     """
     with suppress(FileNotFoundError):
         ours = [path for path in (out / SHARDS).iterdir() if OURS.fullmatch(path.name)]
@@ -306,7 +311,7 @@ def remove_shards(out: Path) -> None:
 
 
 def _report(out: Path, manifest: Manifest) -> None:
-    """Print the written splits and the account of all rows."""
+    """Print the sizes of the merged splits, and how many rows were written and dropped."""
     for name, entry in manifest.splits.items():
         tokens = f"{count(entry.tokens)} tokens, {size(entry.text_bytes)} of text"
         print(
@@ -326,7 +331,7 @@ def _report(out: Path, manifest: Manifest) -> None:
 
 
 def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
-    """Print the splits without a file of ids, and the units that cause this.
+    """Print which splits have no file of ids, and the units that cause this.
 
     These units were encoded before ids were recorded, while other units have ids. A split's ids are
     never written in part.

@@ -65,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options that define a plan. ``run`` has the same options without ``required``."""
+    """Add the options that define a plan.
+
+    ``required`` is False for ``run``, which can continue with an existing plan.
+    """
     what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
     parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
     tokenizer = (
@@ -88,8 +91,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write OUT/plan.json and the copy of the tokenizer, and print a summary of the work. Raises
-    UserError.
+    """Write OUT/plan.json and the copy of the tokenizer, and print a summary of the work.
+
+    Return 0. Raises UserError.
     """
     plan, tokenizer = make_plan(arguments)
     with lock(arguments.out, shared=not arguments.overwrite):
@@ -100,7 +104,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
-    """Return the plan of a command line and its tokenizer. Writes no files. Raises UserError."""
+    """Return the plan that a command line defines, and its tokenizer. No files are written.
+
+    Raises UserError for invalid options or inputs.
+    """
     if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
         raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
     if not arguments.tokenizer:
@@ -149,10 +156,10 @@ def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
 
 
 def check_splits(plan: Plan) -> None:
-    """Read documents, without encoding them, until each split has one.
+    """Raise UserError if a split of the plan would be empty.
 
-    Raises UserError if all documents are read and a split is empty. For a large input, usually only
-    the beginning is read; the complete input is read only if a split is empty or nearly empty.
+    Documents are read, without encoding them, until each split has one. For a large input, usually
+    only the beginning is read; the complete input is read only if a split is empty or nearly empty.
     """
     split = plan.settings.split
     wanted = {SPLITS.index(name) for name in split.names}
@@ -178,7 +185,7 @@ def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: 
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """Yield notes on unexpected properties of the inputs, one line each."""
+    """Yield one line about each unexpected property of the inputs."""
     unnamed = [file for file in plan.files if file.id_prefix is not None]
     if unnamed and plan.settings.id_column != plan.settings.text_column:
         which = (
@@ -205,9 +212,9 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 def _inputs(arguments: argparse.Namespace) -> list[Found]:
-    """Return the files of the inputs.
+    """Return the input files of a command line.
 
-    If OUT is inside an input folder or glob, the files that data_prep wrote to it are left out.
+    If OUT is inside an input folder or glob, the files that data_prep wrote to OUT are left out.
     Raises UserError for any other input file at a path that data_prep writes in OUT.
     """
     out = arguments.out
@@ -240,7 +247,7 @@ def _inputs(arguments: argparse.Namespace) -> list[Found]:
 
 
 def _lies_at(file: str, places: Iterable[Path]) -> bool:
-    """Return True if a file, or the target of a link, is at or below one of these paths."""
+    """Return True if ``file``, or the target of this link, is at or below one of ``places``."""
     path = Path(file)
     return any(
         lies.is_relative_to(place)
@@ -250,7 +257,7 @@ def _lies_at(file: str, places: Iterable[Path]) -> bool:
 
 
 def identity(tokenizer: TokenizerFolder) -> Identity:
-    """Return the properties of a tokenizer that determine the encoded data, for the plan."""
+    """Return the properties of a tokenizer that determine the encoded data."""
     return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 
@@ -293,7 +300,7 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
 def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
     """Return the paths in OUT that a new plan would replace.
 
-    Files of the tokenizer's copy that equal the tokenizer's are not among them.
+    Files in the copy of the tokenizer that equal the files of ``tokenizer`` are not included.
     """
     copy = out / TOKENIZER
     foreign = [
@@ -313,8 +320,9 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
-    """Copy the tokenizer to OUT/tokenizer, each file atomically. Other files in that folder are
-    kept.
+    """Copy the tokenizer to OUT/tokenizer, each file atomically.
+
+    Other files in that folder are kept.
     """
     copy = out / TOKENIZER
     if copy.exists() and copy.samefile(tokenizer.path):
@@ -328,7 +336,7 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
 
 
 def differences(old: Plan, new: Plan) -> Iterator[str]:
-    """Yield the differences between two plans in readable form."""
+    """Yield the differences between two plans as readable texts."""
     contents = [[(file.kind, *file.content) for file in plan.files] for plan in (old, new)]
     if len(old.files) != len(new.files):
         yield f"other inputs ({len(old.files)} in the plan, {len(new.files)} now)"
@@ -373,7 +381,7 @@ def _shown(value: Any) -> str:
 
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:
-    """Return the approximate disk space of the ids of ``text_bytes`` bytes of text."""
+    """Return the approximate bytes of the encoded ids of ``text_bytes`` bytes of text."""
     return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize
 
 

@@ -88,10 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """One of several tasks that share the units of a plan.
+    """Task of a job array whose tasks share the units of a plan.
 
-    The fields are its number, from 0, the number of tasks, and the option or variable that set its
-    number (for messages).
+    The fields are the number of the task, from 0; the number of tasks; and, for messages, the
+    option or variable that set the number of the task.
     """
 
     index: int
@@ -104,9 +104,12 @@ class Task:
 
 
 def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]) -> Task | None:
-    """Return the task of the command line, else of Slurm's environment; None for all units.
+    """Return the task that the options or Slurm's environment define, or None to encode all units.
 
-    ``index`` and ``tasks`` are --task-id and --tasks. Raises UserError.
+    ``index`` and ``tasks`` are the options --task-id and --tasks. Both together define the task.
+    Under Slurm, SLURM_ARRAY_TASK_ID defines the number of the task if --task-id is missing, and the
+    array defines the number of tasks if --tasks is missing. Raises UserError for an invalid
+    combination.
     """
     slurm = environment.get("SLURM_ARRAY_TASK_ID")
     if index is not None or (tasks is not None and not slurm):
@@ -147,7 +150,7 @@ def _checked(index: int, tasks: int, told_by: str) -> Task:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Encode the remaining units, and merge unless this is one task of several.
+    """Encode the units that are not done, and merge unless this is one task of several.
 
     Return 0, or 1 if too many rows are bad. Raises UserError.
     """
@@ -184,7 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _continued(arguments: argparse.Namespace) -> Plan:
-    """Return the plan in OUT. Raises UserError for plan options that differ from it."""
+    """Return the plan in OUT. Raises UserError if an option of the command contradicts the plan."""
     plan = read_plan(arguments.out)
     given, planned = settings_of(arguments), plan.settings
     other = [
@@ -220,9 +223,10 @@ def _continued(arguments: argparse.Namespace) -> Plan:
 def encode(
     out: Path, plan: Plan, task: Task | None, workers: int, encoder: str, *, checked: bool
 ) -> None:
-    """Encode the units that are not done, all or those of one task. Raises UserError.
+    """Encode the units that are not done: all of them, or those of ``task``.
 
-    ``checked``: True if the same command has already checked that the inputs have not changed.
+    ``encoder`` is the option of encoders.choose. ``checked`` is True if the same command has
+    already checked that the inputs have not changed. Raises UserError.
     """
     mine = [unit for unit in plan.units if task is None or task.has(unit)]
     whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
@@ -268,7 +272,7 @@ def encode(
 
 
 def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
-    """Return the entry of a unit that is done, or None.
+    """Return the entry of a unit, or None if the unit is not done.
 
     An entry that is damaged, belongs to another plan or lacks its files is removed, so that the
     unit is encoded again.
@@ -304,9 +308,10 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
 
 
 def samples(plan: Plan, unit: Unit) -> list[str]:
-    """Return the first documents of a unit, up to 64 or 1 MB, for the self-check of the encoders.
+    """Return the first documents of a unit for the self-check of the encoders.
 
-    The mask is not applied to them.
+    At most 64 documents with about 1 MB in total are returned. The list is empty if the unit has no
+    documents. The mask is not applied.
     """
     texts = next(
         (

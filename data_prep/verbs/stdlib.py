@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def source_files(root: Path) -> Iterator[str]:
-    """Yield the paths of the library's sources relative to ``root``, with forward slashes, sorted
-    within each folder.
+    """Yield the paths of the library's source files relative to ``root``, with forward slashes.
+
+    The paths are sorted within each folder.
     """
     real_root = root.resolve()
     for folder, names, files in os.walk(root):
@@ -71,8 +72,9 @@ def source_files(root: Path) -> Iterator[str]:
 
 
 def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
-    """Return the library as a table, and the number of files left out by reason (empty, duplicate,
-    not UTF-8).
+    """Return the library as a table, and the number of files left out by reason.
+
+    The reasons are: empty, duplicate, not UTF-8.
     """
     version = platform.python_version()
     rows: list[dict[str, str]] = []
@@ -105,8 +107,9 @@ def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Collect the library and write it. A file with the same content is not changed. Raises
-    UserError.
+    """Write the library to the output file, which is not changed if it has the same content.
+
+    Return 0. Raises UserError.
     """
     root, out = Path(sysconfig.get_path("stdlib")), arguments.out
     if out.is_dir():

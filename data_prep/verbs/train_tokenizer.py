@@ -85,9 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Sample:
-    """Documents with the smallest hashes of their ids, up to ``wanted_bytes`` of text.
+    """Sample of documents for the training: those with the smallest hashes of their ids.
 
-    The order in which documents are added makes no difference.
+    The sample has about ``wanted_bytes`` of text. It does not depend on the order in which
+    documents are added.
     """
 
     def __init__(self, wanted_bytes: float) -> None:
@@ -98,11 +99,11 @@ class Sample:
 
     @property
     def texts(self) -> list[bytes]:
-        """Texts in the order of their hashes."""
+        """Texts of the sample in UTF-8, in the order of their hashes."""
         return [text for _, text in sorted(self._heap, reverse=True)]
 
     def add(self, documents: Documents) -> None:
-        """Add documents, and remove those whose hashes are no longer among the smallest."""
+        """Add documents, and remove the ones whose hashes are no longer among the smallest."""
         keys = ~hash_ids(documents.ids, b"tokenizer")
         full = self.text_bytes >= self.wanted_bytes
         candidates = np.flatnonzero(keys >= np.uint64(self._heap[0][0] if full else 0))
@@ -117,8 +118,9 @@ class Sample:
 def gather(
     files: list[SourceFile], settings: Settings, sample_mb: float
 ) -> tuple[Sample, Counter[Drop]]:
-    """Read all files and return the sample and the dropped rows. Raises UserError for rows that
-    cannot be read.
+    """Read all files, and return the sample and the number of dropped rows by reason.
+
+    Raises UserError if rows cannot be read.
     """
     sample, dropped = Sample(sample_mb * 1e6), Counter[Drop]()
     selection, columns = Selection(settings), settings.columns
@@ -256,10 +258,13 @@ LLAMA_LONGEST = 16  # maximum characters of an entry
 class Style:
     """Kind of tokenizer that can be trained.
 
-    ``eod``: the end-of-document token. ``smallest``: the smallest vocabulary, whose entries
-    ``contents`` describes. ``rules``: text that identifies the algorithm. ``config``: content of
-    tokenizer_config.json. ``train(texts, vocab_size, show)`` returns a tokenizer of at most
-    ``vocab_size`` entries, the same for the same texts in any order, and shows its progress if
+    eod: end-of-document token.
+    smallest: size of the smallest possible vocabulary.
+    contents: description of the entries of the smallest vocabulary.
+    rules: text that identifies the algorithm.
+    config: content of tokenizer_config.json.
+    train: function ``train(texts, vocab_size, show)`` that returns a tokenizer of at most
+    ``vocab_size`` entries, the same for the same texts in any order. It shows its progress if
     ``show``.
     """
 
@@ -273,7 +278,7 @@ class Style:
 
 
 def batches(texts: Sequence[bytes]) -> Iterator[list[str]]:
-    """Yield UTF-8 texts as lists of strings of about a megabyte."""
+    """Yield the UTF-8 texts in order, decoded, in lists of about a megabyte."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -287,8 +292,9 @@ def batches(texts: Sequence[bytes]) -> Iterator[list[str]]:
 
 
 def train_gpt(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
-    """Train a byte-level BPE. EOD is entry 0 and the 256 bytes follow, so every UTF-8 text is
-    decoded exactly.
+    """Train and return a byte-level BPE tokenizer.
+
+    EOD is entry 0, and the 256 bytes follow, so every UTF-8 text is decoded exactly.
     """
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(GPT_PIECES), behavior="isolated")
@@ -307,11 +313,11 @@ def train_gpt(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
 
 
 def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
-    """Return (characters with their own entry, other characters that occur).
+    """Return (characters that get their own entry, other characters that occur in the texts).
 
-    Printable ASCII and the space sign always have an entry. The most frequent other characters
+    Printable ASCII and the space sign always get an entry. The most frequent other characters
     follow, with ties in code point order, until LLAMA_COVERAGE of all characters are covered or
-    ``most`` are taken. Control characters, line ends and tabs are encoded as bytes.
+    ``most`` characters are taken. Control characters, line ends and tabs are encoded as bytes.
     """
     counts = np.zeros(0x110000, np.int64)
     for batch in batches(texts):
@@ -337,9 +343,9 @@ def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
 
 
 def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
-    """Train a BPE with LLaMA-2's layout: <unk> <s> </s>, the 256 bytes from entry 3, characters and
-    merges.
+    """Train and return a BPE tokenizer with LLaMA-2's layout.
 
+    The entries are <unk> <s> </s>, the 256 bytes from entry 3, characters and merges.
     Pre-tokenization is used only in training; the returned tokenizer has none. Every UTF-8 text is
     decoded exactly, except the character U+2581, which becomes a space.
     """

@@ -1,1 +1,1 @@
-"""Verb ``verify`` and its checks."""
+"""Verb ``verify`` and its checks of data folders."""

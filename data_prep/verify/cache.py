@@ -1,8 +1,8 @@
-"""Check of index caches built by pretrain against the current data. The verb reads only their
-complete.json.
+"""Check that the index caches built by pretrain match the current data.
 
-FOLDER/KEY/complete.json, written last: {"format": 1, "sources": [{"split", "prefix", "idx_sha256",
-"bin"}], "files": {name: {"bytes", "sha256"}}}; ``bin`` is the .bin's SHA-256 or its sample
+The sources of a cache are read from FOLDER/KEY/complete.json, which is written last:
+{"format": 1, "sources": [{"split", "prefix", "idx_sha256", "bin"}],
+"files": {name: {"bytes", "sha256"}}}. ``bin`` is the .bin's SHA-256 or its sample
 (indexed.sample_digest).
 """
 
@@ -27,8 +27,12 @@ AGAIN = "remove it and build it again with: python -m data_prep index RUN.yaml"
 
 @dataclass
 class Caches:
-    """Numbers of caches of this folder's data, of other data, and without complete.json, and the
-    faults found.
+    """Result of the check of index caches.
+
+    ours: number of caches of this data folder.
+    others: number of caches of other data.
+    unfinished: number of caches without complete.json.
+    faults: error texts.
     """
 
     ours: int = 0
@@ -40,7 +44,11 @@ class Caches:
 def check_caches(
     caches: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]
 ) -> Caches:
-    """Check every cache in a folder. Raises UserError if the folder does not exist."""
+    """Check every cache in the folder ``caches`` and return the result.
+
+    A cache is compared with the manifest if it was built from data in ``folder``. Raises UserError
+    if ``caches`` does not exist.
+    """
     existing_folder(caches, "index caches that pretrain or python -m data_prep index built")
     result = Caches()
     for cache in sorted(path for path in caches.iterdir() if path.is_dir()):
@@ -69,7 +77,7 @@ def check_caches(
 
 
 def cache_bytes(caches: Path) -> int:
-    """Return the bytes of all files of the caches, for the progress line.
+    """Return the total size of all files of the caches in bytes, for the progress line.
 
     A concurrent build may rename or remove a folder; missing files are ignored.
     """

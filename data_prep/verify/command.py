@@ -80,24 +80,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Report:
-    """Result of a verification: faults, checks that were not possible, successful checks."""
+    """Result of a verification.
+
+    faults: error texts.
+    notes: texts about checks that were not possible.
+    agree: names of the checks that succeed if no fault is found, for the summary.
+    """
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     agree: list[str] = field(default_factory=list)
 
     def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
-        """Add faults, each followed by ``fix``. Return True if ``faults`` is empty."""
+        """Add faults to the report, each followed by ``fix``. Return True if no fault was added."""
         found = [f"{fault}; {fix}" if fix else fault for fault in faults]
         self.faults += found
         return not found
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check a data folder. Return 0 and print a summary without faults; return 1 and print a line
-    for each fault.
+    """Check a data folder, and print a summary or a line for each fault.
 
-    Raises UserError if the folder contains no data.
+    Return 0 if no fault is found, else 1. Raises UserError if the folder contains no data.
     """
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.sample < 0:
@@ -128,7 +132,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
-    """Check a folder that has a manifest. Raises UserError if ``caches`` is not a folder."""
+    """Check a merged folder, which has a manifest, and return the report.
+
+    ``sample`` is the number of documents to encode again. ``caches`` is a folder of index caches to
+    check, or None. Raises UserError if ``caches`` is not a folder.
+    """
     report = Report(agree=["hashes", "indices", "EOD"])
     fix = (
         f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
@@ -183,7 +191,10 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
 
 
 def verify_units(folder: Path, sample: int) -> Report:
-    """Check a folder whose shards are not merged."""
+    """Check a folder whose shards are not merged, and return the report.
+
+    ``sample`` is the number of documents to encode again.
+    """
     report = Report(agree=["hashes", "indices", "EOD"])
     try:
         plan = _sound_plan(folder)
@@ -217,7 +228,7 @@ def _sound_plan(folder: Path) -> Plan:
 
 
 def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
-    """Yield the differences between the copy of the tokenizer in ``folder`` and its entry."""
+    """Yield the differences between the tokenizer in ``folder`` and its record in the manifest."""
     try:
         tokenizer = load_folder(folder)
     except UserError as error:
@@ -236,7 +247,7 @@ def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
 def manifest_faults(
     folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]
 ) -> Iterator[str]:
-    """Yield the differences between manifest.json and what plan.json and units.jsonl imply."""
+    """Yield the differences between manifest.json and the content that plan and entries imply."""
     if manifest.source.fingerprint != plan.fingerprint:
         yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
         return
@@ -274,8 +285,8 @@ def manifest_faults(
 def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
     """Clear the paths of the inputs and of the mask's file in a manifest, in place.
 
-    Paths are not part of a plan's identity: files may move, and a later plan of the same contents
-    contains the new paths.
+    Paths are ignored in the comparison with a plan: files may move, and a later plan of the same
+    contents contains the new paths.
     """
     for file in manifest["source"]["files"]:
         file["path"] = None
@@ -284,7 +295,7 @@ def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
 
 
 def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
-    """Return a split's manifest entry with its counts replaced by sums over the units."""
+    """Return a split's record in the manifest with its counts replaced by sums over the units."""
     parts = [entry.splits[name] for entry in entries if name in entry.splits]
     documents, tokens, text_bytes, bin_bytes = (
         sum(getattr(part, what) for part in parts)
@@ -306,7 +317,11 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
 
 
 def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
-    """Yield the differences between two JSON values, each with its key, as fault messages."""
+    """Yield one error text for each key in which two JSON values differ.
+
+    The first value is the content of the file ``path``; ``found`` is the value expected from the
+    units and the plan. ``key`` is the dotted key of both values.
+    """
     if isinstance(said, dict) and isinstance(found, dict):
         for name in dict.fromkeys([*said, *found]):
             yield from _differences(
@@ -352,7 +367,10 @@ ENTRY = re.compile(r"(\d+)\.json")
 def shard_faults(
     out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """Yield the faults of the shards that the entries list, and of files that no entry lists."""
+    """Yield the faults of the shards in OUT.
+
+    A fault is a shard that does not match its entry, or a file that belongs to no entry.
+    """
     vocab_size, eod_id = plan.tokenizer.vocab_size, plan.tokenizer.eod_id
     ids = Ids(dtype_name(vocab_size), eod_id, vocab_size)
     for entry in entries:

@@ -1,7 +1,8 @@
-"""Check of one .bin/.idx pair against its entry: sizes, hashes, .idx against .bin, EOD, vocabulary.
+"""Check of one .bin/.idx pair against its entry.
 
-Every byte is read once, in blocks, for both the hash and the content checks. This module does not
-depend on units, plans or inputs.
+The checks cover sizes, hashes, .idx against .bin, EOD, and the vocabulary. Every byte is read
+once, in blocks, for both the hash and the content checks. This module does not depend on units,
+plans or inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BLOCK_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class Ids:
-    """Properties of the ids of a pair: dtype, id of EOD, and size of the vocabulary."""
+    """Expected properties of the ids of a pair: dtype, id of EOD, and size of the vocabulary."""
 
     dtype: str
     eod_id: int
@@ -43,10 +44,11 @@ class Ids:
 def pair_faults(
     prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
 ) -> Iterator[str]:
-    """Yield the faults of a pair and its .ids file, each with the file's name.
+    """Yield an error text for each fault of a pair and its .ids file.
 
-    The third argument is the source of the entry, for the messages. ``advance`` is called with the
-    bytes read.
+    Each text starts with the name of a file. The third parameter is the name of the record that
+    contains ``entry``, for the texts. ``advance`` is called with the number of bytes of each block
+    that is read.
     """
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
     missing = set()
@@ -153,7 +155,7 @@ def _parts(
     update: Callable[[Any], None],
     advance: Callable[[int], None],
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield (first index, values) of the next ``number`` values of a file, in parts."""
+    """Yield the next ``number`` values of a file in parts: (index of the first value, values)."""
     for start in range(0, number, DOCUMENTS_AT_ONCE):
         values = np.fromfile(stream, dtype, min(DOCUMENTS_AT_ONCE, number - start))
         update(values)
@@ -171,10 +173,10 @@ def _token_faults(
     ids: Ids,
     advance: Callable[[int], None],
 ) -> Iterator[str]:
-    """Yield the faults of a .bin: its hash, ids outside the vocabulary, and misplaced EOD.
+    """Yield the faults of a .bin file: wrong hash, ids outside the vocabulary, misplaced EOD.
 
-    If its .idx is valid, EOD must be at the end of every document. The number of EODs must be the
-    number of documents.
+    The number of EODs must be the number of documents. If ``index``, the content of the .idx file,
+    is not None, EOD must also be at the end of every document.
     """
     digest, kind = hashlib.sha256(), np.dtype(dtype).newbyteorder("<")
     found = foreign = unended = read = document = 0
@@ -208,11 +210,11 @@ def _token_faults(
 
 
 def _ends(index: Index, document: int, start: int, stop: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the ends of documents in bytes [start, stop) of a .bin as indices of ids from
-    ``start``, and the next document.
+    """Return (ends of documents in a byte range of a .bin file, next document).
 
-    ``document`` is the first document that ends at or after ``start``. The second result is the
-    first document that ends after ``stop``.
+    The range is [start, stop). The ends are indices of ids counted from ``start``. ``document`` is
+    the first document that ends at or after ``start``; the second result is the first document that
+    ends after ``stop``.
     """
     width = np.dtype(index.dtype).itemsize
     after = bisect_right(index.pointers, stop, lo=min(document + 1, len(index.pointers)))

@@ -1,8 +1,8 @@
-"""Check of a sample of documents: read from the inputs, encoded by Hugging Face tokenizers,
-compared with the data.
+"""Check of a sample of documents: encode the input text again and compare it with the data.
 
-This is the only part of ``verify`` that opens inputs. Missing or changed inputs are not faults of
-the data; they are reported as not checked.
+The documents are encoded by Hugging Face tokenizers. This is the only part of ``verify`` that
+opens inputs. Missing or changed inputs are not faults of the data; they are reported as not
+checked.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ WHILE_ENCODING = (Drop.NO_TOKENS, Drop.CONTAINS_EOD)
 
 @dataclass
 class Result:
-    """Number of documents compared, the faults found, and reason -> units that could not be
-    checked.
+    """Result of the check.
+
+    compared: number of documents compared.
+    faults: error texts.
+    unchecked: for each reason, the numbers of the units that could not be checked.
     """
 
     compared: int = 0
@@ -50,8 +53,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Document of the sample: its split, its number in the unit's split, the place of its row, and
-    its text.
+    """Document of the sample.
+
+    number: index of the document among the unit's documents of its split.
+    place: place of its row in the input, as in BadRow.
     """
 
     split: str
@@ -63,10 +68,10 @@ class Drawn:
 def check_sample(
     folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool
 ) -> Result:
-    """Compare ``number`` documents, drawn with the plan's fingerprint as seed.
+    """Encode ``number`` documents of the inputs again and compare them with the data.
 
-    ``entries`` are those of all units of the plan, in order. Inputs that cannot be read raise no
-    error.
+    The documents are chosen at random with the plan's fingerprint as seed. ``entries`` are those of
+    all units of the plan, in order. Inputs that cannot be read are reported in the result.
     """
     result = Result()
     chosen = draw_numbers(plan, entries, number)
@@ -98,10 +103,11 @@ def check_sample(
 def draw_numbers(
     plan: Plan, entries: Sequence[UnitEntry], number: int
 ) -> list[tuple[Unit, npt.NDArray[np.int64]]]:
-    """Return units with the sorted numbers of their drawn documents, at most ``number`` documents
-    in total.
+    """Choose at most ``number`` documents at random.
 
-    The documents of a unit are numbered through its splits in order.
+    Returns:
+        Pairs of a unit and the sorted numbers of its chosen documents. The documents of a unit are
+        numbered consecutively through its splits.
     """
     seed = int.from_bytes(hashlib.sha256(plan.fingerprint.encode()).digest()[:8], "big")
     generator = np.random.default_rng(seed)
@@ -118,8 +124,9 @@ def draw_numbers(
 
 
 def _unchanged(file: SourceFile, settings: Settings) -> SourceFile:
-    """Return the file, or raise UserError if it has changed. A file on the Hub is fixed by its
-    commit.
+    """Return ``file``, or raise UserError if it has changed since the data was made.
+
+    A file on the Hub is fixed by its commit and is not checked.
     """
     if not unchanged(file, settings.columns):
         raise UserError(f"{file.path} has changed since the data was made")
@@ -135,9 +142,10 @@ def _draw(
     result: Result,
     advance: Callable[[int], None],
 ) -> list[Drawn]:
-    """Read the complete span of a unit and return its ``wanted`` documents.
+    """Read the complete span of a unit and return the chosen documents.
 
-    The documents are numbered through the unit's splits in order.
+    ``wanted`` contains the numbers of the chosen documents, which are numbered consecutively
+    through the unit's splits. Faults are added to ``result``.
     """
     unwritten = [row.place for row in entry.bad if row.reason in WHILE_ENCODING]
     if len(unwritten) != sum(entry.dropped.get(str(reason), 0) for reason in WHILE_ENCODING):
@@ -191,8 +199,9 @@ def _draw(
 
 
 class Written:
-    """Positions of a unit's documents: in its shards, or in the merged pairs after the documents of
-    earlier units.
+    """Reader of the encoded documents of units, from the shards or from the merged pairs.
+
+    In a merged pair, the documents of a unit follow the documents of earlier units.
     """
 
     def __init__(
@@ -207,15 +216,16 @@ class Written:
         self._open: tuple[Path, Index, npt.NDArray[Any]] | None = None
 
     def place(self, unit: Unit, split: str, number: int) -> tuple[Path, int]:
-        """Return the prefix of the pair that contains a unit's document of a split, and the
-        document's number in the pair.
+        """Return (prefix of the pair that contains a document, number of the document in the pair).
+
+        The document is number ``number`` of the unit's documents in the split.
         """
         if self.merged:
             return self.folder / split, int(self.before[split][unit.number]) + number
         return shard_prefix(self.folder, unit, split), number
 
     def ids(self, prefix: Path, number: int) -> npt.NDArray[Any]:
-        """Return the ids of a document, including EOD."""
+        """Return the ids of document ``number`` of the pair with this prefix, including EOD."""
         if self._open is None or self._open[0] != prefix:
             index = read_index(with_ending(prefix, "idx"))
             kind = np.dtype(index.dtype).newbyteorder("<")
