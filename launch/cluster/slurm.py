@@ -60,7 +60,7 @@ class SlurmError(UserError):
 
 @dataclass(frozen=True)
 class QueueState:
-    """State of a job, or of a task of a job array, in Slurm."""
+    """State of a job, or of one task of a job array, as Slurm reports it."""
 
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, ...
     # reason for waiting: Resources, Priority, Dependency, BeginTime, ...; "" if it does not wait
@@ -88,9 +88,10 @@ class QueueState:
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment without the variables of Slurm, torchrun and other MPI jobs.
 
-    Slurm's commands, or the submitted job, would read them. Variables in KEPT stay.
+    These variables would change what Slurm's commands or the submitted job do. Variables in KEPT
+    are not removed.
 
-    environ: the environment to filter; default: that of this process.
+    environ: the environment to filter; None: that of this process.
     """
     environ = os.environ if environ is None else environ
     return {
@@ -103,8 +104,10 @@ def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
 def call(*command: str, timeout: float = TIMEOUT) -> str:
     """Run a Slurm command and return its output.
 
+    timeout: seconds to wait for the command.
+
     Raises:
-        SlurmError: it is not installed, does not answer in time, or refuses.
+        SlurmError: the command is not installed, does not answer in time, or fails.
     """
     try:
         done = subprocess.run(
@@ -164,13 +167,14 @@ def submit(script: Path, *options: str) -> str:
 
 
 def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]:
-    """Return the states of jobs. The keys are the given ids and, for an array's id, also
-    ``ID_TASK`` of every task.
+    """Return job id -> state. For an array's id, also contain the key ``ID_TASK`` of every task.
 
-    The state of an array's id is that of its first running task. If no task runs, it is that of a
-    waiting task, else of a task that did not complete, else of the last task. Ids that Slurm does
-    not store are missing from the result. The controller deletes a job minutes after its end;
-    accounting, which is queried only if ``past``, stores it permanently.
+    past: also query accounting, which stores ended jobs permanently. The controller deletes a job
+    minutes after its end.
+
+    An array's state is that of its first running task. If no task runs, it is the state of a
+    waiting task. If no task waits either, it is the state of a task that did not complete,
+    otherwise of the last task. Ids that Slurm does not store are missing from the result.
 
     Raises:
         SlurmError: squeue fails.
@@ -263,10 +267,10 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
 
 
 def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[str, QueueState]:
-    """Return the active jobs and array tasks that run this batch script.
+    """Return job id -> state of the active jobs and array tasks that run this batch script.
 
-    Slurm may report no batch script, for instance if a site's sbatch passes it through a pipe.
-    Those jobs are included if their name is ``name`` and their id is in ``noted``.
+    Slurm may report no batch script, for instance if a site's sbatch passes it through a pipe. A
+    job without a reported script is included if its name is ``name`` and its id is in ``noted``.
 
     Raises:
         SlurmError: a command fails.
@@ -282,7 +286,7 @@ def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[s
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs. Jobs that have already ended are skipped.
+    """Cancel jobs or array tasks, and skip those that have already ended.
 
     Raises:
         SlurmError: scancel fails.
@@ -330,7 +334,7 @@ class Node:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of any type."""
+        """Number of the node's GPUs, of all types together."""
         return sum(count for name, _, count in amounts(self.gres) if name == "gpu")
 
     @property
@@ -374,8 +378,9 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}
 
 
 def amounts(gres: str) -> list[tuple[str, str, int]]:
-    """Parse ``gpu:h100:8(S:0-1),nvme:2`` or ``gres:gpu:8`` into (name, type or "", count). Other
-    forms are skipped.
+    """Parse Slurm's GRES text into a list of (name, type or "", count).
+
+    Examples are ``gpu:h100:8(S:0-1),nvme:2`` and ``gres:gpu:8``. Parts in other forms are skipped.
     """
     found = (
         _GRES.fullmatch(part)
@@ -390,7 +395,7 @@ def amounts(gres: str) -> list[tuple[str, str, int]]:
 
 
 def number(text: str | None) -> int:
-    """Return the number at the start of a field, or 0."""
+    """Return the number at the start of a text, or 0 if the text does not begin with a digit."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) if match else 0
 
@@ -398,8 +403,8 @@ def number(text: str | None) -> int:
 def mebibytes(size: str | None) -> float:
     """Convert a Slurm memory size (1800G, 62.50G, 16000) to MiB.
 
-    Return 0 if the size is missing (the partition's default applies), 0 (all memory of a node) or
-    in another form.
+    Return 0 if the size is missing (the partition's default applies), is 0 (all memory of a node),
+    or cannot be parsed.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", size or "0")
     return float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -435,11 +440,12 @@ def all_nodes() -> list[Node]:
 
 
 def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collection[str]) -> bool:
-    """Return True if the job can still get its number of nodes when ``exclude`` is not used.
+    """Return True if a job can still get its number of nodes without the nodes in ``exclude``.
 
-    The nodes must meet the job's requirements and belong to one of its partitions and, if it has a
-    reservation, to that. Return False if ``exclude`` contains a node that the job requires
-    (--nodelist). Slurm never starts a job with too few usable nodes (BadConstraints).
+    The remaining nodes must meet the job's requirements and belong to one of its partitions and, if
+    the job has a reservation, to the reservation. Return False if ``exclude`` contains a node that
+    the job requires (--nodelist). Slurm never starts a job with too few usable nodes
+    (BadConstraints).
 
     job: the fields of scontrol.
 
@@ -489,7 +495,7 @@ def hosts(lists: Sequence[str]) -> list[str]:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """Return the fields of ``scontrol show job``.
+    """Return the fields of ``scontrol show job`` as name -> value, or {} if it shows no job.
 
     Raises:
         SlurmError: scontrol fails.

@@ -1,4 +1,4 @@
-"""Description of a job, its files, and how a job is planned and rendered."""
+"""Describe a job, plan it, and write its files: job.json, the code snapshot and the batch script."""
 
 from launch.job.job import (
     TAIL_BYTES,
