@@ -1,4 +1,4 @@
-"""Describe a job, plan it, and write its files: job.json, the code snapshot and the batch script."""
+"""Describe and plan a job, and write its files: job.json, code snapshot and batch script."""
 
 from launch.job.job import (
     TAIL_BYTES,

@@ -126,7 +126,10 @@ def _base(path: str) -> str:
 
 
 def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resolved configuration without the settings in `INERT`, which do not affect memory."""
+    """Return a resolved configuration without the settings in `INERT`.
+
+    These settings do not change the result of a rehearsal.
+    """
     shape = {section: value for section, value in config.items() if section not in INERT[""]}
     for section in ("train", "optimizer"):
         shape[section] = {

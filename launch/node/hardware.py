@@ -52,7 +52,7 @@ class SmiError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Output of a command."""
+    """Result of a command: its exit code (None: killed after the time limit) and its output."""
 
     code: int | None  # None: it did not end in time and was killed
     output: str
@@ -130,10 +130,10 @@ class Gpu:
 def ask(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> Answer:
-    """Run a command with a time limit.
+    """Run a command with a time limit and return its result.
 
-    After the time limit the command is killed. This function does not wait for its end, because a
-    process in a hanging driver cannot be killed.
+    After the time limit the command is killed, and the exit code in the result is None. This
+    function does not wait for its end, because a process in a hanging driver cannot be killed.
 
     Raises:
         OSError: the command cannot be started.
@@ -155,10 +155,10 @@ def ask(
 
 
 def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
-    """Return the GPUs that are visible to this process, and nvidia-smi's output lines that do not
-    describe a GPU, such as one about a lost GPU.
+    """Return (the GPUs visible to this process, nvidia-smi's other output lines).
 
-    All queries together take at most ``seconds``.
+    The other lines do not describe a GPU; for example, they report a lost GPU. All queries together
+    take at most ``seconds``.
 
     Raises:
         SmiError: nvidia-smi is missing, failed, or does not answer.
@@ -291,7 +291,10 @@ def _query(
 
 
 def _optional(what: str, fields: Sequence[str], seconds: float) -> list[list[str]]:
-    """Query fields that a driver or a GPU may not support. Return no rows on failure."""
+    """Return nvidia-smi's rows for fields that a driver or a GPU may not support.
+
+    Return an empty list if the query fails.
+    """
     try:
         return _query(what, fields, seconds, [])
     except SmiError:
@@ -323,12 +326,12 @@ def _gpu(row: Sequence[str]) -> Gpu:
 
 
 def _word(cell: str) -> str | None:
-    """Return a cell, or None if it means that the GPU has no value."""
+    """Return a cell of nvidia-smi's output, or None if it means that the GPU has no value."""
     return None if cell.lower() in NOTHING else cell
 
 
 def _yes(cell: str) -> bool:
-    """Return True if a cell means yes, as older or newer drivers write it."""
+    """Return True if a cell of nvidia-smi's output means yes, in any driver's spelling."""
     return cell.lower() in ("yes", "1", "true")
 
 
@@ -356,8 +359,9 @@ BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 
 
 def memory_gb() -> tuple[float, float, float | None]:
-    """Return the free memory, the total memory, and the free part of /dev/shm (None if missing), in
-    GB.
+    """Return (free memory, total memory, free space of /dev/shm) in GB.
+
+    The last value is None if /dev/shm does not exist.
     """
     pairs = (
         line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -371,10 +375,12 @@ def memory_gb() -> tuple[float, float, float | None]:
 
 
 def probe_folder(folder: Path) -> float:
-    """Write a file, read it back, remove it, and return the folder's free space in GB.
+    """Check that a folder can be written and read, and return its free space in GB.
+
+    A small file is written, read back and removed.
 
     Raises:
-        OSError: one of these failed.
+        OSError: one of these steps failed.
     """
     path = folder / f".launch_check_{os.uname().nodename}_{os.getpid()}_{os.urandom(4).hex()}"
     try:
@@ -390,8 +396,9 @@ def probe_folder(folder: Path) -> float:
 
 
 def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """Return the state (ACTIVE, DOWN, INIT ...) of each InfiniBand, RoCE and EFA port by its name
-    (DEVICE/PORT). Empty without ports.
+    """Return DEVICE/PORT -> state (ACTIVE, DOWN, INIT ...) of the InfiniBand, RoCE and EFA ports.
+
+    Return {} if this node has no ports.
     """
     ports = {}
     for path in sorted(root.glob("*/ports/*/state")):

@@ -215,8 +215,8 @@ class Watch:
     ) -> tuple[int | None, str | None, bool]:
         """Wait until the ranks have ended, and return (exit code, hang, cut).
 
-        hang: the reason if the ranks hung, otherwise None. cut: True if this process must end
-        before the ranks have ended.
+        hang: the reason for which the ranks were ended as hung, otherwise None.
+        cut: True if the attempt is over because of signals, before its ranks ended (`_pass_on`).
         """
         profile: Mapping[str, Any] = self.attempt.job.profile.get("watchdog") or {}
         start, step, save = (
@@ -286,7 +286,7 @@ class Watch:
     def _end_hang(self, running: Running, why: str) -> str | None:
         """Have the stacks of every rank written to dumps/, then end all ranks.
 
-        Return a text about ranks that SIGSTOP or a debugger had stopped, or None if there are none.
+        Return a text that names the ranks that SIGSTOP or a debugger had stopped, otherwise None.
         """
         self.journal.say(f"hang: {why}; every rank is signalled to dump its stacks")
         running.signal(signal.SIGUSR2)

@@ -40,8 +40,9 @@ LAST_LINES = 15  # of a rank without a traceback
 
 
 def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
-    """Yield a text for each selected attempt that failed: the last one, all (``all``), or one
-    (``3``).
+    """Yield a text for each selected attempt that failed.
+
+    wanted: None for the last attempt that failed, "all", or the number of an attempt.
     """
     directory = Path(item.directory)
     there = attempts(directory)
@@ -94,7 +95,8 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
     """Yield lines about the rank that is the likely cause, and about the ranks that failed after
     it.
 
-    The first rank is described as "first" only if no other failure is older.
+    failed: failures, the likely cause first. The rank is described as "first" only if no other
+    failure is older, otherwise as "most likely".
     """
     first, *rest = failed
     word = "first" if all(failure.time >= first.time for failure in rest) else "most likely"
@@ -140,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the lines.
+    """Print the selected lines of the logs, or with --errors the failures. Return the exit code.
 
     Raises:
         UserError: the job, item, attempt or rank does not exist.
@@ -172,7 +174,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _ranks(text: str | None, world_size: int) -> set[int] | None:
-    """Parse ``0,8-15`` into rank numbers. None means all."""
+    """Parse a list of ranks such as ``0,8-15``. Return None, which means all ranks, for None."""
     if text is None:
         return None
     ranks = set[int]()
@@ -187,7 +189,7 @@ def _ranks(text: str | None, world_size: int) -> set[int] | None:
 
 
 def _check_attempt(item: Path, wanted: str | None) -> None:
-    """Raise UserError if the attempt does not exist."""
+    """Raise UserError if the item has no attempt with the number ``wanted``."""
     if wanted not in (None, "all") and not any(
         str(int(path.name)) == wanted for path in attempts(item)
     ):
@@ -198,7 +200,11 @@ def _check_attempt(item: Path, wanted: str | None) -> None:
 def _sources(
     job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *, named: bool
 ) -> Iterator[Source]:
-    """Yield the files to read now: of the selected attempt, of the last one, or of all."""
+    """Yield the log files that exist now: of the ranks, agents, supervisor and Slurm.
+
+    wanted: number of the attempt, "all", or None for the last one. ranks: ranks to select; None:
+    all ranks and the other logs. named: add the item's name to the labels.
+    """
     directory = Path(item.directory)
     there = attempts(directory)
     chosen = _chosen(there, wanted)
@@ -215,7 +221,7 @@ def _sources(
 
 
 def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
-    """Return the selected attempts, by default the last one."""
+    """Return the selected attempt folders: all for "all", one for a number, the last one for None."""
     if wanted == "all":
         return there
     if wanted:
@@ -224,9 +230,7 @@ def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
 
 
 def _removed(item: Item, wanted: str | None) -> Iterator[str]:
-    """Yield one line if logs of the selected attempts were removed
-    (`launch.supervise.run_files.prune`).
-    """
+    """Yield one line of text if `launch.supervise.run_files.prune` removed logs of the attempts."""
     why = {
         int(path.name): (read_json(path / "attempt.json") or {}).get("removed")
         for path in _chosen(attempts(Path(item.directory)), wanted)
