@@ -1,5 +1,6 @@
-"""Checks of `doctor` through Slurm, from the submitting host: controller, partition, nodes,
-account, and a test submission.
+"""Check a profile through Slurm from the submitting host, for `launch doctor --cluster`.
+
+The checks concern the controller, the partition, the nodes, the account, and a test submission.
 """
 
 from __future__ import annotations
@@ -185,8 +186,7 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
 def machines(
     profile: Profile, known: Sequence[Node], chosen: Sequence[str], nodes_wanted: int | None
 ) -> Iterator[Check]:
-    """Check that enough nodes have the resources that the profile takes, and count nodes in
-    service.
+    """Check that enough nodes have the resources in the profile, and count the nodes in service.
 
     known: all nodes of the cluster. chosen: names of the profile's partitions.
     """
@@ -276,8 +276,9 @@ def gpus_asked(profile: Profile) -> int:
 
 
 def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
-    """Check that accounting lets this user use the profile's account and QOS. Without accounting
-    the check passes.
+    """Check that accounting lets this user use the profile's account and QOS.
+
+    The check passes if the cluster has no accounting.
     """
     storage = configuration.get("AccountingStorageType", "")
     if "slurmdbd" not in storage:

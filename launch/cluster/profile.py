@@ -152,7 +152,10 @@ class ContainerProfile:
 
 @dataclass(frozen=True)
 class SetupProfile:
-    """Configuration keys of the section ``setup``: steps of the batch script before the supervisor."""
+    """Configuration keys of the section ``setup``: steps of the batch script.
+
+    They run before the supervisor starts.
+    """
 
     modules: tuple[str, ...] = setting(
         (), "Environment modules to load, in order.", check=profile_values.word
@@ -207,7 +210,10 @@ class WatchdogProfile:
 
 @dataclass(frozen=True)
 class HealthProfile:
-    """Configuration keys of the section ``health``: conditions for a node before ranks start on it."""
+    """Configuration keys of the section ``health``: conditions that a node must meet for a run.
+
+    The conditions are checked before ranks start on the node.
+    """
 
     check: bool = setting(True, "Check the nodes before every attempt; false: never.")
     matmul: bool = setting(

@@ -141,8 +141,9 @@ def program(text: str) -> str | None:
 
 
 def image(text: str) -> str | None:
-    """Check a container's image: a path that begins with / or ./, or an address
-    (``nvcr.io/nvidia/pytorch:25.06-py3``).
+    """Check a container's image.
+
+    It is a path that begins with / or ./, or an address (``nvcr.io/nvidia/pytorch:25.06-py3``).
     """
     return path(text)
 

@@ -138,8 +138,9 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
 
 
 def _words(text: str) -> str:
-    """Return Slurm's error output as one line without prefixes and repetitions, with a hint for
-    common errors.
+    """Return Slurm's error output as one line without prefixes and repeated lines.
+
+    A hint is added for common errors.
     """
     lines = [re.sub(r"^(\w+: )?(fatal|error): ", "", line.strip()) for line in text.splitlines()]
     words = "; ".join(dict.fromkeys(line for line in lines if line))
@@ -302,8 +303,9 @@ def cancel(job_ids: Sequence[str]) -> None:
 
 
 def signal_batch(job_ids: Sequence[str], name: str) -> None:
-    """Send a signal (``USR1``) to the batch scripts of running jobs, and not to their steps. Jobs
-    that ended meanwhile are skipped.
+    """Send a signal to the batch scripts of running jobs, and not to the jobs' steps.
+
+    name: the signal without SIG, such as ``USR1``. Jobs that ended meanwhile are skipped.
 
     Do not use it for a waiting task of an array: Slurm 22.05 may send the signal to another task.
 
@@ -345,10 +347,12 @@ class Node:
         )
 
     def fits(self, job: Mapping[str, str]) -> bool:
-        """Return True if the node is in a job's partitions and has the job's features, GRES, CPUs
-        and memory.
+        """Return True if the node meets a job's requirements.
 
-        job: the fields of scontrol. A requirement that cannot be parsed counts as met.
+        These are the partitions, features, GRES, CPUs and memory. A requirement that cannot be
+        parsed counts as met.
+
+        job: the fields of scontrol.
         """
         partitions = job.get("Partition", "(null)").split(",")
         if partitions != ["(null)"] and not set(partitions) & set(self.partitions):
@@ -411,8 +415,9 @@ def mebibytes(size: str | None) -> float:
 
 
 def all_nodes() -> list[Node]:
-    """Return every node that Slurm lists, or an empty list if the site hides nodes from users
-    (PrivateData=nodes).
+    """Return every node that Slurm lists.
+
+    Return an empty list if the site hides nodes from users (PrivateData=nodes).
 
     Raises:
         SlurmError: scontrol fails.
@@ -474,8 +479,9 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
 
 
 def listed(record: Mapping[str, str], field: str) -> list[str]:
-    """Split the value of a field at its commas. Return an empty list if the field is missing or
-    empty.
+    """Split the value of a field at its commas.
+
+    Return an empty list if the field is missing or empty.
     """
     text = record.get(field, "(null)")
     return [] if text in ("", "(null)") else text.split(",")

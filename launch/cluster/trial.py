@@ -43,12 +43,12 @@ class Outcome:
     """Result of the trial."""
 
     directory: Path
-    nodes: tuple[str, ...] = ()  # nodes it ran on, if known
+    nodes: tuple[str, ...] = ()  # nodes that the trial ran on, if known
     began: float | None = None  # unix time at which the nodes' check began
     result: dict[str, Any] | None = None  # bandwidth.json
     received: float = 0.0  # unix time at which this host first saw the result
     trouble: str = ""  # reason for a missing result
-    tail: list[str] = field(default_factory=list)  # last lines of its output
+    tail: list[str] = field(default_factory=list)  # last lines of the trial's output
 
 
 def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:

@@ -23,8 +23,7 @@ SLACK = 2.0
 
 
 def process_of(state: Mapping[str, Any] | None) -> int | None:
-    """Return the process id in a state file if that process still runs on this host, otherwise
-    None.
+    """Return the id of the process that wrote a state file if it still runs on this host, or None.
 
     state: contents of the item's state.json, or None.
 

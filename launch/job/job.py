@@ -53,7 +53,7 @@ class Item:
     """One run of a job: the job's only run, or one task of its array."""
 
     directory: str  # absolute; contains attempts, state and the run's files
-    # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    # command line after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
     arguments: tuple[str, ...]
     name: str
     # additional variables of this item: an array command's SLURM_ARRAY_TASK_*
@@ -136,8 +136,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the object in a JSON file, or None if the file is missing, incomplete, or contains no
-    object.
+    """Return the object in a JSON file.
+
+    Return None if the file is missing, incomplete, or contains no object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -37,7 +37,7 @@ class Draft:
     configs: Mapping[str, str]  # an item's directory -> its run's configuration
     code: snapshot.Code | None  # the snapshot to keep; None: take a new one
     asked: tuple[int, ...]  # items requested by this command
-    standings: tuple[Standing, ...]  # of all items
+    standings: tuple[Standing, ...]  # states of all items
     # items that `--update` starts again: the records of their end are removed
     reopened: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # notes to print
@@ -230,8 +230,9 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def write(draft: Draft) -> Draft:
-    """Write the draft into its directory: snapshot, configurations, job.json. The caller must hold
-    the directory's lock.
+    """Write the draft into the job's directory: snapshot, configurations, job.json.
+
+    Return the draft with the snapshot that was taken. The caller must hold the directory's lock.
     """
     directory = Path(draft.job.directory)
     code = draft.code or snapshot.take(directory)
@@ -326,8 +327,9 @@ def what(draft: Draft, at_once: int | None) -> str:
 
 
 def _time(draft: Draft, profile: Profile) -> str:
-    """Return a text with the time limit of one submission and its largest cost in GPU or node
-    hours.
+    """Return a text with the time limit of one submission and its largest cost.
+
+    The cost is in GPU hours, or in node hours without GPUs.
     """
     limit = profile_values.seconds(profile.slurm.time or "") / 3600
     if not math.isfinite(limit):

@@ -48,7 +48,7 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
 
     The callback gets the lines. Return at once if the profile has no GPUs.
 
-    data: True if the data of the runs exists.
+    data: the data of the runs exists. False if an earlier job has to create it first.
 
     A run that cannot be rehearsed is checked against the memory in pretrain's plan, which requires
     the data. Its line gives the reason.

@@ -74,10 +74,10 @@ def directive(option: str, value: str) -> Quoted:
 
 
 def file_pattern(path: str) -> str:
-    """Escape a folder's path for --output, where % begins a replacement.
+    """Escape a folder's path for sbatch's --output, in which % begins a placeholder.
 
     Raises:
-        UserError: the path has a backslash, which turns off all replacements.
+        UserError: the path has a backslash, which turns off all placeholders.
     """
     if "\\" in path:
         raise UserError(
@@ -158,8 +158,9 @@ def render(
 def _directives(
     job: Job, profile: Profile, dependency: str | None, array: str | None, exclude: Sequence[str]
 ) -> Iterator[Quoted]:
-    """Yield the sbatch options in reading order: name and output, resources, placement, time limit,
-    behaviour.
+    """Yield the options for the #SBATCH lines of the batch script.
+
+    The order is: name and output, resources, placement, time limit, behaviour.
     """
     nodes, slurm = profile.nodes, profile.slurm
     logs = profile.logs or str(launch_folder(Path(job.directory)))
@@ -196,8 +197,7 @@ def _directives(
 
 
 def _notice(job: Job) -> str:
-    """Return the JSON of the "stopped" event that the script reports if the supervisor cannot
-    start.
+    """Return the JSON of the "stopped" event, for a script whose supervisor cannot start.
 
     The closing brace is missing, because the script appends further fields.
     """

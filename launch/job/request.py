@@ -96,8 +96,9 @@ def work_directory() -> str:
 
 
 def absolute(path: str | Path) -> str:
-    """Return a path as absolute, from the user's working directory, without ``..`` and without a
-    trailing slash.
+    """Return a path as an absolute path from the user's working directory.
+
+    The result has no ``..`` and no trailing slash, and ~ is expanded.
     """
     return os.path.normpath(os.path.join(work_directory(), os.path.expanduser(path)))
 

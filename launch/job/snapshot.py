@@ -1,8 +1,8 @@
-"""Snapshot of the code that a job runs: a copy of the packages' files at submission. Later changes
-to the files do not affect running jobs.
+"""Copy the code that a job runs (its snapshot), so that later changes do not affect the job.
 
-The packages are in the same folder as the package ``launch``, in a checkout or among the installed
-packages. Uses only git and the standard library.
+The snapshot contains the packages' files at the time of submission. The packages are in the same
+folder as the package ``launch``, in a checkout or among the installed packages. Uses only git and
+the standard library.
 """
 
 from __future__ import annotations
@@ -180,18 +180,19 @@ def _walk(root: Path) -> Iterable[str]:
 
 
 def _listed(root: Path, *options: str) -> list[str]:
-    """Return the packages' files that git lists with these options, or an empty list outside a
-    checkout.
+    """Return the packages' files that git lists with these options.
+
+    Return an empty list outside a checkout.
     """
     listed = _git(root, "ls-files", "-z", *options, "--", *ROOMS, BESIDE) or b""
     return list(dict.fromkeys(os.fsdecode(name) for name in listed.split(b"\0") if name))
 
 
 def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
-    """Return the git revision of a checkout at ``root``, and a diff of the packages' uncommitted
-    changes, including untracked files.
+    """Return (git revision, diff of uncommitted changes) of a checkout at ``root``.
 
-    Return (None, b"") if ``root`` is not the top of a checkout.
+    The diff covers the packages' files and includes untracked files. Return (None, b"") if ``root``
+    is not the top of a checkout.
     """
     revision = _git(root, "rev-parse", "HEAD")
     top = _git(root, "rev-parse", "--show-toplevel")

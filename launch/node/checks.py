@@ -230,8 +230,9 @@ def look(wanted: Mapping[str, Any]) -> Report:
 
 
 def memory(least_gb: float) -> Report:
-    """Compare the free memory with the required minimum in GB, and check /dev/shm, which NCCL and
-    data workers use.
+    """Check that enough memory is free, and report the free space of /dev/shm.
+
+    least_gb: required free memory in GB. NCCL and data workers use /dev/shm.
     """
     free, total, shm = hardware.memory_gb()
     found = Report(

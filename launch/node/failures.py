@@ -98,9 +98,9 @@ class Failure:
     traceback: str | None
     kind: str  # config | diverged | busy | memory | node | place | nccl | signal | lost | exit
     time: float
-    exit: int | None  # 128 + n after a signal n; None: its keeper died, too
+    exit: int | None  # 128 + n after a signal n; None: not recorded, as its keeper died
     signal: str | None  # the signal's name
-    lost_peer: bool  # it only reports that another rank was lost
+    lost_peer: bool  # the message only reports that another rank was lost
     reported: bool  # the rank reported the message itself
 
 
@@ -162,8 +162,8 @@ class Findings:
     def _finish(self, line: str) -> None:
         """End a traceback, whose last line is the error.
 
-        A weak traceback, which usually follows from another error, is skipped if an error is
-        already known.
+        A weak traceback (an exception ignored by the interpreter, or an error at its exit) is
+        skipped if an error is already known.
         """
         self._open = False
         if not (self._weak and self._cause):
@@ -215,8 +215,7 @@ OUT_OF_MEMORY = ": out of memory (OOM kill)"
 
 
 def killed_for_memory(error: str | None, code: int | None) -> str | None:
-    """Return an error message if a rank may have ended through an out-of-memory kill, otherwise
-    None.
+    """Return an error message if an out-of-memory kill may have ended a rank, otherwise None.
 
     This is the case if the exit code means SIGKILL, or ``error`` is about a killed process.
     """
@@ -228,7 +227,10 @@ def killed_for_memory(error: str | None, code: int | None) -> str | None:
 
 
 def told_to_end(told: Mapping[str, float], at: float) -> bool:
-    """Return True if a rank with these signals (name -> time) got one to end before a time."""
+    """Return True if a rank got a signal to end at or before the time ``at``.
+
+    The mapping contains the signals that the rank got: name -> unix time of the first arrival.
+    """
     return any(name in _ENDING and since <= at for name, since in told.items())
 
 

@@ -1,7 +1,7 @@
-"""Query a node's state from nvidia-smi and the kernel: GPUs and their faults, memory, folders,
-network ports.
+"""Query the state of a node's hardware from nvidia-smi and the kernel.
 
-Uses only the standard library.
+The queries concern GPUs and their faults, memory, folders, and network ports. Uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Answer:
 
 @dataclass
 class Gpu:
-    """A GPU as nvidia-smi reports it. Sizes are in MiB, the temperature in °C; values that
-    nvidia-smi does not report are None.
+    """State of a GPU as nvidia-smi reports it.
+
+    Sizes are in MiB, the temperature in °C. Values that nvidia-smi does not report are None.
     """
 
     index: int
@@ -83,8 +84,9 @@ class Gpu:
     odd: tuple[str, ...] = ()  # fields whose value is an error, such as memory.used [Unknown Error]
 
     def faults(self) -> list[str]:
-        """Return the faults that make the GPU unfit for a run, one line each. Throttling is not
-        included (see `throttling`).
+        """Return the faults that make the GPU unfit for a run, one line each.
+
+        Reduced clocks are not included (see `throttling`).
         """
         found = list(self.odd)
         if self.ecc_uncorrected:
@@ -105,8 +107,9 @@ class Gpu:
         return [f"GPU {self.index} ({self.bus}): {fault}" for fault in found]
 
     def busy(self) -> list[str]:
-        """Return one line that names the processes on the GPU, or an empty list if less than
-        BUSY_MIB is in use.
+        """Return a list with one line that names the processes on the GPU.
+
+        The list is empty if less than BUSY_MIB of the GPU's memory is in use.
         """
         if (self.memory_used or 0) < BUSY_MIB:
             return []
@@ -201,8 +204,7 @@ def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
 def _of_each(
     gpus: Sequence[Gpu], what: str, fields: Sequence[str], seconds: float
 ) -> list[tuple[Gpu, list[str]]]:
-    """Query nvidia-smi and return (GPU, cells after the UUID) for each row that belongs to one of
-    ``gpus``.
+    """Query nvidia-smi and return (GPU, cells after the UUID) for each row of one of ``gpus``.
 
     what: the query, as in --query-WHAT. fields: the first one is the UUID of the GPU.
     """
@@ -215,8 +217,9 @@ def _of_each(
 
 
 def listed(seconds: float) -> int:
-    """Return the number of GPUs that nvidia-smi lists for this process, or 0 without GPUs or
-    nvidia-smi.
+    """Return the number of GPUs that nvidia-smi lists for this process.
+
+    Return 0 without GPUs or nvidia-smi.
     """
     try:
         return len(
@@ -227,10 +230,10 @@ def listed(seconds: float) -> int:
 
 
 def named_gpus(seconds: float) -> list[str]:
-    """Return descriptions of the driver's GPUs, with equal GPUs counted: ``8 x NVIDIA H100 80GB
-    HBM3, compute capability 9.0``.
+    """Return a description of each kind of GPU in this node, with the number of equal GPUs.
 
-    Return an empty list if nvidia-smi does not report them.
+    An example is ``8 x NVIDIA H100 80GB HBM3, compute capability 9.0``. Return an empty list if
+    nvidia-smi does not report the GPUs.
     """
     rows = [
         f"{name}, compute capability {capability}"
@@ -411,10 +414,10 @@ def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
 
 
 def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
-    """Return (number, text) of the Xid errors that the NVIDIA driver reported in the last hour: the
-    latest error for each number and device.
+    """Return (number, text) of the Xid errors that the NVIDIA driver reported in the last hour.
 
-    Return an empty list if the kernel log cannot be read.
+    Only the latest error for each number and device is included. Return an empty list if the kernel
+    log cannot be read.
 
     now: seconds since the machine started; default: read from /proc/uptime.
     """

@@ -52,7 +52,7 @@ class Ranks:
 
     @property
     def names(self) -> list[str]:
-        """The nodes, each once, in the order of their ranks."""
+        """Names of the nodes, without repetition, in the order of their ranks."""
         return list(dict.fromkeys(self.nodes))
 
 
@@ -307,8 +307,9 @@ def check(
 
 
 def product(device: str) -> int:
-    """Print the result of `check`, or the error, as a line of JSON. Return 0, or 1 if the device
-    failed or its result is wrong.
+    """Print the result of `check`, or {"error": text}, as a line of JSON.
+
+    Return 0, or 1 if the device failed or its result is wrong.
     """
     try:
         result = check(device) if device != "cpu" else check(device, size=512, timed=256, repeats=2)

@@ -98,8 +98,10 @@ class Keeper:
             self._scribe.note(f"no folder on this node for compiled kernels: {fault}")
 
     def _defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return default environment variables for the command: unbuffered output, stacks after a
-        crash, NCCL's flight recorder. Variables that are already set override them.
+        """Return default environment variables for the command.
+
+        They request unbuffered output, stacks after a crash, and NCCL's flight recorder. Variables
+        that are already set override them.
 
         The flight recorder's older variable names are added only if a GPU may exist: older versions
         of torch use only these, and newer ones warn about them.
@@ -297,8 +299,9 @@ class Keeper:
 
 
 class _Wakeup:
-    """Read end of a pipe into which Python writes a byte for every signal, so that `select` returns
-    at once.
+    """Read end of a pipe that wakes up `select` when a signal arrives.
+
+    Python writes a byte into the pipe for every signal.
     """
 
     def __enter__(self) -> int:
@@ -406,8 +409,9 @@ def _children() -> list[int]:
 def _wait_for_children(
     number: signal.Signals | None, seconds: float, meanwhile: Callable[[], None]
 ) -> int:
-    """Wait at most ``seconds`` until no child process is left, including adopted ones. Return the
-    number of processes that got the signal.
+    """Wait at most ``seconds`` until no child process is left, including adopted processes.
+
+    Return the number of processes that got the signal.
 
     number: signal to send once to each child; None: no signal. meanwhile: called repeatedly during
     the wait.

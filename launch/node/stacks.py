@@ -98,8 +98,9 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
 
 
 def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
-    """Run py-spy once and return its output, or an error text. ``pause``: pause the process
-    meanwhile.
+    """Run py-spy once and return its output, or an error text.
+
+    pause: pause the process while its stacks are read.
     """
     command = [program, "dump", "--pid", str(pid), *([] if pause else ["--nonblocking"])]
     done = subprocess.run(

@@ -291,14 +291,13 @@ def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
 
 
 def taken(fields: Mapping[str, str], restarts: int) -> bool | None:
-    """Return True if the Slurm job loses its nodes: it was preempted or requeued, or a node was
-    lost.
+    """Return True if the Slurm job loses its nodes.
+
+    It was preempted or requeued, or a node was lost. Return False if the job ends at its time limit
+    or was cancelled by a user. Return None if the job runs and no reason for an end is known.
 
     fields: the fields of scontrol for the job.
     restarts: Slurm's restart count when this supervisor started.
-
-    Return False if the job ends at its time limit or was cancelled by a user. Return None if the
-    job runs and no reason for an end is known.
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return True

@@ -155,7 +155,10 @@ class Notifier:
 
 
 class Journal:
-    """Log and state file of one item. A write error of the disk or terminal does not end the run."""
+    """Log and state file of one item.
+
+    A write error of the disk or terminal does not end the run.
+    """
 
     def __init__(self, job: Job, item: Item, job_id: str | None) -> None:
         self.job, self.item, self.job_id = job, item, job_id
@@ -214,6 +217,6 @@ class Journal:
             self.say(trouble)
 
     def settle(self, seconds: float = SECONDS) -> None:
-        """Wait up to ``seconds`` for the notify commands to end, and log the errors of failed ones."""
+        """Wait up to ``seconds`` for the notify commands to end, and log the errors."""
         for trouble in self._notifier.troubles(seconds):
             self.say(trouble)

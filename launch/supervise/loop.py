@@ -38,7 +38,7 @@ REQUEUE_MAX_SECONDS = 60.0  # the controller may be unavailable for long
 # How long a node is cordoned for a fault that may disappear: a full disk, a busy GPU, a missing
 # mount.
 PASSING_SECONDS = 6 * 3600.0
-# for the user's hook before a requeue, which also ends the hook
+# seconds that the user's notify command gets before a requeue, which ends the command too
 HOOK_SECONDS = 5.0
 
 
@@ -83,8 +83,9 @@ class Supervisor:
         raise AssertionError
 
     def _run(self, trouble: str | None) -> int:
-        """Make attempts until the item ends. ``trouble`` is the error that interrupted the previous
-        call, or None.
+        """Make attempts until the item ends, and return the exit code.
+
+        trouble: the error that interrupted the previous call, or None.
         """
         found = run_files.records(self.directory)
         lost = bool(found) and found[-1].ended is None
@@ -164,8 +165,7 @@ class Supervisor:
         )
 
     def _unwanted(self, nodes: tuple[str, ...]) -> list[str]:
-        """Return the allocated nodes that are excluded for this item and that a requeue can
-        replace.
+        """Return the allocated nodes that this item must not use and that a requeue can replace.
 
         Return an empty list if excluded nodes were allocated `MISPLACED_TIMES` times in a row: then
         the nodes are accepted.
@@ -445,7 +445,8 @@ class Supervisor:
     def _stop_wish(self, *, ask: bool = False) -> str | None:
         """Return the reason for which a user stopped this item, or None.
 
-        The queue is queried after SIGTERM, or if ``ask`` is True.
+        The sources are stop.json and Slurm's queue. The queue is queried after SIGTERM, or if
+        ``ask`` is True.
         """
         stop = read(launch_folder(self.directory) / "stop.json")
         if stop is not None:

@@ -47,8 +47,9 @@ class SlurmPlace(Place):
     can_requeue = True
 
     def __init__(self, environ: Mapping[str, str], exclude: Sequence[str] = ()) -> None:
-        """Read the job's ids from the batch script's environment. ``exclude`` are the nodes that
-        the profile excludes.
+        """Read the job's ids from the batch script's environment.
+
+        exclude: nodes that the profile excludes.
         """
         raw, array, task = (
             environ["SLURM_JOB_ID"],
@@ -144,8 +145,9 @@ class SlurmPlace(Place):
     def _step(
         self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path
     ) -> SlurmRunning:
-        """Start a Slurm step that runs the command in one task per node, and return the running
-        step.
+        """Start a Slurm step with one task per node that runs the command. Return the step.
+
+        name: name of the step. options: further options of srun. log: file for srun's output.
         """
         profile, nodes = attempt.job.profile, attempt.nodes
         taken = profile.get("nodes") or {}
@@ -184,8 +186,9 @@ class SlurmPlace(Place):
         return SlurmRunning(process, self._job, name, attempt)
 
     def down_nodes(self) -> dict[str, str]:
-        """Return node -> reason of the allocated nodes that are down, failing or draining. Return
-        {} if Slurm does not answer.
+        """Return node -> reason of the allocated nodes that are down, failing or draining.
+
+        Return {} if Slurm does not answer.
         """
         try:
             nodes = self.nodes()
@@ -543,9 +546,7 @@ def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Return the paths without duplicates and without paths that are below another path of the
-    list.
-    """
+    """Return the paths without duplicates and without paths below another path of the list."""
     unique = [path.rstrip("/") or "/" for path in dict.fromkeys(paths)]
     return [
         path

@@ -55,7 +55,7 @@ class Unreachable(PlaceError):
 
 
 class Running(Protocol):
-    """The running ranks of an attempt."""
+    """Ranks of an attempt that has been started: interface to poll, signal and end them."""
 
     def poll(self) -> int | None:
         """Return the exit code of torchrun or srun, or None while a process is left. Do not wait.
@@ -70,8 +70,9 @@ class Running(Protocol):
         """
 
     def kill(self) -> None:
-        """End every process on all nodes with SIGKILL. Return once they have ended, or after a
-        minute if a node does not answer.
+        """End every process on all nodes with SIGKILL.
+
+        Return once the processes have ended, or after a minute if a node does not answer.
         """
 
 
@@ -297,7 +298,10 @@ def _in_the_agent(supervisor: int) -> None:
 
 
 class LocalRanks:
-    """An attempt's processes on this machine, found by the attempt's folder in their environment."""
+    """Processes of an attempt on this machine.
+
+    They are found by the attempt's folder in their environment.
+    """
 
     def __init__(self, attempt: Attempt, agent: subprocess.Popen[bytes]) -> None:
         self.attempt, self._agent = attempt, agent

@@ -1,4 +1,4 @@
-"""Decision after an attempt, as a pure function of the ends of all attempts.
+"""Decide what to do after an attempt: a pure function of the ends of all attempts.
 
 Standard library alone: it runs inside jobs. The rules, in order of precedence:
 
@@ -50,14 +50,14 @@ KEEP_SECONDS = 3 * 86400.0  # how long a failure counts against its node
 OF_THE_PROGRAM = ("exit", "signal", "hang", "memory", "nccl", "config")
 OF_THE_NODE = ("node", "health", "lost")
 OF_THE_PLACES = ("hang", "nccl")  # before the first step, other nodes may avoid it
-FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count
+FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count as failures
 BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # limits for a run directory in use
-MISPLACED_TIMES = 3  # in a row; then the nodes are accepted
+MISPLACED_TIMES = 3  # after this many in a row, the nodes are accepted
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Configuration keys of the profile's section ``restarts``: limits on restarts after failures."""
+    """Configuration keys of the section ``restarts``: limits on restarts after failures."""
 
     max_failures: int = setting(
         5, "Failures without a new checkpoint in between before giving up.", least=0
@@ -103,11 +103,12 @@ class End:
     # busy
     outcome: str
     failure: Failure | None = None
-    progress: bool = False  # a later checkpoint than it started from
+    progress: bool = False  # the attempt left a later checkpoint than it started from
     time: float = 0.0  # unix time of the end
-    # the decision after it was to stop; a later start by a user ignores all attempts up to it
+    # the decision after the attempt was to stop; when a user starts the item again, all attempts up
+    # to this one are ignored
     stopped: bool = False
-    stepped: bool = True  # it did a step
+    stepped: bool = True  # the attempt made a step
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Decision:
     reason: str  # one line
     delay_seconds: float = 0.0
     exclude: tuple[str, ...] = ()  # nodes not to be used again
-    # Those of `exclude` that no run should get -> reason.
+    # Nodes of `exclude` that no run should use -> reason.
     cordon: Mapping[str, str] = field(default_factory=dict)
     # the item must not restart until a user has intervened
     gave_up: bool = False
@@ -224,8 +225,9 @@ def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> 
 
 
 def _leave(situation: Situation, why: str) -> Decision:
-    """Return the decision if the allocation or this process ends, so that no new attempt is
-    possible.
+    """Return the decision if no new attempt is possible.
+
+    The allocation or this process ends, for the reason in ``why``.
     """
     if situation.can_requeue:
         return Decision("requeue", why)
@@ -429,8 +431,9 @@ def back_off(failures: int, limits: Limits) -> float:
 
 
 def normalised(message: str) -> str:
-    """Replace addresses, paths and numbers in a message, which differ between two occurrences of
-    one failure.
+    """Replace the addresses, paths and numbers in a message by fixed words.
+
+    These parts may differ between two occurrences of one failure.
     """
     for pattern, stand_in in (
         (r"0x[0-9a-fA-F]+", "ADDRESS"),

@@ -108,8 +108,8 @@ class Record:
     restart_count: int
     nodes: tuple[str, ...]
     world_size: int
-    host: str  # the supervisor's
-    pid: int  # the supervisor's
+    host: str  # host of the supervisor
+    pid: int  # process id of the supervisor
     ended: float | None = None
     outcome: str | None = None  # see `policy.End`
     step_start: int | None = None
@@ -118,7 +118,7 @@ class Record:
     checkpoint_end: int | None = None
     failure: Failure | None = None
     decision: dict[str, Any] | None = None  # {"action", "delay_seconds", "exclude", "reason"}
-    removed: str | None = None  # why its other files were removed
+    removed: str | None = None  # reason for which the attempt's other files were removed
     folder: Path = field(default=Path(), compare=False)
 
     @property
@@ -287,8 +287,9 @@ def ranks_environment(
 
 
 def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, str]) -> None:
-    """Copy the attempt's inputs into its folder: job.sh, config.yaml, and the environment without
-    secrets.
+    """Copy the attempt's inputs into its folder.
+
+    These are job.sh, config.yaml, and the environment without secrets.
     """
     for source in (job.script, launch_folder(Path(item.directory)) / "config.yaml"):
         if source.is_file():

@@ -75,10 +75,10 @@ def wait_for_end(pid: int) -> None:
 
 
 def of_its_own_will(item: Path) -> bool:
-    """Return True if the supervisor ended regularly: it recorded a final state, or a user stopped
-    it.
+    """Return True if the supervisor ended regularly.
 
-    "requeued" is not final: the supervisor writes it before it calls Slurm.
+    It recorded a final state, or a user stopped the item. "requeued" is not final: the supervisor
+    writes it before it calls Slurm.
     """
     state = read_json(launch_folder(item) / "state.json") or {}
     return state.get("state") in OVER or (launch_folder(item) / "stop.json").exists()

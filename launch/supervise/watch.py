@@ -91,8 +91,9 @@ class Watchdog:
         self._stepped = self._told = False
 
     def tell(self) -> None:
-        """Record that a signal requested the attempt's end. From now on the limit for saving
-        applies.
+        """Record that a signal requested the attempt's end.
+
+        After that, the time limit for saving applies.
         """
         if not self._told:
             self._told, self._waited = True, 0.0
@@ -273,9 +274,7 @@ class Watch:
         return False
 
     def _look(self, watchdog: Watchdog, before: RunState, now: float) -> str | None:
-        """Read the run's files and return the watchdog's error text, or None if the run does not
-        hang.
-        """
+        """Read the run's files and return the watchdog's error text, or None without a hang."""
         if not self._is_run:
             return watchdog.look(now, None, stepped=False, step=None)
         state = read_state(self._directory)

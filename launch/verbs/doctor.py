@@ -221,8 +221,9 @@ def interpreters(profile: Profile) -> Iterator[Check]:
 
 
 def interpreter(key: str, path: str, *, torch: bool) -> Check:
-    """Check that an interpreter of the profile starts on this host, is new enough, and has torch if
-    needed.
+    """Check that an interpreter of the profile starts on this host and is new enough.
+
+    key: key of the profile. torch: also check that torch is installed.
     """
     try:
         done = subprocess.run(
@@ -298,7 +299,10 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
 
 
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """Run the trial job, yield the checks of its result, and remove its files if all checks pass."""
+    """Run the trial job and yield the checks of its result.
+
+    The trial's files are removed if all checks pass.
+    """
     base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
     directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     launch_folder(directory).mkdir(parents=True)
@@ -354,7 +358,10 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
 
 
 def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """Yield the checks of the trial's result: one per node, and one per measurement of all nodes."""
+    """Yield the checks of the trial's result.
+
+    These are a check per node, and a check per measurement of all nodes together.
+    """
     folders = attempts(outcome.directory)
     reports: dict[str, Report] = {}
     if folders and outcome.nodes:

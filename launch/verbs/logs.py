@@ -92,8 +92,7 @@ def _attempt(item: Item, attempt: Path) -> str | None:
 
 
 def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
-    """Yield lines about the rank that is the likely cause, and about the ranks that failed after
-    it.
+    """Yield lines about the rank that is the likely cause, and about the ranks that failed later.
 
     failed: failures, the likely cause first. The rank is described as "first" only if no other
     failure is older, otherwise as "most likely".
@@ -221,7 +220,10 @@ def _sources(
 
 
 def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
-    """Return the selected attempt folders: all for "all", one for a number, the last one for None."""
+    """Return the selected attempt folders.
+
+    wanted: "all", the number of an attempt, or None for the last attempt.
+    """
     if wanted == "all":
         return there
     if wanted:
@@ -272,8 +274,9 @@ def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) ->
 
 
 def _is_over(job: Job, item: Item) -> bool:
-    """Return True if no more lines will follow: the supervisor has ended, and the item was not
-    submitted again.
+    """Return True if no more lines will follow.
+
+    The supervisor has ended, and the item was not submitted again.
     """
     state = state_of(item.directory)
     return state.get("state") in OVER and not is_resubmitted(job, job.items.index(item), state)

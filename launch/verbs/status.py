@@ -414,9 +414,9 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the table's lines: for each job one line, then its items' lines, then its forks' lines.
+    """Yield the cells of the table's lines: a job's line, its items' lines, and its forks' lines.
 
-    items: include a line for each item of an array. A job of one item has only this item's line.
+    items: include a line for each item of an array. A job of one item has only one line.
     Jobs with equal names are shown with their directories.
     """
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]

@@ -56,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Submit the unfinished runs, or run them on this machine. Return 0, or a local run's exit
-    code.
+    """Submit the unfinished runs, or run them on this machine.
+
+    Return 0, or a local run's exit code.
 
     Raises:
         UserError: the list, the grid or a configuration is invalid.
