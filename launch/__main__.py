@@ -27,8 +27,9 @@ VERBS = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line into a namespace with the verb's ``main``. The words after ``--`` are
-    in its ``rest``.
+    """Parse the command line into a namespace with the verb's function in ``main``.
+
+    The words after ``--`` are in ``rest``.
     """
     return cli.parse(
         "launch",

@@ -1,5 +1,6 @@
-"""Checks of `doctor` through Slurm, from the submitting host: controller, partition, nodes,
-account, and a test submission.
+"""Check a profile through Slurm from the submitting host, for `launch doctor --cluster`.
+
+The checks concern the controller, the partition, the nodes, the account, and a test submission.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ LISTED = 8  # most names in a message
 
 
 def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
-    """Yield all checks that need no job. ``nodes_wanted`` is the number of nodes of a job, or None
-    if not given.
+    """Yield all of `doctor`'s Slurm checks that need no job.
+
+    nodes_wanted: number of nodes that a job would take; None if not given.
     """
     try:
         version = slurm.call("sbatch", "--version").split()[-1]
@@ -59,8 +61,10 @@ def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
 def partition(
     profile: Profile, known: Mapping[str, Mapping[str, str]]
 ) -> tuple[list[Check], list[str]]:
-    """Check that the profile's partitions exist and are up. Return the checks and the names of the
-    existing partitions.
+    """Check that the profile's partitions exist and are up.
+
+    known: partition name -> fields of scontrol. Return the checks and the names of the existing
+    partitions.
     """
     wanted = (
         profile.slurm.partition.split(",")
@@ -115,7 +119,10 @@ def partition(
 
 
 def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None) -> Iterator[Check]:
-    """Compare the profile's time limit, account, QOS and node count with a partition's limits."""
+    """Compare the profile's time limit, account, QOS and node count with a partition's limits.
+
+    found: scontrol's fields of the partition.
+    """
     name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
     wanted = seconds(profile.slurm.time) if profile.slurm.time else None
     if wanted is not None and wanted > most:
@@ -179,8 +186,9 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
 def machines(
     profile: Profile, known: Sequence[Node], chosen: Sequence[str], nodes_wanted: int | None
 ) -> Iterator[Check]:
-    """Compare the partitions' nodes with the resources that the profile takes, and count those in
-    service.
+    """Check that enough nodes have the resources in the profile, and count the nodes in service.
+
+    known: all nodes of the cluster. chosen: names of the profile's partitions.
     """
     mine = [node for node in known if set(node.partitions) & set(chosen)]
     wanted, gpus = profile.nodes, gpus_asked(profile)
@@ -259,16 +267,18 @@ def machines(
 
 
 def gpus_asked(profile: Profile) -> int:
-    """Return the number of GPUs that the profile requests from Slurm: 0 if nodes.gres names none,
-    even if the nodes have GPUs.
+    """Return the number of GPUs per node that the profile requests from Slurm.
+
+    It is 0 if nodes.gres names no GPU, even if the nodes have GPUs.
     """
     gres = profile.nodes.gres
     return (profile.nodes.gpus or 0) if gres is None or "gpu" in gres else 0
 
 
 def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
-    """Check that accounting lets this user use the profile's account and QOS. Without accounting
-    the check passes.
+    """Check that accounting lets this user use the profile's account and QOS.
+
+    The check passes if the cluster has no accounting.
     """
     storage = configuration.get("AccountingStorageType", "")
     if "slurmdbd" not in storage:
@@ -317,7 +327,10 @@ def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
 
 
 def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
-    """Check that a preempted job is signalled early enough to save."""
+    """Check that Slurm signals a preempted job early enough for it to save a checkpoint.
+
+    Yield no check if the cluster does not preempt jobs.
+    """
     if configuration.get("PreemptMode", "OFF") in ("OFF", "GANG", "SUSPEND,GANG"):
         return
     # SlurmctldParameters=preempt_send_user_signal, or by its newer name
@@ -346,7 +359,7 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
 
 
 def would_take(script: Path) -> Check:
-    """Check a batch script with `sbatch --test-only`."""
+    """Check with `sbatch --test-only` that Slurm would accept a batch script."""
     try:
         slurm.call("sbatch", "--test-only", str(script))
     except slurm.SlurmError as error:

@@ -1,7 +1,7 @@
-"""Cluster profile: the settings of a job that depend only on the cluster. One frozen dataclass per
-section.
+"""Load and check a cluster profile: the settings of a job that depend only on the cluster.
 
-A job stores the profile as plain values in job.json; no YAML is read inside a job.
+Each section of the profile is a frozen dataclass. A job stores the profile as plain values in
+job.json, so no YAML is read inside a job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMI_SECONDS = 20.0  # limit for nvidia-smi
 
 @dataclass(frozen=True)
 class NodesProfile:
-    """Resources of a node that a job takes."""
+    """Configuration keys of the section ``nodes``: resources that a job takes on each node."""
 
     gpus: int | None = setting(
         0,
@@ -68,7 +68,7 @@ class NodesProfile:
 
 @dataclass(frozen=True)
 class SlurmProfile:
-    """Options of sbatch and srun."""
+    """Configuration keys of the section ``slurm``: options of sbatch and srun."""
 
     partition: str | None = setting(
         None,
@@ -117,7 +117,10 @@ class SlurmProfile:
 
 @dataclass(frozen=True)
 class ContainerProfile:
-    """Container that the ranks run in. The supervisor runs outside."""
+    """Configuration keys of the section ``container``, in which the ranks run.
+
+    The supervisor runs outside the container.
+    """
 
     runtime: str = setting(
         "none",
@@ -149,7 +152,10 @@ class ContainerProfile:
 
 @dataclass(frozen=True)
 class SetupProfile:
-    """Steps of the batch script before the supervisor starts."""
+    """Configuration keys of the section ``setup``: steps of the batch script.
+
+    They run before the supervisor starts.
+    """
 
     modules: tuple[str, ...] = setting(
         (), "Environment modules to load, in order.", check=profile_values.word
@@ -166,7 +172,7 @@ class SetupProfile:
 
 @dataclass(frozen=True)
 class PathsProfile:
-    """Folders and files of the cluster."""
+    """Configuration keys of the section ``paths``: folders and files of the cluster."""
 
     shared: tuple[str, ...] = setting(
         (),
@@ -188,8 +194,9 @@ class PathsProfile:
 
 @dataclass(frozen=True)
 class WatchdogProfile:
-    """Times without progress after which a run counts as hung. Then every rank's stacks are written
-    and the run restarts.
+    """Configuration keys of the section ``watchdog``: times without progress that count as a hang.
+
+    After a hang, the stacks of every rank are written and the run restarts.
     """
 
     start_minutes: float = setting(60.0, "Until the first step; 0: no limit.", least=0)
@@ -203,7 +210,10 @@ class WatchdogProfile:
 
 @dataclass(frozen=True)
 class HealthProfile:
-    """Conditions that a node must meet before ranks start on it."""
+    """Configuration keys of the section ``health``: conditions that a node must meet for a run.
+
+    The conditions are checked before ranks start on the node.
+    """
 
     check: bool = setting(True, "Check the nodes before every attempt; false: never.")
     matmul: bool = setting(
@@ -226,7 +236,7 @@ class HealthProfile:
 
 @dataclass(frozen=True)
 class NotifyProfile:
-    """Notifications about a job's events."""
+    """Configuration keys of the section ``notify``: a command that receives a job's events."""
 
     command: str | None = setting(
         None,
@@ -241,7 +251,7 @@ class NotifyProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """Description of a cluster for jobs."""
+    """Cluster profile: all settings of a job that depend on the cluster."""
 
     scheduler: str = setting(
         "slurm",
@@ -293,8 +303,9 @@ class Profile:
         return self.nodes.processes or self.nodes.gpus or 1
 
     def interpreters(self, submitting: str) -> tuple[str, str]:
-        """Return the interpreters of the ranks and of the supervisor. ``submitting`` is the one
-        that runs now.
+        """Return the paths of (the ranks' interpreter, the supervisor's interpreter).
+
+        submitting: path of the interpreter that runs now, which is the default.
         """
         ranks = self.python or submitting
         return ranks, self.host_python or (
@@ -308,14 +319,14 @@ class Profile:
 
 
 def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
-    """Load a profile from a YAML file, with ``slurm.partition=x`` overrides, and fill in variables
-    and relative paths.
+    """Load a profile from a YAML file, apply overrides, and fill in variables and relative paths.
 
-    A bare name that is no file in the working directory is the name of a shipped profile.
+    path: a file, or the name of a shipped profile if no file of that name exists.
+    overrides: settings such as ``slurm.partition=x``.
 
     Raises:
         UserError: the file cannot be read, a key is unknown, a value is refused, or values
-        contradict each other.
+            contradict each other.
     """
     if not Path(path).exists() and (SHIPPED / f"{path}.yaml").is_file():
         path = SHIPPED / f"{path}.yaml"
@@ -413,7 +424,10 @@ def _contradictions(profile: Profile) -> Iterator[str]:
 
 
 def _bash_fault(lines: tuple[str, ...]) -> str | None:
-    """Return the error of bash's parser for a sequence of lines, or None (also without bash)."""
+    """Return bash's syntax error for a sequence of lines, or None if it has none.
+
+    The result is also None if bash is not installed.
+    """
     bash = shutil.which("bash")
     if not lines or bash is None:
         return None
@@ -428,7 +442,7 @@ def _bash_fault(lines: tuple[str, ...]) -> str | None:
 
 
 def _filled_in(section: Any) -> Any:
-    """Return a section with complete paths."""
+    """Return a section with variables filled in and paths made absolute, in nested sections too."""
     changed = {}
     for item in fields(section):
         old, check = getattr(section, item.name), spec(item).check

@@ -1,5 +1,6 @@
-"""Checks of single values of a cluster profile. Each returns an error text or None. Standard
-library alone.
+"""Check single values of a cluster profile. Uses only the standard library.
+
+Each check returns an error text, or None for a valid value.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ _DECIDED = {
 
 
 def seconds(limit: str) -> float:
-    """Return a Slurm time limit (30, 30:00, 12:00:00, 2-12, 2-12:00, 2-12:00:00, UNLIMITED) in
-    seconds.
+    """Convert a Slurm time limit to seconds. The result is infinite for UNLIMITED.
+
+    Accepted forms are 30, 30:00, 12:00:00, 2-12, 2-12:00 and 2-12:00:00.
     """
     if not limit[:1].isdigit():
         return float("inf")
@@ -77,7 +79,10 @@ def seconds(limit: str) -> float:
 
 
 def matches(pattern: str, what: str) -> Callable[[str], str | None]:
-    """Return a check that the entire text matches a pattern (ASCII)."""
+    """Return a check for texts that must match a pattern (ASCII) completely.
+
+    what: description of the expected text, for the error text.
+    """
     compiled = re.compile(pattern, re.ASCII)
     return lambda text: None if compiled.fullmatch(text) else f"expected {what}"
 
@@ -117,7 +122,7 @@ def hook(text: str) -> str | None:
 
 
 def bash(text: str) -> str | None:
-    """Check a line of a script."""
+    """Check a line of bash for the batch script."""
     return "sbatch refuses scripts with carriage returns" if "\r" in text else argument(text)
 
 
@@ -136,8 +141,9 @@ def program(text: str) -> str | None:
 
 
 def image(text: str) -> str | None:
-    """Check a container's image: a path that begins with / or ./, or an address
-    (``nvcr.io/nvidia/pytorch:25.06-py3``).
+    """Check a container's image.
+
+    It is a path that begins with / or ./, or an address (``nvcr.io/nvidia/pytorch:25.06-py3``).
     """
     return path(text)
 
@@ -150,10 +156,12 @@ def mount(text: str) -> str | None:
 
 
 def fill(check: object, text: str) -> str:
-    """Return a value in its form for a job.
+    """Return the value that a job uses for a setting.
 
-    Variables are filled into paths and mounts. Paths are made absolute, with ~ expanded. Other
-    values are unchanged.
+    check: the check of the setting, which determines its type.
+
+    In paths and mounts, variables are replaced. Paths are also made absolute, with ~ expanded.
+    Other values are returned unchanged.
     """
     if check not in (path, program, image, mount):
         return text
@@ -183,7 +191,7 @@ def _variables_fault(text: str) -> str | None:
 
 
 def option(text: str) -> str | None:
-    """Check a long option as one word."""
+    """Check a long command-line option that is one word: --name or --name=value."""
     return (
         argument(text)
         if re.match(r"--[a-z][a-z0-9-]*(=|\Z)", text)
@@ -192,7 +200,7 @@ def option(text: str) -> str | None:
 
 
 def sbatch_option(text: str) -> str | None:
-    """Check a long sbatch option that no other setting determines."""
+    """Check a long sbatch option, and refuse those that the launcher or another key sets."""
     name = text.partition("=")[0].removeprefix("--")
     if name in _DECIDED:
         where = _DECIDED[name]

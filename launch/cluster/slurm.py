@@ -60,7 +60,7 @@ class SlurmError(UserError):
 
 @dataclass(frozen=True)
 class QueueState:
-    """State of a job, or of a task of a job array, in Slurm."""
+    """State of a job, or of one task of a job array, as Slurm reports it."""
 
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, ...
     # reason for waiting: Resources, Priority, Dependency, BeginTime, ...; "" if it does not wait
@@ -88,9 +88,10 @@ class QueueState:
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment without the variables of Slurm, torchrun and other MPI jobs.
 
-    Slurm's commands, or the submitted job, would read them. Variables in KEPT stay.
+    These variables would change what Slurm's commands or the submitted job do. Variables in KEPT
+    are not removed.
 
-    environ: the environment to filter; default: that of this process.
+    environ: the environment to filter; None: that of this process.
     """
     environ = os.environ if environ is None else environ
     return {
@@ -103,8 +104,10 @@ def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
 def call(*command: str, timeout: float = TIMEOUT) -> str:
     """Run a Slurm command and return its output.
 
+    timeout: seconds to wait for the command.
+
     Raises:
-        SlurmError: it is not installed, does not answer in time, or refuses.
+        SlurmError: the command is not installed, does not answer in time, or fails.
     """
     try:
         done = subprocess.run(
@@ -135,8 +138,9 @@ def call(*command: str, timeout: float = TIMEOUT) -> str:
 
 
 def _words(text: str) -> str:
-    """Return Slurm's error output as one line without prefixes and repetitions, with a hint for
-    common errors.
+    """Return Slurm's error output as one line without prefixes and repeated lines.
+
+    A hint is added for common errors.
     """
     lines = [re.sub(r"^(\w+: )?(fatal|error): ", "", line.strip()) for line in text.splitlines()]
     words = "; ".join(dict.fromkeys(line for line in lines if line))
@@ -164,13 +168,14 @@ def submit(script: Path, *options: str) -> str:
 
 
 def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]:
-    """Return the states of jobs. The keys are the given ids and, for an array's id, also
-    ``ID_TASK`` of every task.
+    """Return job id -> state. For an array's id, also contain the key ``ID_TASK`` of every task.
 
-    The state of an array's id is that of its first running task. If no task runs, it is that of a
-    waiting task, else of a task that did not complete, else of the last task. Ids that Slurm does
-    not store are missing from the result. The controller deletes a job minutes after its end;
-    accounting, which is queried only if ``past``, stores it permanently.
+    past: also query accounting, which stores ended jobs permanently. The controller deletes a job
+    minutes after its end.
+
+    An array's state is that of its first running task. If no task runs, it is the state of a
+    waiting task. If no task waits either, it is the state of a task that did not complete,
+    otherwise of the last task. Ids that Slurm does not store are missing from the result.
 
     Raises:
         SlurmError: squeue fails.
@@ -263,10 +268,10 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
 
 
 def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[str, QueueState]:
-    """Return the active jobs and array tasks that run this batch script.
+    """Return job id -> state of the active jobs and array tasks that run this batch script.
 
-    Slurm may report no batch script, for instance if a site's sbatch passes it through a pipe.
-    Those jobs are included if their name is ``name`` and their id is in ``noted``.
+    Slurm may report no batch script, for instance if a site's sbatch passes it through a pipe. A
+    job without a reported script is included if its name is ``name`` and its id is in ``noted``.
 
     Raises:
         SlurmError: a command fails.
@@ -282,7 +287,7 @@ def jobs_of(script: Path, name: str = "", noted: Collection[str] = ()) -> dict[s
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs. Jobs that have already ended are skipped.
+    """Cancel jobs or array tasks, and skip those that have already ended.
 
     Raises:
         SlurmError: scancel fails.
@@ -298,8 +303,9 @@ def cancel(job_ids: Sequence[str]) -> None:
 
 
 def signal_batch(job_ids: Sequence[str], name: str) -> None:
-    """Send a signal (``USR1``) to the batch scripts of running jobs, and not to their steps. Jobs
-    that ended meanwhile are skipped.
+    """Send a signal to the batch scripts of running jobs, and not to the jobs' steps.
+
+    name: the signal without SIG, such as ``USR1``. Jobs that ended meanwhile are skipped.
 
     Do not use it for a waiting task of an array: Slurm 22.05 may send the signal to another task.
 
@@ -330,7 +336,7 @@ class Node:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of any type."""
+        """Number of the node's GPUs, of all types together."""
         return sum(count for name, _, count in amounts(self.gres) if name == "gpu")
 
     @property
@@ -341,10 +347,12 @@ class Node:
         )
 
     def fits(self, job: Mapping[str, str]) -> bool:
-        """Return True if the node is in a job's partitions and has the job's features, GRES, CPUs
-        and memory.
+        """Return True if the node meets a job's requirements.
 
-        job: the fields of scontrol. A requirement that cannot be parsed counts as met.
+        These are the partitions, features, GRES, CPUs and memory. A requirement that cannot be
+        parsed counts as met.
+
+        job: the fields of scontrol.
         """
         partitions = job.get("Partition", "(null)").split(",")
         if partitions != ["(null)"] and not set(partitions) & set(self.partitions):
@@ -374,8 +382,9 @@ _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}
 
 
 def amounts(gres: str) -> list[tuple[str, str, int]]:
-    """Parse ``gpu:h100:8(S:0-1),nvme:2`` or ``gres:gpu:8`` into (name, type or "", count). Other
-    forms are skipped.
+    """Parse Slurm's GRES text into a list of (name, type or "", count).
+
+    Examples are ``gpu:h100:8(S:0-1),nvme:2`` and ``gres:gpu:8``. Parts in other forms are skipped.
     """
     found = (
         _GRES.fullmatch(part)
@@ -390,7 +399,7 @@ def amounts(gres: str) -> list[tuple[str, str, int]]:
 
 
 def number(text: str | None) -> int:
-    """Return the number at the start of a field, or 0."""
+    """Return the number at the start of a text, or 0 if the text does not begin with a digit."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) if match else 0
 
@@ -398,16 +407,17 @@ def number(text: str | None) -> int:
 def mebibytes(size: str | None) -> float:
     """Convert a Slurm memory size (1800G, 62.50G, 16000) to MiB.
 
-    Return 0 if the size is missing (the partition's default applies), 0 (all memory of a node) or
-    in another form.
+    Return 0 if the size is missing (the partition's default applies), is 0 (all memory of a node),
+    or cannot be parsed.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", size or "0")
     return float(match[1]) * _UNITS[match[2]] if match else 0.0
 
 
 def all_nodes() -> list[Node]:
-    """Return every node that Slurm lists, or an empty list if the site hides nodes from users
-    (PrivateData=nodes).
+    """Return every node that Slurm lists.
+
+    Return an empty list if the site hides nodes from users (PrivateData=nodes).
 
     Raises:
         SlurmError: scontrol fails.
@@ -435,11 +445,12 @@ def all_nodes() -> list[Node]:
 
 
 def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collection[str]) -> bool:
-    """Return True if the job can still get its number of nodes when ``exclude`` is not used.
+    """Return True if a job can still get its number of nodes without the nodes in ``exclude``.
 
-    The nodes must meet the job's requirements and belong to one of its partitions and, if it has a
-    reservation, to that. Return False if ``exclude`` contains a node that the job requires
-    (--nodelist). Slurm never starts a job with too few usable nodes (BadConstraints).
+    The remaining nodes must meet the job's requirements and belong to one of its partitions and, if
+    the job has a reservation, to the reservation. Return False if ``exclude`` contains a node that
+    the job requires (--nodelist). Slurm never starts a job with too few usable nodes
+    (BadConstraints).
 
     job: the fields of scontrol.
 
@@ -468,8 +479,9 @@ def enough_nodes(nodes: Sequence[Node], job: Mapping[str, str], exclude: Collect
 
 
 def listed(record: Mapping[str, str], field: str) -> list[str]:
-    """Split the value of a field at its commas. Return an empty list if the field is missing or
-    empty.
+    """Split the value of a field at its commas.
+
+    Return an empty list if the field is missing or empty.
     """
     text = record.get(field, "(null)")
     return [] if text in ("", "(null)") else text.split(",")
@@ -489,7 +501,7 @@ def hosts(lists: Sequence[str]) -> list[str]:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """Return the fields of ``scontrol show job``.
+    """Return the fields of ``scontrol show job`` as name -> value, or {} if it shows no job.
 
     Raises:
         SlurmError: scontrol fails.

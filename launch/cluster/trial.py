@@ -1,9 +1,8 @@
-"""Trial of the doctor: a small job that passes through all steps of a real job. Its program is
-`launch.node.measure`.
+"""Run the trial of `launch doctor`: a small job that passes through all steps of a real job.
 
-The trial is rendered and submitted (or, with a local profile, started on this machine). It checks
-its nodes and starts ranks like any job. The result is read from its directory. It is cancelled if
-it waits or runs too long.
+The trial is rendered and submitted or, with a local profile, started on this machine. It checks
+its nodes and starts ranks like any job. Its program is `launch.node.measure`. The result is read
+from the trial's directory. A trial that waits or runs too long is cancelled.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ class Outcome:
     """Result of the trial."""
 
     directory: Path
-    nodes: tuple[str, ...] = ()  # nodes it ran on, if known
+    nodes: tuple[str, ...] = ()  # nodes that the trial ran on, if known
     began: float | None = None  # unix time at which the nodes' check began
     result: dict[str, Any] | None = None  # bandwidth.json
     received: float = 0.0  # unix time at which this host first saw the result
     trouble: str = ""  # reason for a missing result
-    tail: list[str] = field(default_factory=list)  # last lines of its output
+    tail: list[str] = field(default_factory=list)  # last lines of the trial's output
 
 
 def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:
-    """Create the trial's directory with the code in it, and return the trial's job and profile.
+    """Create the trial's directory with a code snapshot, and return the trial's job and profile.
 
-    The profile is the given one with one attempt, a short time limit, the nodes' check on and
-    notifications off.
+    The profile is the given one with one attempt, a short time limit, the node check enabled and
+    notifications disabled.
 
     Raises:
-        UserError: no code exists to copy.
+        UserError: the packages' code is not found.
     """
     signal = min(profile.slurm.signal_seconds, 60)
     mine = replace(
@@ -99,8 +98,9 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
 
 
 def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
-    """Submit the trial and wait for its end. It is cancelled if it waits in the queue, or runs, too
-    long.
+    """Submit the trial, wait for its end, and return its outcome.
+
+    The trial is cancelled if it waits in the queue longer than ``wait_seconds``, or runs too long.
 
     Raises:
         SlurmError: a Slurm command fails.
@@ -158,7 +158,7 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
 
 
 def here(job: Job, say: Callable[[str], None]) -> Outcome:
-    """Start the trial on this machine and wait for its end."""
+    """Start the trial on this machine, wait for its end, and return its outcome."""
     outcome, limit = (
         Outcome(Path(job.directory)),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
@@ -185,7 +185,10 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
 
 
 def look(outcome: Outcome) -> None:
-    """Write the time for the trial's clock check, and read the files that it has written so far."""
+    """Update the outcome from the files that the trial has written so far.
+
+    Also write this host's time to clock.json, which the trial compares with the nodes' clocks.
+    """
     write_json(outcome.directory / "clock.json", {"time": time.time()})
     if outcome.result is None and (result := read_json(outcome.directory / "bandwidth.json")):
         outcome.result, outcome.received = result, time.time()
@@ -197,7 +200,7 @@ def look(outcome: Outcome) -> None:
 
 
 def last_attempt(outcome: Outcome) -> dict[str, Any] | None:
-    """Return the attempt's record, or None if it does not exist (yet)."""
+    """Return the contents of the last attempt's attempt.json, or None if it does not exist yet."""
     folders = attempts(outcome.directory)
     return read_json(folders[-1] / "attempt.json") if folders else None
 
@@ -208,8 +211,10 @@ def logs(outcome: Outcome) -> list[Path]:
 
 
 def explained(outcome: Outcome, name: str) -> Outcome:
-    """Complete the outcome of a trial that has ended: without a result, add the reason and the last
-    lines of its logs.
+    """Complete the outcome of a trial that has ended, and return it.
+
+    If the trial has no result, the reason and the last lines of its logs are added. ``name`` is the
+    name of the trial in the reason.
     """
     if outcome.result is not None:
         outcome.trouble = ""

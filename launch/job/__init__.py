@@ -1,4 +1,4 @@
-"""Description of a job, its files, and how a job is planned and rendered."""
+"""Describe and plan a job, and write its files: job.json, code snapshot and batch script."""
 
 from launch.job.job import (
     TAIL_BYTES,

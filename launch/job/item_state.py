@@ -1,7 +1,7 @@
-"""States of a job's items: finished, active (with the job or process), stopped, or idle. Standard
-library alone.
+"""Determine the state of each item of a job: finished, active, stopped, or idle.
 
-Slurm's queue takes precedence over the state that the item's supervisor wrote last.
+An item is one run of a job (`launch.job.job`). Slurm's queue takes precedence over the state that
+the item's supervisor wrote last. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ SLACK = 2.0
 
 
 def process_of(state: Mapping[str, Any] | None) -> int | None:
-    """Return the process id in a state file if that process still runs on this machine, otherwise
-    None.
+    """Return the id of the process that wrote a state file if it still runs on this host, or None.
 
-    A process that started after the state was written is a different one that got the same id.
+    state: contents of the item's state.json, or None.
+
+    The result is None for a state of another host, and for a process that started after the state
+    was written: that is a different process that got the same id.
     """
     if (
         not state
@@ -61,7 +63,7 @@ OVER = ("finished", "stopped", "cancelled")  # final states that a supervisor wr
 
 @dataclass(frozen=True)
 class Standing:
-    """Current state of an item."""
+    """Current state of an item: its index, its kind, and the job or process that runs it."""
 
     index: int
     kind: str  # "finished"; "active"; "stopped": until `requeue`; "idle": may start
@@ -74,7 +76,7 @@ class Standing:
 
     @property
     def where(self) -> str:
-        """Description of the job or process of the item, or the message if it has neither."""
+        """Text that names the item's Slurm job or process, or the message if it has neither."""
         if self.job_id:
             return f"job {self.job_id} ({self.state})"
         return f"process {self.pid}" if self.pid else self.message
@@ -153,7 +155,7 @@ def state_of(directory: str) -> dict[str, Any]:
 
 
 def submissions(job: Job) -> list[dict[str, Any]]:
-    """Return the lines of submissions.jsonl that have a job id, oldest first."""
+    """Return the records of the job's Slurm submissions that have a job id, oldest first."""
     return [
         line
         for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
@@ -164,8 +166,10 @@ def submissions(job: Job) -> list[dict[str, Any]]:
 def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
     """Return True if an unfinished item was submitted to Slurm after its state was written.
 
-    The state's job id differs from that of the last submission. If the state has no job id, the
-    times are compared.
+    state: contents of the item's state.json.
+
+    This is the case if the state's job id differs from the id of the last submission. If the state
+    has no job id, the times are compared.
     """
     if job.profile.get("scheduler") != "slurm" or state.get("state") == "finished":
         return False
@@ -181,7 +185,10 @@ def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
 
 
 def find_job(path: str | Path) -> tuple[Job, list[int]]:
-    """Return the job of a directory and the selected items: all, or the one whose directory it is.
+    """Return (job, item indices) for a directory.
+
+    For a job's directory, the indices are those of all items. For the directory of one item, the
+    list contains only the index of that item.
 
     Raises:
         UserError: the directory belongs to no job.
@@ -202,7 +209,10 @@ def find_job(path: str | Path) -> tuple[Job, list[int]]:
 
 
 def counted(standing: Sequence[Standing]) -> str:
-    """Return the number of items of each kind in words, or the kind alone for a single item."""
+    """Return the number of items of each kind in words, as "3 finished, 2 to do".
+
+    For a single item, return its kind without a number.
+    """
     words = {"finished": "finished", "active": "under way", "stopped": "stopped", "idle": "to do"}
     if len(standing) == 1:
         return words[standing[0].kind]

@@ -50,10 +50,10 @@ TAIL_BYTES = 1 << 16  # part of a long file that is read
 
 @dataclass(frozen=True)
 class Item:
-    """One run of a job: the only one, or one task of an array."""
+    """One run of a job: the job's only run, or one task of its array."""
 
     directory: str  # absolute; contains attempts, state and the run's files
-    # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    # command line after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
     arguments: tuple[str, ...]
     name: str
     # additional variables of this item: an array command's SLURM_ARRAY_TASK_*
@@ -136,8 +136,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the object in a JSON file, or None if the file is missing, incomplete, or contains no
-    object.
+    """Return the object in a JSON file.
+
+    Return None if the file is missing, incomplete, or contains no object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -147,7 +148,7 @@ def read_json(path: Path) -> Any:
 
 
 def last_lines(path: Path, count: int = 1) -> list[str]:
-    """Return the last non-empty lines of a file, or an empty list if the file cannot be read."""
+    """Return the last ``count`` non-empty lines of a file, or [] if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -156,16 +157,18 @@ def last_lines(path: Path, count: int = 1) -> list[str]:
 
 
 def append_json(path: Path, value: Any) -> None:
-    """Append a line to a JSON-lines file atomically, so that several processes may append. Create
-    its folder if missing.
+    """Append a value as one line to a JSON-lines file, and create its folder if missing.
+
+    The line is written atomically, so that several processes may append.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     append_json_line(path, value)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file. Skip lines that are incomplete or no object; a
-    missing file is empty.
+    """Return the objects of a JSON-lines file, or [] if the file is missing.
+
+    Lines that are incomplete or contain no JSON object are skipped.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -175,9 +178,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def last_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the complete lines in a JSON-lines file's last `TAIL_BYTES`, last first.
+    """Yield the objects of the complete lines in a file's last `TAIL_BYTES`, the last line first.
 
-    Yield none if the file cannot be read.
+    Yield no objects if the file cannot be read.
     """
     try:
         with path.open("rb") as file:

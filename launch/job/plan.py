@@ -1,9 +1,9 @@
-"""Plan of a submission: the requested job compared with the job in its directory, and its
-description (``submit --dry-run``).
+"""Plan a submission: compare the requested job with the job that its directory already contains.
 
-The same job continues with its snapshot; a different job is refused without ``--update``. The
-snapshot's code resolves a run's settings before they are compared, so a setting that newer code
-adds changes no old run. The model's part of the plan is pretrain's output.
+A request with the same settings continues the existing job with its code snapshot. A request with
+other settings is refused without ``--update``. Before the comparison, the snapshot's code resolves
+a run's settings, so a setting that newer code adds does not change an old run. The plan is also
+printed by ``submit --dry-run``, where pretrain writes the part about the model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OVER = ("state.json", "stop.json")
 
 @dataclass(frozen=True)
 class Draft:
-    """A job as it will be written, before any file is written."""
+    """Plan of a job: its new description and the items to start, before any file is written."""
 
     job: Job
     configs: Mapping[str, str]  # an item's directory -> its run's configuration
     code: snapshot.Code | None  # the snapshot to keep; None: take a new one
     asked: tuple[int, ...]  # items requested by this command
-    standings: tuple[Standing, ...]  # of all items
+    standings: tuple[Standing, ...]  # states of all items
     # items that `--update` starts again: the records of their end are removed
     reopened: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # notes to print
@@ -49,19 +49,20 @@ class Draft:
 
     @property
     def starting(self) -> tuple[str, ...]:
-        """Configurations of the runs that may start."""
+        """Configurations of the runs that may start, as YAML texts. Empty for commands."""
         found = (self.configs.get(self.job.items[index].directory) for index in self.ready)
         return tuple(text for text in found if text is not None)
 
 
 def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
-    """Compare a requested job with the job in its directory and return the draft.
+    """Compare a requested job with the job in its directory, and return the resulting draft.
 
+    update: replace the settings and the code of an existing job.
     ask: False leaves out the query of Slurm's queue.
 
     Raises:
-        UserError: the directory has a job with other settings, or an update is requested of a job
-        that is active.
+        UserError: without ``update``, the directory has a job with other settings; with ``update``,
+            an item of the existing job is active.
     """
     job, directory = wanted.job, Path(wanted.job.directory)
     before = load_job(directory)
@@ -115,8 +116,10 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
 
 
 def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
-    """Return the existing items at their indices, which are their task ids in the queue, followed
-    by the new items.
+    """Return the items of the existing array, followed by the requested items that are new.
+
+    Existing items keep their indices, which are their task ids in Slurm's queue. If one of the jobs
+    is no array, or the job is a command, return the requested items.
     """
     if not (before.array and job.array) or job.kind == "command":
         return job.items
@@ -128,10 +131,14 @@ def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
 def _same(
     before: Job, merged: Job, wanted: Wanted, code: snapshot.Code | None
 ) -> Mapping[str, str]:
-    """Return the configurations of the requested items, as the snapshot's code resolves them.
+    """Check that the settings equal those in the directory, and return the runs' configurations.
+
+    before: the job in the directory. merged: the requested job with the existing items included.
+    code: the directory's snapshot, whose code resolves the configurations again if they differ.
+    The result maps an item's directory to its configuration; it is empty for commands.
 
     Raises:
-        UserError: the settings in the directory differ.
+        UserError: the settings in the directory differ from the requested ones.
     """
     where, how = (
         before.directory,
@@ -169,9 +176,7 @@ def _same(
 
 
 def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list[int]:
-    """Return the indices of items that are new or whose settings differ from those in their
-    directories.
-    """
+    """Return the indices of items that are new, or whose settings differ from the stored ones."""
     places = {place for place, text in configs.items() if written(place) != text}
     return [
         index
@@ -181,7 +186,7 @@ def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list
 
 
 def written(directory: str) -> str | None:
-    """Return the configuration stored in a run's directory at submission, or None."""
+    """Return the configuration (YAML text) stored in a run's directory, or None if it has none."""
     try:
         return (launch_folder(Path(directory)) / "config.yaml").read_text(encoding="utf-8")
     except OSError:
@@ -189,8 +194,10 @@ def written(directory: str) -> str | None:
 
 
 def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
-    """Return (dotted key, old value, new value) of the first setting that differs, in the order of
-    the new settings.
+    """Return (dotted key, old value, new value) of the first setting that differs.
+
+    Settings are compared in the order of the new settings. ``key`` is the dotted key of ``old`` and
+    ``new`` themselves, empty at the top level.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         pairs = [
@@ -209,7 +216,7 @@ def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the job's lock, so that no other command submits, cancels or requeues it.
+    """Hold the lock of a job's directory, so that no other command submits, cancels or requeues it.
 
     Raises:
         InUse: another command holds the lock.
@@ -223,8 +230,9 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def write(draft: Draft) -> Draft:
-    """Write the draft into its directory: snapshot, configurations, job.json. The caller must hold
-    the directory's lock.
+    """Write the draft into the job's directory: snapshot, configurations, job.json.
+
+    Return the draft with the snapshot that was taken. The caller must hold the directory's lock.
     """
     directory = Path(draft.job.directory)
     code = draft.code or snapshot.take(directory)
@@ -241,7 +249,7 @@ def write(draft: Draft) -> Draft:
 
 
 def shape(job: Job) -> str:
-    """Return the numbers of nodes and processes in words."""
+    """Return the job's numbers of nodes and processes as text, as "2 nodes x 8 processes = 16"."""
     nodes, processes = job.nodes, job.processes_per_node
     whole = f" = {nodes * processes}" if nodes > 1 else ""
     return (
@@ -261,6 +269,8 @@ def describe(
     """Return the plan as text: items, directory, resources, and the command.
 
     words: CONFIG.yaml and overrides of a run, otherwise empty.
+    exclude: nodes to exclude. after: sbatch's --dependency, or None.
+    at_once: number of array tasks that may run at a time; None: no limit.
     """
     job, code = draft.job, draft.code
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
@@ -306,7 +316,7 @@ def describe(
 
 
 def what(draft: Draft, at_once: int | None) -> str:
-    """Return a description of the items that would start."""
+    """Return a text that describes the items that would start."""
     if not draft.job.array:
         return "a training run" if draft.job.kind == "run" else "a command"
     limit = f", {at_once} at once" if at_once else ""
@@ -317,7 +327,10 @@ def what(draft: Draft, at_once: int | None) -> str:
 
 
 def _time(draft: Draft, profile: Profile) -> str:
-    """Return the time limit and the most GPU or node hours that it may cost."""
+    """Return a text with the time limit of one submission and its largest cost.
+
+    The cost is in GPU hours, or in node hours without GPUs.
+    """
     limit = profile_values.seconds(profile.slurm.time or "") / 3600
     if not math.isfinite(limit):
         return profile.slurm.time or "the partition's limit"

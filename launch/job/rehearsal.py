@@ -1,9 +1,9 @@
-"""Rehearse a submission's runs before they enter the queue, if pretrain can rehearse the GPU. A run
-that does not fit is refused.
+"""Rehearse a submission's runs to find out before the queue whether they fit into GPU memory.
 
-pretrain rehearses in a separate process. The result becomes a line of runs/rehearsed.jsonl in the
-working directory. Its key is a hash of all that the result depends on: the settings that shape a
-step, the code, the packages and the GPU. So each layout is rehearsed once.
+pretrain rehearses a run in a separate process: it computes the memory that each rank needs. A run
+that needs more than its GPU has is refused. The result is appended to runs/rehearsed.jsonl in the
+working directory. Its key is a hash of everything that the result depends on: the settings that
+shape a step, the code, the packages and the GPU. So each layout is rehearsed only once.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ INERT = {
 
 
 def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data: bool) -> None:
-    """Rehearse each layout of the runs that would start, and pass one line per layout to the
-    callback. Return at once without GPUs.
+    """Rehearse each layout of the runs that would start, and report one line of text per layout.
 
-    A run that cannot be rehearsed is checked against pretrain's plan, which needs the data to exist
-    (``data``); its line gives the reason.
+    The callback gets the lines. Return at once if the profile has no GPUs.
+
+    data: the data of the runs exists. False if an earlier job has to create it first.
+
+    A run that cannot be rehearsed is checked against the memory in pretrain's plan, which requires
+    the data. Its line gives the reason.
 
     Raises:
         UserError: a rank needs more memory than its GPU has.
@@ -95,10 +98,12 @@ def _record(draft: Draft) -> Path:
 
 
 def device_of(config: Mapping[str, Any], profile: Profile, path: str) -> str | None:
-    """Return the GPU to rehearse, "h100" or "h200", or None if none is named.
+    """Return the GPU type to rehearse for, "h100" or "h200", or None if the settings name neither.
 
-    The name is taken from log.device if set, otherwise from the profile's gres, constraint,
+    The type is read from log.device if set, otherwise from the profile's gres, constraint,
     partition, file name or base.
+
+    path: file of the profile.
     """
     named = (config.get("log") or {}).get("device")
     slurm = profile.slurm
@@ -121,7 +126,10 @@ def _base(path: str) -> str:
 
 
 def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resolved configuration without the settings in `INERT`."""
+    """Return a resolved configuration without the settings in `INERT`.
+
+    These settings do not change the result of a rehearsal.
+    """
     shape = {section: value for section, value in config.items() if section not in INERT[""]}
     for section in ("train", "optimizer"):
         shape[section] = {
@@ -148,10 +156,13 @@ def _environment(code: Path) -> str:
 
 
 def _rehearsed(text: str, world_size: int, device: str | None, code: Path) -> dict[str, Any]:
-    """Return the result of pretrain's rehearsal and its duration.
+    """Return the result of pretrain's rehearsal (`fullest`) and its duration in "seconds".
+
+    text: the run's configuration as YAML. device: "h100" or "h200". code: folder of the code to
+    run.
 
     Raises:
-        UserError: no GPU is named, or pretrain fails.
+        UserError: ``device`` is None, or pretrain fails.
     """
     if device is None:
         raise UserError("neither log.device nor the profile names an H100 or H200")
@@ -161,10 +172,10 @@ def _rehearsed(text: str, world_size: int, device: str | None, code: Path) -> di
 
 
 def fullest(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarise the output of ``pretrain --rehearse --json``: the rank with the highest peak, its
-    bytes, and the excess.
+    """Return {"rank", "bytes", "excess"} of the rank with the highest memory peak.
 
-    The excess is pretrain's error text if the bytes do not fit, otherwise None.
+    The argument is the parsed output of ``pretrain --rehearse --json``. "excess" is pretrain's
+    error text if the bytes do not fit into the GPU, otherwise None.
     """
     most = max(told["ranks"], key=lambda rank: rank["peak"]["bytes"])
     return {"rank": most["rank"], "bytes": most["peak"]["bytes"], "excess": told["excess"]}
@@ -173,10 +184,13 @@ def fullest(told: Mapping[str, Any]) -> dict[str, Any]:
 def _by_the_plan(
     text: str, draft: Draft, device: str | None, code: Path, why: str, *, data: bool
 ) -> str:
-    """Return a line about the memory of a run that cannot be rehearsed, from pretrain's plan.
+    """Check a run that cannot be rehearsed against pretrain's plan, and return a line of text.
+
+    why: reason for which the run cannot be rehearsed. data: True if the run's data exists; without
+    data no check is made.
 
     Raises:
-        UserError: the plan does not fit the GPU.
+        UserError: the planned memory does not fit into the GPU.
     """
     config, not_rehearsed = read_config(text), f"not rehearsed: {why}"
     device = (config.get("log") or {}).get("device") or device

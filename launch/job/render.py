@@ -1,7 +1,7 @@
-"""Render a job's batch script from the job, its profile and a template that accepts only quoted
-text.
+"""Render a job's Slurm batch script from the job, its profile and a Jinja template.
 
-Quoted text reaches bash and the #SBATCH lines unchanged, and bash executes no part of it.
+The template accepts only quoted text. Quoted text reaches bash and the #SBATCH lines unchanged,
+and bash executes no part of it.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def directive(option: str, value: str) -> Quoted:
 
 
 def file_pattern(path: str) -> str:
-    """Escape a folder's path for --output, where % begins a replacement.
+    """Escape a folder's path for sbatch's --output, in which % begins a placeholder.
 
     Raises:
-        UserError: the path has a backslash, which turns off all replacements.
+        UserError: the path has a backslash, which turns off all placeholders.
     """
     if "\\" in path:
         raise UserError(
@@ -88,8 +88,9 @@ def file_pattern(path: str) -> str:
 
 
 def check(text: str, what: str) -> None:
-    """Raise UserError if ``text`` contains NUL or is not valid Unicode, which no file or program
-    argument can contain.
+    """Raise UserError if ``text`` contains NUL or is not valid Unicode.
+
+    Files and program arguments cannot contain either. ``what`` names the text in the error.
     """
     if fault := profile_values.variable(text):
         raise UserError(f"{what} = {text!r}: {fault}")
@@ -112,18 +113,17 @@ def render(
     array: str | None = None,
     exclude: Sequence[str] = (),
 ) -> str:
-    """Return the batch script: #SBATCH lines, the user's setup, and the supervisor, which replaces
-    the shell.
+    """Return the text of the batch script. The same arguments give the same text.
 
-    The same arguments give the same text.
+    The script consists of #SBATCH lines, the user's setup, and the supervisor, which replaces the
+    shell.
 
-    dependency: as sbatch takes it (``afterok:12``).
+    dependency: value of sbatch's --dependency (``afterok:12``).
     array: indices of the items to start (``0,2,5%2``).
-    exclude: nodes to exclude in addition to the profile's.
+    exclude: nodes to exclude in addition to those in the profile.
 
     Raises:
-        UserError: the profile is not for Slurm, or a value cannot be written in its place in the
-        script.
+        UserError: the profile is not for Slurm, or a value cannot be quoted for the script.
     """
     if profile.scheduler != "slurm":
         raise UserError(
@@ -158,8 +158,9 @@ def render(
 def _directives(
     job: Job, profile: Profile, dependency: str | None, array: str | None, exclude: Sequence[str]
 ) -> Iterator[Quoted]:
-    """Yield the sbatch options in reading order: name and output, resources, placement, time limit,
-    behaviour.
+    """Yield the options for the #SBATCH lines of the batch script.
+
+    The order is: name and output, resources, placement, time limit, behaviour.
     """
     nodes, slurm = profile.nodes, profile.slurm
     logs = profile.logs or str(launch_folder(Path(job.directory)))
@@ -196,8 +197,9 @@ def _directives(
 
 
 def _notice(job: Job) -> str:
-    """Return the "stopped" event of a job whose supervisor did not start: a JSON object without its
-    closing brace.
+    """Return the JSON of the "stopped" event, for a script whose supervisor cannot start.
+
+    The closing brace is missing, because the script appends further fields.
     """
     message = "the supervisor could not be started on this node, and the job is not requeued"
     facts = {

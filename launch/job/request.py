@@ -1,7 +1,7 @@
-"""Translate a command line into a `Job`: a training run, which pretrain resolves in a separate
-process, or a command.
+"""Translate a command line into a `Job`: a training run or a command.
 
-The module writes no files and imports no other package: it handles a run's settings as YAML text.
+pretrain resolves the configuration of a training run in a separate process. This module writes no
+files and does not import pretrain: it handles a run's settings as YAML text.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ class Wanted:
 
 
 def wanted(request: Request) -> Wanted:
-    """Return the job for a request.
+    """Return the job for a request, without reading the files in the job's directory.
 
     Raises:
-        UserError: the request is invalid. For a refused configuration the text is pretrain's.
+        UserError: the request is invalid. If pretrain refuses the configuration, the error text is
+            pretrain's.
     """
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError("--nodes and --processes must be at least 1")
@@ -82,8 +83,9 @@ def wanted(request: Request) -> Wanted:
 
 
 def work_directory() -> str:
-    """Return the working directory by the path that the user used: other hosts may know only the
-    path through links.
+    """Return the working directory by the path that the user typed, with its symbolic links.
+
+    Other hosts may be able to reach the directory only through these links.
     """
     named = os.environ.get("PWD", "")
     return (
@@ -94,8 +96,9 @@ def work_directory() -> str:
 
 
 def absolute(path: str | Path) -> str:
-    """Return a path as absolute, from the user's working directory, without ``..`` and without a
-    trailing slash.
+    """Return a path as an absolute path from the user's working directory.
+
+    The result has no ``..`` and no trailing slash, and ~ is expanded.
     """
     return os.path.normpath(os.path.join(work_directory(), os.path.expanduser(path)))
 
@@ -107,11 +110,13 @@ def pretrain(
     code: Path = ROOT,
     directory: str | None = None,
 ) -> str:
-    """Run ``python -m pretrain`` with an option that stops before training, such as --resolve, and
-    return its output.
+    """Run ``python -m pretrain`` with an option that stops before training, and return its output.
+
+    words: CONFIG.yaml and overrides. stop: the option, such as --resolve. code: folder of the code
+    to run. directory: value for run_dir; None: as configured.
 
     Raises:
-        UserError: pretrain fails, with its error text, or does not end in `SECONDS`.
+        UserError: pretrain fails (with its error text) or does not end within `SECONDS`.
     """
     ours = [f"parallel.world_size={world_size}"]
     if directory is not None:
@@ -154,7 +159,11 @@ def pretrain(
 
 
 def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path = ROOT) -> str:
-    """Run `pretrain` on the text of a resolved configuration."""
+    """Run `pretrain` on a resolved configuration that is given as text, and return its output.
+
+    text: the configuration as YAML. stop: option that stops before training. words: further options
+    and overrides. code: folder of the code to run.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -162,8 +171,9 @@ def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path
 
 
 def data_fault(configs: Iterable[str], world_size: int) -> str | None:
-    """Return one line about missing or unsuitable data of resolved configurations, or None if the
-    data is valid.
+    """Return an error text (one line) if data of the runs is missing or unsuitable, otherwise None.
+
+    configs: resolved configurations as YAML texts.
     """
     different = {
         json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs
@@ -200,9 +210,10 @@ def run_item(directory: str, name: str) -> Item:
 
 
 def new_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
-    """Return a job of training runs or of commands.
+    """Return a job of training runs or of commands, according to ``request``.
 
-    A single process needs no torchrun, except to bind it to its GPU's CPUs.
+    array: the items are the tasks of a Slurm job array. torchrun is not used for a single process,
+    unless the process must be bound to the CPUs of its GPU.
     """
     profile, run = request.profile, not request.is_command
     processes = request.processes or (profile.processes_per_node if run else 1)
@@ -276,8 +287,10 @@ def _command(request: Request) -> Wanted:
 
 
 def command_name(words: Sequence[str]) -> str:
-    """Return a name for a command: module, verb, and a hash of all words, so that the same command
-    has the same directory.
+    """Return a name for a command, such as data_prep-merge-1a2b3c4d.
+
+    The name consists of the module, the verb if the first argument is one, and a hash of all words
+    and the working directory. So the same command gets the same directory again.
     """
     verb = next((word for word in words[1:2] if re.fullmatch(r"[a-z][a-z0-9-]*", word)), None)
     told = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
@@ -288,7 +301,7 @@ def command_name(words: Sequence[str]) -> str:
 
 
 def _check_module(module: str) -> None:
-    """Raise UserError unless a module is one of the commands that jobs may run."""
+    """Raise UserError unless ``module`` is pretrain, data_prep or an existing module of tools."""
     parts = module.split(".")
     allowed = module in ("pretrain", "data_prep") or (parts[0] == "tools" and len(parts) > 1)
     path = ROOT.joinpath(*parts)

@@ -1,8 +1,8 @@
-"""Snapshot of the code that a job runs: a copy of the packages' files at submission. Later changes
-to the files do not affect running jobs.
+"""Copy the code that a job runs (its snapshot), so that later changes do not affect the job.
 
-The packages are in the same folder as the package ``launch``, in a checkout or among the installed
-packages. Uses only git and the standard library.
+The snapshot contains the packages' files at the time of submission. The packages are in the same
+folder as the package ``launch``, in a checkout or among the installed packages. Uses only git and
+the standard library.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Code:
 
     @property
     def label(self) -> str:
-        """The first 12 digits of the revision, or of the content's hash outside git."""
+        """First 12 digits of the git revision, or of the content's sha256 without a checkout."""
         return (
             f"{self.revision[:12]}{' with changes' if self.dirty else ''}"
             if self.revision
@@ -78,11 +78,10 @@ def read_code(directory: Path) -> Code | None:
 
 
 def take(directory: Path, root: Path = ROOT) -> Code:
-    """Copy the packages' files below ``root`` into the job's folder, replace an older snapshot, and
-    return a description of the copy.
+    """Copy the packages' files below ``root`` into the job's folder, and return their description.
 
-    The files are made read-only. If it is interrupted, the older snapshot or none exists, never an
-    incomplete one.
+    The copy replaces an older snapshot, and its files are read-only. After an interruption, the
+    folder contains the older snapshot or none, but never an incomplete one.
 
     Raises:
         UserError: ``root`` has none of the packages.
@@ -138,11 +137,11 @@ def take(directory: Path, root: Path = ROOT) -> Code:
 
 
 def source_files(root: Path) -> tuple[list[str], int]:
-    """Return the packages' source files below ``root``, sorted and relative to it, and the number
-    of files left out.
+    """Return (the packages' source files, number of files left out).
 
-    In a git checkout, the tracked files and the untracked files that git does not ignore are
-    considered. Elsewhere, all files except caches and those in hidden folders are considered.
+    The files are sorted, and relative to ``root``. In a git checkout, tracked files and untracked
+    files that git does not ignore are considered. Elsewhere, all files are considered except caches
+    and files in hidden folders.
     """
     names = _listed(root, "--cached", "--others", "--exclude-standard") or _walk(root)
     present = [name for name in names if (root / name).is_file()]  # git also lists deleted files
@@ -151,7 +150,10 @@ def source_files(root: Path) -> tuple[list[str], int]:
 
 
 def _is_source(root: Path, path: Path) -> bool:
-    """Return True for a source file of at most LARGEST bytes. A link must point into ``root``."""
+    """Return True if ``path`` has a source file's suffix, and at most LARGEST bytes.
+
+    For a symbolic link, the target must also be inside ``root``.
+    """
     if not path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
         return False
     return path.resolve().is_relative_to(root.resolve())
@@ -178,18 +180,19 @@ def _walk(root: Path) -> Iterable[str]:
 
 
 def _listed(root: Path, *options: str) -> list[str]:
-    """Return the packages' files that git lists with these options, or an empty list outside a
-    checkout.
+    """Return the packages' files that git lists with these options.
+
+    Return an empty list outside a checkout.
     """
     listed = _git(root, "ls-files", "-z", *options, "--", *ROOMS, BESIDE) or b""
     return list(dict.fromkeys(os.fsdecode(name) for name in listed.split(b"\0") if name))
 
 
 def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
-    """Return the git revision of a checkout at ``root``, and a diff of the packages' uncommitted
-    changes, including untracked files.
+    """Return (git revision, diff of uncommitted changes) of a checkout at ``root``.
 
-    Return (None, b"") if ``root`` is not the top of a checkout.
+    The diff covers the packages' files and includes untracked files. Return (None, b"") if ``root``
+    is not the top of a checkout.
     """
     revision = _git(root, "rev-parse", "HEAD")
     top = _git(root, "rev-parse", "--show-toplevel")
@@ -206,8 +209,9 @@ def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """Run git on the checkout that contains ``root`` and return its output, or None without a
-    checkout or git.
+    """Run git in the checkout that contains ``root`` and return its output.
+
+    Return None if git fails, is not installed, or ``root`` is in no checkout.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), "-c", "core.quotePath=false", *arguments]

@@ -1,12 +1,13 @@
-"""Default cache directories of a rank's Triton and Inductor: a local folder on each node.
+"""Choose the directories for the Triton and Inductor caches of a rank: a local folder per node.
 
 Uses only the standard library. Triton's own default is in the home directory. When several nodes
 write one cache over NFS, they get "Stale file handle" errors. The ranks of a node share a folder,
 as do a job's attempts: both caches support concurrent processes on a local file system.
 
-    TMP/launch_caches_UID/        writable only by this user (mode 0700): its files are loaded as
-    code
-        NODE_JOB/triton, inductor created by the libraries at the first compilation
+    TMP/launch_caches_UID/            writable only by this user (mode 0700), because files in
+                                      it are loaded as code
+    TMP/launch_caches_UID/NODE_JOB/   triton and inductor, created by the libraries at the
+                                      first compilation
 
 JOB is a hash of the path of the job's code, which all tasks, attempts and submissions of a job
 share. Without Slurm it is "local": all runs share one folder, so that they do not compile again.
@@ -38,10 +39,12 @@ _CACHES = (
 def variables(
     environ: Mapping[str, str], node: str, code: Path
 ) -> tuple[dict[str, str], str | None]:
-    """Return variables for the caches that the environment does not place, and an error text or
-    None. Never raise OSError.
+    """Return (environment variables that set the cache folders, error text or None).
 
-    If this node has no safe folder, the variables are empty and the text gives the reason.
+    Variables that the environment already sets are left out. If this node has no safe folder, the
+    variables are empty and the text gives the reason. Never raise OSError.
+
+    node: name of this node. code: folder of the job's code.
     """
     wanted = {
         name: folder
@@ -87,8 +90,7 @@ def _parent() -> Path:
 
 
 def _fault(parent: Path) -> str | None:
-    """Return the reason for which compiled code must not or cannot be loaded from a folder, or
-    None.
+    """Return the reason why compiled code must not be loaded from a folder, or None if it is safe.
 
     Raises:
         OSError: the folder cannot be inspected.
@@ -108,7 +110,10 @@ def _fault(parent: Path) -> str | None:
 
 
 def _remove_unused(parent: Path) -> None:
-    """Remove the folders with which no rank was started for `UNUSED_DAYS`."""
+    """Remove the cache folders in ``parent`` that no rank has used for `UNUSED_DAYS`.
+
+    A folder counts as used when a rank is started with it.
+    """
     for folder in parent.iterdir():
         with contextlib.suppress(OSError):  # another rank may remove it at the same time
             if folder.lstat().st_mtime < time.time() - UNUSED_DAYS * 86400:

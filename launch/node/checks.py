@@ -1,12 +1,13 @@
 """``python -m launch.node.checks FOLDER WANTED``: check that this node is fit for a run.
 
-Standard library alone, with nvidia-smi and a matrix product in the ranks' interpreter.
+The check runs on every node before an attempt, from the snapshot. WANTED is JSON with the
+requirements. The check writes FOLDER/NODE.json: {"node", "ok", "faults", "warnings", "facts",
+"time"}. Each single check runs in its own thread with a time limit: a driver or a file system that
+hangs is reported as a fault and blocks no other check.
 
-It runs on every node before an attempt, from the snapshot, and writes FOLDER/NODE.json: {"node",
-"ok", "faults", "warnings", "facts", "time"}. Each check runs in its own thread with a time limit: a
-driver or a file system that hangs is reported as a fault and blocks no other check. `check_command`
-makes the command line from a profile. `read_reports` reads the reports and names the nodes that did
-not answer.
+`check_command` makes the command line from a profile. `read_reports` reads the reports and names
+the nodes that did not answer. Uses only the standard library; nvidia-smi and a matrix product run
+in separate processes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class Check:
 
 @dataclass
 class Report:
-    """Findings of one check, or of all checks of a node. A node with a fault is unfit; warnings do
-    not count.
+    """Findings of one check, or of all checks of a node.
+
+    A node with a fault is unfit for a run; a node with only warnings is fit.
     """
 
     faults: list[str] = field(default_factory=list)
@@ -68,7 +70,7 @@ class Report:
         return not self.faults
 
     def add(self, other: Report) -> None:
-        """Add another report's findings."""
+        """Add the findings of another report to this one."""
         self.faults += other.faults
         self.warnings += other.warnings
         self.facts |= other.facts
@@ -108,11 +110,11 @@ def check_command(
     host_python: str = sys.executable,
     folders: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command to run once on each node, the same on all. It writes the report to
-    out/NODE.json and exits with 0.
+    """Return the command that checks a node. It is the same on all nodes and runs once on each.
 
-    The command takes at most health.timeout_seconds; the caller ends it then and calls
-    `read_reports`. PYTHONPATH must contain `launch`.
+    The command writes its report to out/NODE.json and exits with 0. It takes at most
+    health.timeout_seconds; after that, the caller ends it and calls `read_reports`. PYTHONPATH must
+    contain `launch`.
 
     profile: `Profile.as_json()`.
     python: the ranks' interpreter, for the matrix product (None: no product).
@@ -148,11 +150,14 @@ def read_report(path: Path) -> Report | None:
 def read_reports(
     folder: Path, nodes: Sequence[str], began: float | None = None, skew_seconds: float = 0
 ) -> dict[str, Report]:
-    """Return the reports of these nodes, in order. A node without a report has that as its fault,
-    with NODE.log's last line.
+    """Return node -> report for these nodes, in order.
 
-    began: unix time on this host at which the check was started. skew_seconds: if positive, a
-    report that is dated earlier than that or later than now, by more than this, adds a fault.
+    For a node without a report, the fault is that it did not answer, with the last line of
+    NODE.log.
+
+    began: unix time on this host at which the check was started.
+    skew_seconds: if positive, a report whose time is more than this before ``began`` or after the
+        present time gets a fault.
     """
     reports: dict[str, Report] = {}
     for node in nodes:
@@ -177,8 +182,9 @@ def node_name() -> str:
 
 
 def look(wanted: Mapping[str, Any]) -> Report:
-    """Run all checks of `check_command` in parallel and return their findings in order, within
-    wanted["seconds"].
+    """Run all checks in parallel and return their findings, within wanted["seconds"].
+
+    wanted: the requirements, as `check_command` writes them.
     """
     seconds, python, numa = wanted["seconds"], wanted["python"], wanted["numa"]
     deadline = time.monotonic() + seconds
@@ -224,8 +230,9 @@ def look(wanted: Mapping[str, Any]) -> Report:
 
 
 def memory(least_gb: float) -> Report:
-    """Compare the free memory with the required minimum in GB, and check /dev/shm, which NCCL and
-    data workers use.
+    """Check that enough memory is free, and report the free space of /dev/shm.
+
+    least_gb: required free memory in GB. NCCL and data workers use /dev/shm.
     """
     free, total, shm = hardware.memory_gb()
     found = Report(
@@ -269,15 +276,14 @@ def startable(python: str) -> bool:
 
 
 def program(name: str, fault: str) -> Report:
-    """Check that a program exists: the ranks' interpreter, or the one with which torchrun binds
-    ranks to CPUs.
-    """
+    """Check that a program exists on this node. ``fault`` is the error text if it does not."""
     return Report([] if startable(name) else [f"{name}: {fault}"])
 
 
 def links() -> Report:
-    """Report InfiniBand, RoCE and EFA ports. A port that is down is only a warning, because it may
-    be unused.
+    """Report the states of InfiniBand, RoCE and EFA ports.
+
+    A port that is down is only a warning, because it may be unused.
     """
     ports = hardware.network_ports()
     down = [f"network port {name} is {state}" for name, state in ports.items() if state != "ACTIVE"]
@@ -285,8 +291,9 @@ def links() -> Report:
 
 
 def kernel_log() -> Report:
-    """Report the driver's errors (Xid) of the last hour in the kernel's log, if readable. Those of
-    broken hardware are faults.
+    """Report the NVIDIA driver's errors (Xid) of the last hour, if the kernel's log can be read.
+
+    Errors that mean broken hardware are faults, other errors are warnings.
     """
     found = Report()
     for number, text in hardware.recent_xids():
@@ -295,8 +302,12 @@ def kernel_log() -> Report:
 
 
 def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
-    """Check the number of GPUs, nvidia-smi's report of each, a product on each, and throttling
-    afterwards.
+    """Check the GPUs of this node and return the findings.
+
+    Check the number of GPUs, nvidia-smi's report of each GPU, a matrix product on each, and reduced
+    clocks after the product.
+
+    matmul: interpreter for the product; None: no product. deadline: monotonic time of the end.
     """
     patience = None
     while True:
@@ -334,9 +345,9 @@ def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
 
 
 def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Report:
-    """Run `launch.node.measure` on all GPUs in parallel, one process each.
+    """Run a matrix product on all GPUs in parallel, in one process of `launch.node.measure` each.
 
-    Report those that fail, hang, give a wrong result, or are much slower than the median.
+    Report the GPUs that fail, hang, give a wrong result, or are much slower than the median.
     """
     answers: dict[int, hardware.Answer] = {}
 
@@ -378,7 +389,7 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
 
 
 def _result(answer: hardware.Answer) -> dict[str, Any]:
-    """Return the output of `launch.node.measure`, or an error text about its end."""
+    """Return the parsed output of `launch.node.measure`, or {"error": text} if it has none."""
     if answer.code is None:
         return {"error": "a product did not end in time: it hangs"}
     said = (answer.output.strip() or "null").splitlines()[-1]

@@ -1,8 +1,8 @@
-"""Find out from a rank's output why it failed, and which of an attempt's ranks failed first.
+"""Find out from the ranks' output why a rank failed, and which rank of an attempt failed first.
 
-Standard library alone: it runs inside jobs. One failure brings the other ranks down: peers report a
-closed connection, and torchrun and Slurm end the remaining ranks. These later failures are not the
-cause.
+One failure makes the other ranks fail too: their connection to the failed rank is closed, and
+torchrun and Slurm end the remaining ranks. These later failures are not the cause. Uses only the
+standard library, because it runs inside jobs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _NCCL = re.compile(r"nccl|ProcessGroup|collective operation|gloo", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Cause:
-    """An error that a rank reported."""
+    """Error that a rank's output reports: message, time and traceback."""
 
     message: str  # one line
     time: float
@@ -90,7 +90,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure."""
+    """Failure of a rank: its error, exit code or signal, and the kind of the failure."""
 
     rank: int
     host: str
@@ -98,14 +98,14 @@ class Failure:
     traceback: str | None
     kind: str  # config | diverged | busy | memory | node | place | nccl | signal | lost | exit
     time: float
-    exit: int | None  # 128 + n after a signal n; None: its keeper died, too
+    exit: int | None  # 128 + n after a signal n; None: not recorded, as its keeper died
     signal: str | None  # the signal's name
-    lost_peer: bool  # it only reports that another rank was lost
+    lost_peer: bool  # the message only reports that another rank was lost
     reported: bool  # the rank reported the message itself
 
 
 class Findings:
-    """The error that a rank's lines report, found line by line as they arrive."""
+    """Parser that finds the reported error in a rank's output, line by line as the lines arrive."""
 
     def __init__(self) -> None:
         self.last_line = ""  # last line that is not empty
@@ -134,9 +134,10 @@ class Findings:
             self._see_plain(line, now)
 
     def cause(self, signal: str | None) -> Cause | None:
-        """Return the reported error of a rank that ended with an error or by a signal, or None.
+        """Return the error that the output reports, or None, after the rank ended badly.
 
-        A rank cannot report a SIGKILL, so the result is None for it.
+        signal: name of the signal that ended the rank, or None. The result is None for SIGKILL,
+        which a rank cannot report, and for another signal if the reported error is not recent.
         """
         if (
             self._cause is None
@@ -159,8 +160,10 @@ class Findings:
         self._between, self._open, self._weak_next = [], True, False
 
     def _finish(self, line: str) -> None:
-        """End a traceback, whose last line is the error. Skip it if it is a weak one after another
-        error.
+        """End a traceback, whose last line is the error.
+
+        A weak traceback (an exception ignored by the interpreter, or an error at its exit) is
+        skipped if an error is already known.
         """
         self._open = False
         if not (self._weak and self._cause):
@@ -188,8 +191,11 @@ class Findings:
 
 
 def kind_of(message: str, code: int | None, signal: str | None) -> str:
-    """Return the kind of a failure: config | diverged | busy | memory | node | place | nccl |
-    signal | exit.
+    """Return the kind of a failure.
+
+    It is config, diverged, busy, memory, node, place, nccl, signal or exit.
+
+    code: exit code. signal: name of the signal that ended the rank, or None.
     """
     named: dict[int | None, str] = {
         Exit.WRONG_INPUT: "config",
@@ -209,9 +215,9 @@ OUT_OF_MEMORY = ": out of memory (OOM kill)"
 
 
 def killed_for_memory(error: str | None, code: int | None) -> str | None:
-    """Return the failure message if a rank's end may be an out-of-memory kill, otherwise None.
+    """Return an error message if an out-of-memory kill may have ended a rank, otherwise None.
 
-    The rank died of SIGKILL, or its error is about a killed process.
+    This is the case if the exit code means SIGKILL, or ``error`` is about a killed process.
     """
     if code == Exit.KILLED:
         return f"killed by SIGKILL{OUT_OF_MEMORY}"
@@ -221,19 +227,23 @@ def killed_for_memory(error: str | None, code: int | None) -> str | None:
 
 
 def told_to_end(told: Mapping[str, float], at: float) -> bool:
-    """Return True if a rank with these signals (name -> time) got one to end before a time."""
+    """Return True if a rank got a signal to end at or before the time ``at``.
+
+    The mapping contains the signals that the rank got: name -> unix time of the first arrival.
+    """
     return any(name in _ENDING and since <= at for name, since in told.items())
 
 
 def blameless_signal(signal: str | None, traceback: str | None) -> bool:
-    """Return True if a signal only followed the error: gloo or NCCL may abort the interpreter after
-    a Python exception.
+    """Return True if a signal was only a consequence of an error that the traceback shows.
+
+    gloo or NCCL may abort the interpreter (SIGABRT) after a Python exception.
     """
     return signal == "SIGABRT" and "Traceback (most recent call last)" in (traceback or "")
 
 
 def records(attempt: Path) -> list[dict[str, Any]]:
-    """Return the ranks' records of an attempt, by rank."""
+    """Return the records of an attempt's ranks (ranks/rank_NNNNN.json), ordered by rank."""
     found = (read_json(path) for path in sorted((attempt / "ranks").glob("rank_*.json")))
     return [record for record in found if record is not None]
 
@@ -257,21 +267,23 @@ def failures(attempt: Path, *, running: bool = False) -> list[Failure]:
 
 
 def first_failure(attempt: Path, *, running: bool = False) -> Failure | None:
-    """Return the rank that failed first, or None if none did."""
+    """Return the failure that is most likely the cause, or None if no rank failed."""
     return next(iter(failures(attempt, running=running)), None)
 
 
 def all_told(attempt: Path) -> bool:
-    """Return True if ranks failed, and each of them only after a signal to end, so that none was
-    the cause.
+    """Return True if ranks failed, but each of them only after a signal to end.
+
+    In this case no rank was the cause.
     """
     failed = [record for record in records(attempt) if record.get("exit") != 0]
     return bool(failed) and all(_was_told(_failure(attempt, record), record) for record in failed)
 
 
 def wrong_on(attempt: Path) -> tuple[str, ...]:
-    """Return the hosts whose ranks report wrong input, if other hosts had ranks and none of those
-    reports it. Otherwise none.
+    """Return the hosts whose ranks report wrong input, if they are only some of the hosts.
+
+    Return () if no host or every host reports wrong input.
     """
     hosts = {str(record.get("host")): False for record in records(attempt)}
     for record in records(attempt):
@@ -339,7 +351,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
 
 
 def _order(failure: Failure, record: dict[str, Any]) -> int:
-    """Return the sort key of a failure: the likelier the cause, the smaller."""
+    """Return the sort key of a failure. It is smaller for a likelier cause."""
     if _was_told(failure, record):
         return 4
     if failure.lost_peer:

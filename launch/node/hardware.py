@@ -1,7 +1,7 @@
-"""Query a node's state from nvidia-smi and the kernel: GPUs and their faults, memory, folders,
-network ports.
+"""Query the state of a node's hardware from nvidia-smi and the kernel.
 
-Uses only the standard library.
+The queries concern GPUs and their faults, memory, folders, and network ports. Uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SmiError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Output of a command."""
+    """Result of a command: its exit code (None: killed after the time limit) and its output."""
 
     code: int | None  # None: it did not end in time and was killed
     output: str
@@ -61,8 +61,9 @@ class Answer:
 
 @dataclass
 class Gpu:
-    """A GPU as nvidia-smi reports it. Sizes are in MiB, the temperature in °C; values that
-    nvidia-smi does not report are None.
+    """State of a GPU as nvidia-smi reports it.
+
+    Sizes are in MiB, the temperature in °C. Values that nvidia-smi does not report are None.
     """
 
     index: int
@@ -83,8 +84,9 @@ class Gpu:
     odd: tuple[str, ...] = ()  # fields whose value is an error, such as memory.used [Unknown Error]
 
     def faults(self) -> list[str]:
-        """Return the faults that make the GPU unfit for a run, one line each. Throttling is not
-        included (see `throttling`).
+        """Return the faults that make the GPU unfit for a run, one line each.
+
+        Reduced clocks are not included (see `throttling`).
         """
         found = list(self.odd)
         if self.ecc_uncorrected:
@@ -105,8 +107,9 @@ class Gpu:
         return [f"GPU {self.index} ({self.bus}): {fault}" for fault in found]
 
     def busy(self) -> list[str]:
-        """Return one line that names the processes on the GPU, or an empty list if less than
-        BUSY_MIB is in use.
+        """Return a list with one line that names the processes on the GPU.
+
+        The list is empty if less than BUSY_MIB of the GPU's memory is in use.
         """
         if (self.memory_used or 0) < BUSY_MIB:
             return []
@@ -130,10 +133,10 @@ class Gpu:
 def ask(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> Answer:
-    """Run a command with a time limit.
+    """Run a command with a time limit and return its result.
 
-    After the time limit the command is killed. This function does not wait for its end, because a
-    process in a hanging driver cannot be killed.
+    After the time limit the command is killed, and the exit code in the result is None. This
+    function does not wait for its end, because a process in a hanging driver cannot be killed.
 
     Raises:
         OSError: the command cannot be started.
@@ -155,10 +158,10 @@ def ask(
 
 
 def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
-    """Return the GPUs that are visible to this process, and nvidia-smi's output lines that do not
-    describe a GPU, such as one about a lost GPU.
+    """Return (the GPUs visible to this process, nvidia-smi's other output lines).
 
-    All queries together take at most ``seconds``.
+    The other lines do not describe a GPU; for example, they report a lost GPU. All queries together
+    take at most ``seconds``.
 
     Raises:
         SmiError: nvidia-smi is missing, failed, or does not answer.
@@ -201,8 +204,7 @@ def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
 def _of_each(
     gpus: Sequence[Gpu], what: str, fields: Sequence[str], seconds: float
 ) -> list[tuple[Gpu, list[str]]]:
-    """Query nvidia-smi and return (GPU, cells after the UUID) for each row that belongs to one of
-    ``gpus``.
+    """Query nvidia-smi and return (GPU, cells after the UUID) for each row of one of ``gpus``.
 
     what: the query, as in --query-WHAT. fields: the first one is the UUID of the GPU.
     """
@@ -215,8 +217,9 @@ def _of_each(
 
 
 def listed(seconds: float) -> int:
-    """Return the number of GPUs that nvidia-smi lists for this process, or 0 without GPUs or
-    nvidia-smi.
+    """Return the number of GPUs that nvidia-smi lists for this process.
+
+    Return 0 without GPUs or nvidia-smi.
     """
     try:
         return len(
@@ -227,10 +230,10 @@ def listed(seconds: float) -> int:
 
 
 def named_gpus(seconds: float) -> list[str]:
-    """Return descriptions of the driver's GPUs, with equal GPUs counted: ``8 x NVIDIA H100 80GB
-    HBM3, compute capability 9.0``.
+    """Return a description of each kind of GPU in this node, with the number of equal GPUs.
 
-    Return an empty list if nvidia-smi does not report them.
+    An example is ``8 x NVIDIA H100 80GB HBM3, compute capability 9.0``. Return an empty list if
+    nvidia-smi does not report the GPUs.
     """
     rows = [
         f"{name}, compute capability {capability}"
@@ -291,7 +294,10 @@ def _query(
 
 
 def _optional(what: str, fields: Sequence[str], seconds: float) -> list[list[str]]:
-    """Query fields that a driver or a GPU may not support. Return no rows on failure."""
+    """Return nvidia-smi's rows for fields that a driver or a GPU may not support.
+
+    Return an empty list if the query fails.
+    """
     try:
         return _query(what, fields, seconds, [])
     except SmiError:
@@ -323,12 +329,12 @@ def _gpu(row: Sequence[str]) -> Gpu:
 
 
 def _word(cell: str) -> str | None:
-    """Return a cell, or None if it means that the GPU has no value."""
+    """Return a cell of nvidia-smi's output, or None if it means that the GPU has no value."""
     return None if cell.lower() in NOTHING else cell
 
 
 def _yes(cell: str) -> bool:
-    """Return True if a cell means yes, as older or newer drivers write it."""
+    """Return True if a cell of nvidia-smi's output means yes, in any driver's spelling."""
     return cell.lower() in ("yes", "1", "true")
 
 
@@ -356,8 +362,9 @@ BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 
 
 def memory_gb() -> tuple[float, float, float | None]:
-    """Return the free memory, the total memory, and the free part of /dev/shm (None if missing), in
-    GB.
+    """Return (free memory, total memory, free space of /dev/shm) in GB.
+
+    The last value is None if /dev/shm does not exist.
     """
     pairs = (
         line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -371,10 +378,12 @@ def memory_gb() -> tuple[float, float, float | None]:
 
 
 def probe_folder(folder: Path) -> float:
-    """Write a file, read it back, remove it, and return the folder's free space in GB.
+    """Check that a folder can be written and read, and return its free space in GB.
+
+    A small file is written, read back and removed.
 
     Raises:
-        OSError: one of these failed.
+        OSError: one of these steps failed.
     """
     path = folder / f".launch_check_{os.uname().nodename}_{os.getpid()}_{os.urandom(4).hex()}"
     try:
@@ -390,8 +399,9 @@ def probe_folder(folder: Path) -> float:
 
 
 def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """Return the state (ACTIVE, DOWN, INIT ...) of each InfiniBand, RoCE and EFA port by its name
-    (DEVICE/PORT). Empty without ports.
+    """Return DEVICE/PORT -> state (ACTIVE, DOWN, INIT ...) of the InfiniBand, RoCE and EFA ports.
+
+    Return {} if this node has no ports.
     """
     ports = {}
     for path in sorted(root.glob("*/ports/*/state")):
@@ -404,10 +414,10 @@ def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
 
 
 def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
-    """Return (number, text) of the Xid errors that the NVIDIA driver reported in the last hour: the
-    latest error for each number and device.
+    """Return (number, text) of the Xid errors that the NVIDIA driver reported in the last hour.
 
-    Return an empty list if the kernel log cannot be read.
+    Only the latest error for each number and device is included. Return an empty list if the kernel
+    log cannot be read.
 
     now: seconds since the machine started; default: read from /proc/uptime.
     """

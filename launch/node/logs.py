@@ -1,13 +1,13 @@
-"""Logs of an item: writing a rank's log (stamped lines without secrets), and reading all logs.
-Uses only the standard library.
+"""Write the log of a rank, with time stamps and without secrets, and read all logs of an item.
 
-Ranks' logs have a stamp on every line. The agents' (torchrun's, srun's) have none: their lines get
-the time when the file was last written or, while it is followed, the time when they were read.
-Slurm's file also contains the supervisor's lines, which have a time.
+Every line of a rank's log has a time stamp. The logs of the agents (torchrun and srun) have none:
+their lines get the time when the file was last written or, while it is followed, the time when they
+were read. Slurm's file also contains the supervisor's lines, which have a time.
 
-A rank's log above `LOG_BYTES` is replaced by a file with its first quarter, a marker line with the
-number of omitted bytes, and its last quarter. Readers continue after the last line that they read
-or, if that line was omitted, at the marker line.
+When a rank's log is larger than `LOG_BYTES`, it is replaced by a file with its first quarter, a
+marker line with the number of omitted bytes, and its last quarter. Readers continue after the last
+line that they read or, if that line was omitted, at the marker line. Uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ LOG_BYTES = 1 << 26
 
 
 class Scribe:
-    """Writer of a rank's log: writes the command's complete lines with a stamp, hides secrets, and
-    passes lines to `Findings`.
+    """Writer of a rank's log.
 
-    A carriage return restarts the line, as on a terminal: only the last state of a progress bar is
-    written. A log that cannot be written (a full disk) does not stop the command: the lines are
-    lost, and are counted. A log that cannot be shortened stays complete, and the next try is after
-    another half of `LOG_BYTES`.
+    It adds a time stamp to the command's complete lines, hides secrets, and passes the lines to
+    `Findings`. A carriage return restarts the line, as on a terminal: only the last state of a
+    progress bar is written. A log that cannot be written (a full disk) does not stop the command:
+    the lines are lost, and are counted. If a log cannot be shortened, it stays complete, and the
+    next try is after another half of `LOG_BYTES`.
     """
 
     def __init__(self, path: Path, hidden: Sequence[str], findings: Findings) -> None:
@@ -59,7 +59,7 @@ class Scribe:
         self.last_output: float | None = None
 
     def feed(self, data: bytes) -> None:
-        """Process the command's output."""
+        """Process bytes of the command's output: write the complete lines, and store the rest."""
         if not data:
             return
         now = self.last_output = time.time()
@@ -76,7 +76,7 @@ class Scribe:
             self._write(lines, now)
 
     def flush(self, at_least: float = 0.0) -> None:
-        """Write the unfinished line, if it has waited for at least this many seconds."""
+        """Write the unfinished line, if it has waited for at least ``at_least`` seconds."""
         now = time.time()
         if self._rest and now - self._since >= at_least:
             rest = bytes(self._rest)
@@ -84,7 +84,7 @@ class Scribe:
             self._write([rest], now)
 
     def note(self, text: str) -> None:
-        """Write a line of the keeper."""
+        """Write a line of the keeper itself (`launch.node.rank`) to the log."""
         self.flush()
         self._put(b"%.3f [launch] %b\n" % (time.time(), text.encode(errors="replace")), 1)
 
@@ -106,7 +106,7 @@ class Scribe:
         self._put(stamped, len(lines))
 
     def _put(self, stamped: bytes | bytearray, lines: int) -> None:
-        """Append to the file, or count the lines as lost."""
+        """Append stamped lines to the file. If that fails, count ``lines`` lines as lost."""
         try:
             _write_all(self._file, stamped)
             self._room -= len(stamped)
@@ -159,7 +159,7 @@ _LOG_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 def _write_all(file: int, data: bytes | bytearray) -> None:
-    """Write all of the data.
+    """Write all bytes of ``data`` to a file descriptor.
 
     Raises:
         OSError: the file cannot be written.
@@ -170,8 +170,10 @@ def _write_all(file: int, data: bytes | bytearray) -> None:
 
 
 def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
-    """Return a pattern that matches any of the values, plain or as JSON, Python and URLs write
-    them, the longest first.
+    """Return a pattern that matches any of the secret values, or None if no value is given.
+
+    The values are matched as plain text and in the spellings of JSON, Python and URLs. Longer
+    values are tried first.
     """
     forms: set[str] = set()
     for value in hidden:
@@ -206,7 +208,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of lines and its label."""
+    """Log file with the label and the time range of the lines to read from it."""
 
     path: Path
     label: str
@@ -217,7 +219,7 @@ class Source:
     of_slurm: bool = False
 
     def lines(self) -> Iterator[Line]:
-        """Yield the present lines of the file, or none if it does not exist."""
+        """Yield the lines that the file contains now, or no lines if it does not exist."""
         tail = Tail(self)
         try:
             with self.path.open("rb") as file:
@@ -233,8 +235,10 @@ class Source:
             yield from tail.read()  # the rest, from the file that replaced it
 
     def parse(self, raw: bytes, otherwise: float) -> tuple[float, Line | None]:
-        """Return the time of a raw line (``otherwise`` if it has none) and the line, or None if it
-        does not belong to this source.
+        """Return (time, line) of a raw line.
+
+        The time is ``otherwise`` if the line has no stamp. The line is None if it is outside the
+        source's time range, or if it is a supervisor's line in Slurm's file.
         """
         raw = raw.rstrip(b"\r\n")
         if self.of_slurm and (told := _SUPERVISOR.match(raw)):
@@ -276,9 +280,10 @@ class Tail:
         self.last = lines[before - 1] if before else b""
 
     def read(self) -> list[Line]:
-        """Return new complete lines, also of a rank's log that was shortened since.
+        """Return the complete lines that were added since the last read.
 
-        Any other file that became shorter is read from its start.
+        This also works if a rank's log was shortened since then. Any other file that became shorter
+        is read from its start.
         """
         try:
             with self.source.path.open("rb") as file:
@@ -305,9 +310,9 @@ class Tail:
         return lines
 
     def _settle(self, file: BinaryIO) -> None:
-        """Correct the offset if the file has other bytes before it, because it was replaced.
+        """Correct the read offset if the file was replaced, so that other bytes precede the offset.
 
-        The new offset is after the last line that was read, or at the marker if that line was
+        The new offset is after the last line that was read, or at the marker line if that line was
         omitted, or 0.
         """
         seen = self.last + self._rest
@@ -323,15 +328,19 @@ class Tail:
 
 
 class Follower:
-    """Reader of several sources whose set may grow. ``find`` returns the present ones."""
+    """Reader of the new lines of several sources.
+
+    ``find`` returns the sources that exist at the time of the call, so their set may grow.
+    """
 
     def __init__(self, find: Callable[[], Iterable[Source]], last: int | None = None) -> None:
         self._find, self._tails = find, dict[Path, Tail]()
         self._first = last
 
     def read(self) -> list[Line]:
-        """Return the new lines, by time. The first call returns all lines, or the last ones if a
-        number is set.
+        """Return the new lines of all sources, ordered by time.
+
+        The first call returns all lines, or only the last ones of each source if a number is set.
         """
         found = {source.path: source for source in self._find()}
         for path in found.keys() - self._tails.keys():
@@ -348,12 +357,12 @@ class Follower:
 
 
 def merged(sources: Iterable[Source]) -> Iterator[Line]:
-    """Return all lines of several sources, by time."""
+    """Return an iterator over all lines of several sources, ordered by time."""
     return heapq.merge(*(source.lines() for source in sources), key=lambda line: line.time)
 
 
 def rank_sources(attempt: Path, ranks: Collection[int] | None = None) -> list[Source]:
-    """Return the logs of an attempt's ranks, or of some of them."""
+    """Return the log sources of an attempt's ranks. ``ranks`` selects some; None: all."""
     found = (
         (int(path.stem.rpartition("_")[2]), path)
         for path in sorted((attempt / "logs").glob("rank_[0-9]*.log"))
@@ -362,7 +371,7 @@ def rank_sources(attempt: Path, ranks: Collection[int] | None = None) -> list[So
 
 
 def agent_sources(attempt: Path) -> list[Source]:
-    """Return the logs of the programs that start the ranks, and of the pre-flight check."""
+    """Return the log sources of an attempt's agents (torchrun and srun) and pre-flight check."""
     others = (
         path
         for path in sorted((attempt / "logs").glob("*.log"))
@@ -372,15 +381,17 @@ def agent_sources(attempt: Path) -> list[Source]:
 
 
 def slurm_source(path: Path, item: Path, attempt: Path | None = None) -> Source:
-    """Return the output of Slurm and of the batch script before the supervisor; for one attempt as
-    in `supervisor_source`.
+    """Return the source of Slurm's output file ``path``, without the supervisor's lines.
+
+    attempt: select the time range of one attempt, as in `supervisor_source`.
     """
     return replace(supervisor_source(item, attempt), path=path, label="slurm", of_slurm=True)
 
 
 def supervisor_source(item: Path, attempt: Path | None = None) -> Source:
-    """Return the log of an item's supervisor; for one attempt, the lines between its start and the
-    next one's.
+    """Return the source of the log of an item's supervisor.
+
+    attempt: select the lines between the start of this attempt and the next; None: all lines.
     """
     path = launch_folder(item) / SUPERVISOR_LOG
     if attempt is None:

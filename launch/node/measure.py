@@ -52,12 +52,14 @@ class Ranks:
 
     @property
     def names(self) -> list[str]:
-        """The nodes, each once, in the order of their ranks."""
+        """Names of the nodes, without repetition, in the order of their ranks."""
         return list(dict.fromkeys(self.nodes))
 
 
 def join(backend: str, seconds: float) -> Ranks:
-    """Join the other ranks. On GPUs, each rank sees only its own device.
+    """Connect this rank to the process group, and return its identity. ``seconds`` is the limit.
+
+    On GPUs, the rank sees only its own device.
 
     Raises:
         RuntimeError: the ranks do not connect in time.
@@ -80,9 +82,10 @@ def join(backend: str, seconds: float) -> Ranks:
 
 
 def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """All-reduce a float32 tensor within a group (None: all ranks) for a second.
+    """Measure the bandwidth of all-reducing a float32 tensor of ``mib`` MiB, for about a second.
 
-    Return {"mib", "milliseconds", "algorithm", "bus"}, with bandwidths in GB/s.
+    group: ranks that take part; None: all ranks. Return {"mib", "milliseconds", "algorithm",
+    "bus"}, with the time per all-reduce, and bandwidths in GB/s (see the module docstring).
 
     Raises:
         RuntimeError: the sum is wrong.
@@ -97,7 +100,7 @@ def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> d
     data.zero_()
 
     def run(times: int) -> float:
-        """Return the seconds that the slowest rank needs for this many all-reduces."""
+        """Return the seconds that the slowest rank needs for ``times`` all-reduces."""
         meet(ranks, group)
         began = time.perf_counter()
         for _ in range(times):
@@ -119,15 +122,17 @@ def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> d
 
 
 def meet(ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
-    """Return on all ranks at the same time."""
+    """Wait until all ranks of the group have called this function (a barrier)."""
     here = torch.zeros(1, device=ranks.device)
     dist.all_reduce(here, group=group)
     here.item()
 
 
 def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
-    """Return {"nodes", "bus"} of every pair of neighbouring nodes. A slow node is in both of the
-    slowest pairs. All ranks must call it together.
+    """Measure every pair of neighbouring nodes, and return {"nodes", "bus"} for each pair.
+
+    "bus" is the bus bandwidth in GB/s. A slow node is part of both of the slowest pairs. All ranks
+    must call the function together.
     """
     names = ranks.names
     pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(len(names))]
@@ -152,20 +157,20 @@ def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
 
 
 def gather(ranks: Ranks, value: Any) -> list[Any]:
-    """Return every rank's value. All ranks must call it together."""
+    """Return the list of the values of all ranks. All ranks must call the function together."""
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, value)
     return values
 
 
 def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Compare the nodes' clocks. All ranks must call it together.
+    """Compare the nodes' clocks. All ranks must call the function together.
 
-    Return {"skew": node -> seconds ahead of rank 0's clock, "ahead_at_most": seconds of rank 0's
-    clock ahead of the submitting host's}.
+    Return {"skew": {node: seconds that its clock is ahead of rank 0's}, "ahead_at_most": seconds
+    that rank 0's clock is ahead of the submitting host's, at most}.
 
     The submitting host writes its time to FOLDER/clock.json. The value that is read is older by the
-    file system's delay.
+    file system's delay, so the second value is an upper bound. It is None without that file.
     """
     offsets: dict[str, float] = {}
     for _ in range(3):
@@ -183,10 +188,11 @@ def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
-    """Write a file into each folder on every node, and wait for the other nodes' files.
+    """Check that each node sees the files that other nodes write into the folders.
 
-    Return a line for each file that cannot be written or is not seen. All ranks must call it
-    together.
+    Every node writes a file into each folder, and waits for the other nodes' files. Return an error
+    text for each file that cannot be written or is not seen. token: text in the names of the files.
+    All ranks must call the function together.
     """
     mine = ranks.local_rank == 0 or ranks.nodes.index(ranks.nodes[ranks.rank]) == ranks.rank
     node, faults = ranks.nodes[ranks.rank], []
@@ -271,9 +277,13 @@ TIMED = 8192  # size of the products that are timed, on a GPU
 def check(
     device_name: str, size: int = SIZE, timed: int = TIMED, repeats: int = 20
 ) -> dict[str, object]:
-    """Compute products on a device such as cuda:0 or cpu.
+    """Compute a matrix product with a known result on a device, and measure the device's speed.
 
-    Return {"wrong": entries that differ from the CPU's exact result, "tflops": speed in bfloat16}.
+    device_name: for example cuda:0 or cpu. size: rows and columns of the checked product. timed:
+    rows and columns of the timed products. repeats: number of timed products.
+
+    Return {"wrong": number of entries that differ from the CPU's exact result, "tflops": speed in
+    bfloat16, in TFLOP/s}.
 
     Raises:
         RuntimeError: the device fails.
@@ -297,8 +307,9 @@ def check(
 
 
 def product(device: str) -> int:
-    """Print the result of `check`, or the error, as a line of JSON. Return 0, or 1 if the device
-    failed or its result is wrong.
+    """Print the result of `check`, or {"error": text}, as a line of JSON.
+
+    Return 0, or 1 if the device failed or its result is wrong.
     """
     try:
         result = check(device) if device != "cpu" else check(device, size=512, timed=256, repeats=2)

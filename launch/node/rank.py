@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Keeper:
-    """Parent of one rank's command, which writes the command's log and record."""
+    """Parent process of one rank's command: writes the command's log and record."""
 
     def __init__(self, attempt: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.attempt, self.command = attempt, list(command)
@@ -98,8 +98,10 @@ class Keeper:
             self._scribe.note(f"no folder on this node for compiled kernels: {fault}")
 
     def _defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return default environment variables for the command: unbuffered output, stacks after a
-        crash, NCCL's flight recorder. Variables that are already set override them.
+        """Return default environment variables for the command.
+
+        They request unbuffered output, stacks after a crash, and NCCL's flight recorder. Variables
+        that are already set override them.
 
         The flight recorder's older variable names are added only if a GPU may exist: older versions
         of torch use only these, and newer ones warn about them.
@@ -191,13 +193,13 @@ class Keeper:
                     self._save()
 
     def _take(self, source: int) -> bool:
-        """Read once from the pipe. Return False at its end."""
+        """Read available output from the pipe once. Return False at the end of the pipe."""
         data = os.read(source, 1 << 16)
         self._scribe.feed(data)
         return bool(data)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on, and record the time of its first arrival."""
+        """Pass a signal on to the command, and record the time of the signal's first arrival."""
         name = signal.Signals(number).name
         self._changed |= name not in self._told
         self._told.setdefault(name, time.time())
@@ -264,8 +266,9 @@ class Keeper:
         return code
 
     def _save(self, **end: object) -> None:
-        """Write the record, with ``end`` as its last entries. An error of the disk does not end the
-        rank.
+        """Write the record of the rank, with ``end`` as its last entries.
+
+        A write error of the disk does not end the rank.
         """
         record: dict[str, object] = {
             "rank": self.rank,
@@ -296,8 +299,9 @@ class Keeper:
 
 
 class _Wakeup:
-    """Read end of a pipe into which Python writes a byte for every signal, so that `select` returns
-    at once.
+    """Read end of a pipe that wakes up `select` when a signal arrives.
+
+    Python writes a byte into the pipe for every signal.
     """
 
     def __enter__(self) -> int:
@@ -313,14 +317,15 @@ class _Wakeup:
 
 
 def _may_have_gpus(environ: Mapping[str, str]) -> bool:
-    """Return True if the command may find an NVIDIA GPU, and therefore use NCCL."""
+    """Return True if the command may find an NVIDIA GPU. Only then can it use NCCL."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return Path("/dev/nvidiactl").exists() if visible is None else visible.strip() not in _NO_GPUS
 
 
 def oom_counter() -> Path | None:
-    """Return the file in which the kernel counts out-of-memory kills in this process's memory
-    cgroup, or None if unknown.
+    """Return the kernel's file with the number of out-of-memory kills, or None if it is not found.
+
+    The file counts the kills in this process's memory cgroup.
     """
     with contextlib.suppress(OSError):
         for line in OWN_CGROUPS.read_text(errors="replace").splitlines():
@@ -352,8 +357,9 @@ def oom_kills(counter: Path | None) -> int:
 
 
 def _die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, and make it the parent of all
-    processes that the command leaves behind.
+    """Make the kernel kill this process when its parent dies.
+
+    Also make this process the parent of all processes that the command leaves behind.
     """
     parent = os.getppid()
     prctl(PDEATHSIG, signal.SIGKILL)
@@ -363,10 +369,9 @@ def _die_with_parent() -> None:
 
 
 def die_with(parent: int, number: int) -> None:
-    """Request signal ``number`` for this process when its parent dies; exit if the parent is
-    already dead.
+    """Request that the kernel sends signal ``number`` to this process when its parent dies.
 
-    Called between fork and exec. parent: the parent's pid.
+    Exit if the parent is already dead. Called between fork and exec. parent: the parent's pid.
     """
     prctl(PDEATHSIG, number)
     if os.getppid() != parent:
@@ -384,7 +389,7 @@ def _in_the_command(keeper: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the running processes whose parent is this one."""
+    """Return the ids of this process's running child processes."""
     mine = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -404,8 +409,9 @@ def _children() -> list[int]:
 def _wait_for_children(
     number: signal.Signals | None, seconds: float, meanwhile: Callable[[], None]
 ) -> int:
-    """Wait at most ``seconds`` until no child process is left, including adopted ones. Return the
-    number of processes that got the signal.
+    """Wait at most ``seconds`` until no child process is left, including adopted processes.
+
+    Return the number of processes that got the signal.
 
     number: signal to send once to each child; None: no signal. meanwhile: called repeatedly during
     the wait.

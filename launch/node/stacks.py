@@ -1,4 +1,5 @@
-"""Dump of a hanging process: its state, stacks of py-spy and faulthandler, NCCL's flight recorder.
+"""Dump a hanging process: its state, stacks from py-spy and faulthandler, NCCL's flight recorder.
+
 Uses only the standard library.
 """
 
@@ -20,10 +21,12 @@ SECONDS = 20.0
 
 
 def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
-    """Return a text about a process's present state, within `SECONDS`.
+    """Return a text about a process's state and stacks, within `SECONDS`.
 
-    The process and its NCCL are signalled to write the stacks and the flight recorder, which only
-    they can write.
+    pid: id of the process. rank: its rank. environ: its environment.
+
+    The process is signalled to write faulthandler's stacks, and its NCCL is triggered to write the
+    flight recorder, because only they can write these.
     """
     status = _status(pid)
     waits = _read(f"/proc/{pid}/wchan").strip("0 \n")
@@ -75,7 +78,10 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _py_spy(pid: int, *, stopped: bool) -> str:
-    """Return py-spy's stacks of a process, or the reason why they are missing."""
+    """Return the stacks of a process from py-spy, or an error text if py-spy gives none.
+
+    stopped: the process is stopped, by SIGSTOP or a debugger.
+    """
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -92,7 +98,10 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
 
 
 def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
-    """Run py-spy once and return its output or its error."""
+    """Run py-spy once and return its output, or an error text.
+
+    pause: pause the process while its stacks are read.
+    """
     command = [program, "dump", "--pid", str(pid), *([] if pause else ["--nonblocking"])]
     done = subprocess.run(
         command,
@@ -114,7 +123,8 @@ def _run_py_spy(program: str, pid: int, *, pause: bool) -> str:
 def _ask_nccl(rank: int, environ: Mapping[str, str]) -> str | None:
     """Trigger NCCL's flight recorder through its pipe.
 
-    Return a description, or None if the pipe does not exist (gloo, or NCCL has not started yet).
+    Return a text for the dump, or None if the pipe does not exist (gloo, or NCCL has not started
+    yet).
     """
     path = f"{environ.get('TORCH_NCCL_DEBUG_INFO_PIPE_FILE', '')}{rank}.pipe"
     try:

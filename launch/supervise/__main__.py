@@ -68,8 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 def supervise(job: Job, index: int, *, show: bool) -> int:
     """Supervise an item until it ends, and return the exit code.
 
+    show: print the output of rank 0.
+
     Raises:
-        UserError: another supervisor has the item.
+        UserError: another process already supervises the item.
     """
     item, place = job.items[index], place_of(job)
     launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,7 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
 
 
 def place_of(job: Job) -> Place:
-    """Return the place that runs the job: this process's Slurm allocation, or this machine.
+    """Return the `Place` that runs the job's ranks: the Slurm allocation, or this machine.
 
     Raises:
         UserError: the job is for Slurm, and this process is not inside a Slurm job.
@@ -113,14 +115,14 @@ def place_of(job: Job) -> Place:
 
 @contextmanager
 def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iterator[bool]:
-    """Hold the item's lock against other supervisors.
+    """Lock the item, so that no second supervisor runs it.
 
-    Yield True, or False if the lock of an earlier start of this same job is still held. A file
-    system without locks counts as free. If another job holds the item, this job is requeued
-    (SystemExit).
+    Yield True if the lock was acquired, or if the file system has no locks. Yield False if an
+    earlier start of this same job still has the lock. If another job has the lock, requeue this job
+    and end the process (SystemExit).
 
     Raises:
-        InUse: without a queue, another process holds the item.
+        InUse: the job has no queue, and another process has the lock.
     """
     folder, began = launch_folder(Path(item.directory)), time.monotonic()
     with (folder / "supervisor.lock").open("a+", encoding="utf-8") as lock:
@@ -150,10 +152,10 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
 
 
 def _back(item: Item, place: Place, journal: Journal) -> None:
-    """Requeue this job because another job holds the item, and end this process (SystemExit).
+    """Requeue this job because another job supervises the item, and end this process (SystemExit).
 
-    The process ends with a fault after `BUSY_TIMES` starts or `BUSY_SECONDS`; the file `BUSY`
-    counts both over requeues. The other job's state.json is not changed.
+    After `BUSY_TIMES` starts or `BUSY_SECONDS`, the process ends with Exit.FAULT instead of a
+    requeue. The file `BUSY` counts both over requeues. The other job's state.json is not changed.
     """
     folder = launch_folder(Path(item.directory))
     other = read_json(folder / "state.json") or {}

@@ -1,8 +1,8 @@
-"""Classify the end of an attempt, from its ranks' records, the run's own files, and Slurm's report
-of the job.
+"""Classify how an attempt ended: its outcome and, if it failed, the cause.
 
-Uses only the standard library. Agents are the processes that start ranks: torchrun on each node,
-and srun. Their output is in logs/agents*.log.
+The sources are the ranks' records, the run's own files, and Slurm's report of the job. Agents are
+the processes that start ranks: torchrun on each node, and srun. Their output is in
+logs/agents*.log. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ class Observed:
 
 
 def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | None]:
-    """Return the outcome of an attempt and its failure, or None if it did not fail.
+    """Return (outcome, failure) of an attempt. The failure is None if the attempt did not fail.
 
     kind: kind of the job, "run" or "command".
     folder: folder of the attempt.
+
+    The outcomes are listed at `launch.supervise.policy.End`.
     """
     step = last_step(seen)
     state = seen.after.state if fresh(seen) else None
@@ -115,8 +117,9 @@ def fresh(seen: Observed) -> bool:
 
 
 def last_step(seen: Observed) -> int | None:
-    """Return the last complete step of this attempt, or the step from which it would have
-    continued.
+    """Return the last complete step of the attempt, or None if unknown.
+
+    If the attempt made no step, return the step from which it would have continued.
     """
     if has_stepped(seen.before, seen.after):
         return seen.after.step
@@ -124,10 +127,12 @@ def last_step(seen: Observed) -> int | None:
 
 
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
-    """Return the failure of an attempt, from the first source that explains it.
+    """Return the failure of an attempt, from the first of these sources that explains it.
 
-    The order is: an out-of-memory kill, a node that is down, the first rank that failed, the
-    agents' output.
+    1. an out-of-memory kill
+    2. a node that is down
+    3. the first rank that failed (``first``)
+    4. the agents' output
     """
     if (words := _out_of_memory(seen, folder, first)) is not None:
         rank, host, code = (
@@ -167,7 +172,8 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:
     """Return the error message if an out-of-memory kill ended the attempt, otherwise None.
 
-    The evidence is a kernel counter or Slurm's message in an agent's log.
+    first: failure of the first rank, or None. The evidence is the kernel's counter of such kills,
+    or Slurm's message in an agent's log.
     """
     # True if the rank's keeper survived. Its count of kills is then more reliable than the
     # supervisor's, because its cgroup is that of the rank.
@@ -199,9 +205,9 @@ def _tells_oom(log: Path) -> bool:
 
 
 def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """Describe the memory limit of a node's ranks and how to raise it.
+    """Return a text with the memory limit of a node's ranks and the way to raise it.
 
-    It is read from the job's environment, else from its profile.
+    The limit is read from the job's environment if set, otherwise from the profile.
     """
     nodes = profile.get("nodes") or {}
     counts = {
@@ -241,7 +247,7 @@ def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:
 def agents_words(folder: Path) -> str | None:
     """Return the first line of the agents' output that reports an error.
 
-    Without an error line, return the last line, and without output None.
+    If no line reports an error, return the last line. If the agents wrote no output, return None.
     """
     lines = [
         line.strip()
@@ -266,12 +272,13 @@ _LASTING = re.compile(
 
 
 def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
-    """Return True if a user cancelled the job.
+    """Return True if a user cancelled the Slurm job.
 
-    Its state is CANCELLED, or it is COMPLETING without a reason and with exit code 0:0. Jobs that
-    were preempted or requeued do not count.
+    fields: the fields of scontrol for the job.
+    restarts: Slurm's restart count when this supervisor started.
 
-    fields: the fields of scontrol. restarts: Slurm's restart count when this supervisor started.
+    The job's state is then CANCELLED, or it is COMPLETING without a reason and with exit code 0:0.
+    Jobs that were preempted or requeued do not count.
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return False
@@ -284,10 +291,13 @@ def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
 
 
 def taken(fields: Mapping[str, str], restarts: int) -> bool | None:
-    """Return True if the job loses its nodes: it was preempted or requeued, or a node was lost.
+    """Return True if the Slurm job loses its nodes.
 
-    Return False if the job ends at its time limit or was cancelled by a user, and None if it runs
-    and no end is known.
+    It was preempted or requeued, or a node was lost. Return False if the job ends at its time limit
+    or was cancelled by a user. Return None if the job runs and no reason for an end is known.
+
+    fields: the fields of scontrol for the job.
+    restarts: Slurm's restart count when this supervisor started.
     """
     if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
         return True
@@ -310,14 +320,15 @@ def _preempted(fields: Mapping[str, str]) -> bool:
 
 
 def is_away(refusal: str) -> bool:
-    """Return True if a Slurm command failed because the controller does not answer, a temporary
-    error.
+    """Return True if a Slurm error means that the controller does not answer, which is temporary.
+
+    refusal: text of the error.
     """
     return bool(_AWAY.search(refusal))
 
 
 def is_lasting(fault: str) -> bool:
-    """Return True if a node's fault is a hardware fault.
+    """Return True if the text of a node's fault names a hardware fault.
 
     Other faults, such as a full disk, a busy GPU or a missing mount, may disappear within hours.
     """

@@ -1,9 +1,9 @@
-"""Output of a supervisor: its log, launch/state.json, the user's hook, the cordon file. Standard
-library alone.
+"""Write a supervisor's output: its log, launch/state.json, the user's hook, and the cordon file.
 
-The cordon file lists the nodes that no run may get. Each line is a JSON object {"node", "time",
-"reason", "run", "until"}. run is the item's directory. until is a unix time, or null for a
-permanent entry. Users may add and delete lines.
+The hook is the profile's notify.command. The cordon file lists the nodes that no run may use.
+Each line is a JSON object {"node", "time", "reason", "run", "until"}. "run" is the item's
+directory. "until" is a unix time, or null for a permanent entry. Users may add and delete lines.
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from launch.job import Item, Job, append_json, launch_folder, read_json_lines, w
 
 
 def cordon_file(profile: Mapping[str, Any], working_directory: str) -> Path:
-    """Return the cordon file that a profile names, or the default one of the working directory of
-    the submission.
+    """Return the path of the cordon file: the profile's paths.cordon, or the default.
+
+    The default is runs/cordon.jsonl in the working directory of the submission.
     """
     return Path(
         (profile.get("paths") or {}).get("cordon") or f"{working_directory}/runs/cordon.jsonl"
@@ -32,10 +33,12 @@ def cordon_file(profile: Mapping[str, Any], working_directory: str) -> Path:
 
 
 def cordoned(path: Path | str, now: float | None = None) -> dict[str, str]:
-    """Return node -> reason of the entries that are in force now. A node's last entry counts; a
-    missing file has none.
+    """Return node -> reason for the nodes whose entry in the cordon file is in force.
 
-    Invalid entries are skipped, because a user's mistake must not stop a run.
+    now: unix time; None: the present time.
+
+    The last entry of a node counts. Invalid entries are skipped, because a user's mistake must not
+    stop a run. The result is {} if the file is missing.
 
     Raises:
         OSError: the file exists and cannot be read.
@@ -57,7 +60,9 @@ def cordoned(path: Path | str, now: float | None = None) -> dict[str, str]:
 def cordon(
     path: Path | str, nodes: Iterable[str], reason: str, run: Path | str, until: float | None = None
 ) -> list[str]:
-    """Add an entry for each node that has none in force, and return these nodes.
+    """Add an entry for each node that has none in force, and return the added nodes.
+
+    until: unix time at which the entries end; None: permanent.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -93,10 +98,10 @@ class Notifier:
         self._hooks: list[tuple[subprocess.Popen[bytes], IO[bytes], float]] = []
 
     def send(self, event: str, facts: Mapping[str, Any]) -> str | None:
-        """Start the command if the settings name this event, with {"event", "time", **facts} as
-        JSON on its standard input.
+        """Start the command if the settings name this event.
 
-        Return the reason if it cannot be started, otherwise None.
+        The command gets {"event", "time", **facts} as JSON on its standard input. Return an error
+        text if the command cannot be started, otherwise None.
         """
         if not self._command or event not in self._events:
             return None
@@ -122,8 +127,10 @@ class Notifier:
         return None
 
     def troubles(self, wait_seconds: float = 0.0) -> Iterator[str]:
-        """Yield the errors of commands that have ended, waiting up to this long for them. Kill
-        commands that take too long.
+        """Yield an error text for each command that has ended with an error.
+
+        Wait up to ``wait_seconds`` for running commands. Kill commands that exceed their time
+        limit.
         """
         until = time.monotonic() + wait_seconds
         while self._hooks:
@@ -148,7 +155,10 @@ class Notifier:
 
 
 class Journal:
-    """Log and state of one item. A disk or terminal that cannot be written does not end the run."""
+    """Log and state file of one item.
+
+    A write error of the disk or terminal does not end the run.
+    """
 
     def __init__(self, job: Job, item: Item, job_id: str | None) -> None:
         self.job, self.item, self.job_id = job, item, job_id
@@ -172,7 +182,7 @@ class Journal:
             file.write(f"{now:.3f} {line}\n")
 
     def state(self, state: str, message: str | None = None) -> None:
-        """Write state.json."""
+        """Write state.json with this state and message."""
         values = {
             "format": 1,
             "state": state,
@@ -192,7 +202,7 @@ class Journal:
             self.say(f"state.json cannot be written: {error}")
 
     def event(self, event: str, message: str, **facts: Any) -> None:
-        """Start the profile's hook if its settings name this event."""
+        """Start the profile's notify command if its settings name this event."""
         known = {
             "name": self.item.name,
             "directory": self.item.directory,
@@ -207,8 +217,6 @@ class Journal:
             self.say(trouble)
 
     def settle(self, seconds: float = SECONDS) -> None:
-        """Wait up to this long for the hook's commands to end, and log the errors of those that
-        failed.
-        """
+        """Wait up to ``seconds`` for the notify commands to end, and log the errors."""
         for trouble in self._notifier.troubles(seconds):
             self.say(trouble)

@@ -1,5 +1,6 @@
-"""Supervisor of one item: it makes attempts until the item is finished or must stop. Standard
-library alone.
+"""Supervise one item: start attempts until the item is finished or must stop.
+
+An attempt is one start of the item's ranks. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ REQUEUE_MAX_SECONDS = 60.0  # the controller may be unavailable for long
 # How long a node is cordoned for a fault that may disappear: a full disk, a busy GPU, a missing
 # mount.
 PASSING_SECONDS = 6 * 3600.0
-# for the user's hook before a requeue, which also ends the hook
+# seconds that the user's notify command gets before a requeue, which ends the command too
 HOOK_SECONDS = 5.0
 
 
 class Supervisor:
-    """Supervisor of one item of a job."""
+    """Supervisor of one item of a job: makes attempts and carries out the policy's decisions."""
 
     def __init__(
         self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
@@ -62,11 +63,11 @@ class Supervisor:
     def run(self) -> int:
         """Make attempts until the item ends, and return the exit code.
 
-        0: finished. 1: stopped. 2: its input is wrong. If this job is requeued, Slurm ends the
-        process.
+        0: the item is finished. 1: it stopped. 2: its input is wrong. If this job is requeued,
+        Slurm ends the process and the method does not return.
 
         Raises:
-            OSError: the item's directory still cannot be written after several tries.
+            OSError: the item's directory cannot be written, even after several tries.
         """
         trouble = None
         for number in range(1, self.limits.max_failures + 2):
@@ -82,8 +83,9 @@ class Supervisor:
         raise AssertionError
 
     def _run(self, trouble: str | None) -> int:
-        """Make attempts until the item ends. ``trouble`` is the error that interrupted the previous
-        call, or None.
+        """Make attempts until the item ends, and return the exit code.
+
+        trouble: the error that interrupted the previous call, or None.
         """
         found = run_files.records(self.directory)
         lost = bool(found) and found[-1].ended is None
@@ -103,8 +105,9 @@ class Supervisor:
                 return code
 
     def _attempt(self) -> Observed:
-        """Make an attempt and return the observations. Its closed record is the last of
-        ``records``.
+        """Make an attempt, wait for its end, and return the observations.
+
+        The attempt's record is closed and appended to ``records``.
         """
         number, folder = run_files.new_folder(self.directory)
         before = read_state(self.directory)
@@ -151,7 +154,10 @@ class Supervisor:
         return self._close(record, seen)
 
     def _not_begun(self, record: Record, before: RunState, **seen: Any) -> Observed:
-        """Close an attempt whose ranks were not started."""
+        """Close an attempt whose ranks were not started, and return the observations.
+
+        seen: further fields of `Observed`.
+        """
         cancelled = self._stop_wish() is not None
         taken = not cancelled and taken_away(self.place, self.signals)
         return self._close(
@@ -159,9 +165,10 @@ class Supervisor:
         )
 
     def _unwanted(self, nodes: tuple[str, ...]) -> list[str]:
-        """Return the allocated nodes that the item must not run on, if a requeue can replace them.
+        """Return the allocated nodes that this item must not use and that a requeue can replace.
 
-        After `MISPLACED_TIMES` in a row the result is empty: the nodes are accepted.
+        Return an empty list if excluded nodes were allocated `MISPLACED_TIMES` times in a row: then
+        the nodes are accepted.
         """
         if (
             not self.place.can_requeue
@@ -173,7 +180,7 @@ class Supervisor:
         return unwanted if unwanted and self.place.enough_without(excluded) else []
 
     def _check(self, attempt: Attempt) -> dict[str, list[str]]:
-        """Run the pre-flight check and return the faults of each node that fails it."""
+        """Run the pre-flight check and return node -> faults for each node that fails it."""
         if not (self.job.profile.get("health") or {}).get("check", True):
             return {}
         self.journal.state("checking")
@@ -196,7 +203,10 @@ class Supervisor:
         )
 
     def _close(self, record: Record, seen: Observed, outcome: str | None = None) -> Observed:
-        """Classify an attempt, and write and report its closed record."""
+        """Classify an attempt, save its closed record, report the end, and return ``seen``.
+
+        outcome: outcome to record without a failure; None: the classification's.
+        """
         kind, failure = classify(self.job.kind, record.folder, seen)
         if outcome is not None:
             kind, failure = outcome, None
@@ -239,8 +249,11 @@ class Supervisor:
             self.journal.event(event, about or ended, step=record.step_end)
 
     def _decide(self, seen: Observed | None, *, wait: bool = True) -> int | None:
-        """Decide after an attempt and carry out the decision. Return the exit code, or None to make
-        another attempt.
+        """Decide after an attempt and carry out the decision.
+
+        Return the exit code, or None if another attempt is to be made.
+
+        seen: observations of the attempt; None if no attempt was made yet.
         """
         stop = self._stop_wish()
         faults = seen.faults.items() if seen and self.records[-1].outcome == "unhealthy" else ()
@@ -272,8 +285,10 @@ class Supervisor:
         return None
 
     def _stopped(self, decision: Decision, *, cancelled: bool) -> int:
-        """End the item unfinished: write stop.json if the supervisor gave up, report the reason,
-        and return the exit code.
+        """End an item that is not finished: report the reason and return the exit code.
+
+        Write stop.json if the supervisor gave up. The item then does not restart until a user
+        requeues it.
         """
         last = self.records[-1]
         if decision.gave_up:
@@ -314,7 +329,10 @@ class Supervisor:
         )
 
     def _requeue(self, reason: str) -> int:
-        """Requeue the job. Return an exit code only if that fails or the item is to stop."""
+        """Requeue the job. Return an exit code if that fails or a user stopped the item.
+
+        If the requeue succeeds, Slurm ends this process and the method does not return.
+        """
         told, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
         while number < REQUEUE_TRIES:
             if (stop := self._stop_wish(ask=True)) is not None:
@@ -341,8 +359,8 @@ class Supervisor:
     def _excluded(self) -> list[str]:
         """Return the nodes that this item must not get again.
 
-        These are the nodes excluded by decisions since a user last started the item, and those in
-        the cordon file.
+        These are the nodes in the cordon file, and the nodes that decisions have excluded since a
+        user last started the item.
         """
         stops = [index for index, record in enumerate(self.records[:-1]) if record.end.stopped]
         recent = self.records[stops[-1] + 1 :] if stops else self.records
@@ -357,10 +375,12 @@ class Supervisor:
         return list(dict.fromkeys([*decided, *away]))
 
     def _cordon(self, decision: Decision, unhealthy: Mapping[str, str]) -> None:
-        """Add the nodes that failed to the cordon file, which all runs read.
+        """Add the nodes in ``decision.cordon`` to the cordon file, which all runs read.
 
-        An entry is permanent for a hardware fault, lasts hours for a fault that may disappear, and
-        days for other failures.
+        unhealthy: node -> fault for the nodes that failed the pre-flight check.
+
+        An entry is permanent for a hardware fault. It lasts `PASSING_SECONDS` for a fault that may
+        disappear, and `KEEP_SECONDS` for other failures.
         """
         path, failure = (
             cordon_file(self.job.profile, self.job.working_directory),
@@ -385,9 +405,10 @@ class Supervisor:
                 self.journal.event("cordoned", f"{node}: {why}", node=node)
 
     def _wait(self, seconds: float, reason: str) -> None:
-        """Wait before the next attempt. A signal ends the wait.
+        """Wait ``seconds`` before the next attempt. A signal ends the wait.
 
-        Without a queue, signals that only requested a save and a restart are forgotten first.
+        Without a queue, earlier signals that requested only a save and a restart are discarded
+        before the wait.
         """
         if self.signals.any and not self.signals.ends and not self.place.can_requeue:
             self.signals.forget()
@@ -398,7 +419,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _leave_early(self) -> int | None:
-        """Return the exit code if no attempt is to be made, otherwise None."""
+        """Return the exit code if a stop or a signal forbids another attempt, otherwise None."""
         if (stop := self._stop_wish()) is not None:
             return self._end_without_attempt(stop)
         if not self.signals.any:
@@ -424,7 +445,8 @@ class Supervisor:
     def _stop_wish(self, *, ask: bool = False) -> str | None:
         """Return the reason for which a user stopped this item, or None.
 
-        The queue is queried after SIGTERM, or if ``ask`` is True.
+        The sources are stop.json and Slurm's queue. The queue is queried after SIGTERM, or if
+        ``ask`` is True.
         """
         stop = read(launch_folder(self.directory) / "stop.json")
         if stop is not None:

@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the
-step, `scontrol` requeues the job.
+"""Run ranks on the nodes of a Slurm allocation.
 
-Standard library alone: it runs inside jobs, from the snapshot.
+`srun` starts the ranks as a step, `scancel` signals the step, and `scontrol` requeues the job.
+Uses only the standard library, because it runs inside jobs, from the snapshot.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inva
 
 
 class SlurmPlace(Place):
-    """The allocation in which this process was started."""
+    """Place whose nodes are the Slurm allocation in which this process was started."""
 
     can_requeue = True
 
     def __init__(self, environ: Mapping[str, str], exclude: Sequence[str] = ()) -> None:
-        """Read the job's ids from the batch script's environment. ``exclude`` are the nodes that
-        the profile excludes.
+        """Read the job's ids from the batch script's environment.
+
+        exclude: nodes that the profile excludes.
         """
         raw, array, task = (
             environ["SLURM_JOB_ID"],
@@ -80,8 +81,9 @@ class SlurmPlace(Place):
         return nodes
 
     def start(self, attempt: Attempt) -> SlurmRunning:
-        """Start the ranks as a step. Agents write to logs/agents_NODE.log, srun itself to
-        logs/agents.log.
+        """Start the ranks as a Slurm step and return the running step.
+
+        The agents (torchrun on each node) write to logs/agents_NODE.log, srun to logs/agents.log.
 
         Raises:
             PlaceError: no port is free, or srun cannot be started.
@@ -101,8 +103,9 @@ class SlurmPlace(Place):
         return self._step(attempt, f"launch-{attempt.number}", agent, outputs, logs / "agents.log")
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
-        """Run the pre-flight check on every node and return node -> faults. A node that does not
-        answer in time has that as a fault.
+        """Run the pre-flight check on every node and return node -> faults.
+
+        For a node that does not answer in time, the missing answer is the fault.
 
         Raises:
             PlaceError: srun could not run the check.
@@ -142,7 +145,10 @@ class SlurmPlace(Place):
     def _step(
         self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path
     ) -> SlurmRunning:
-        """Start a step with one task per node that runs the command."""
+        """Start a Slurm step with one task per node that runs the command. Return the step.
+
+        name: name of the step. options: further options of srun. log: file for srun's output.
+        """
         profile, nodes = attempt.job.profile, attempt.nodes
         taken = profile.get("nodes") or {}
         # --cpus-per-task determines all that the step gets of a node. If the job owns its nodes,
@@ -180,8 +186,9 @@ class SlurmPlace(Place):
         return SlurmRunning(process, self._job, name, attempt)
 
     def down_nodes(self) -> dict[str, str]:
-        """Return node -> reason of the allocated nodes that are down, failing or draining. Return
-        {} if Slurm does not answer.
+        """Return node -> reason of the allocated nodes that are down, failing or draining.
+
+        Return {} if Slurm does not answer.
         """
         try:
             nodes = self.nodes()
@@ -208,15 +215,20 @@ class SlurmPlace(Place):
         return down
 
     def cancelled(self) -> bool:
-        """Return True if this job was cancelled: see `launch.supervise.classify.cancelled`."""
+        """Return True if a user cancelled this job: see `launch.supervise.classify.cancelled`.
+
+        Return False if Slurm does not answer.
+        """
         try:
             return cancelled(self._shown(), self.restart_count)
         except SlurmError:
             return False
 
     def taken(self) -> bool | None:
-        """Return True if this job was preempted, requeued, or lost a node: see
-        `launch.supervise.classify.taken`.
+        """Return True if this job was preempted or requeued, or lost a node.
+
+        See `launch.supervise.classify.taken` for False and None. Return None if Slurm does not
+        answer.
         """
         try:
             return taken(self._shown(), self.restart_count)
@@ -224,8 +236,9 @@ class SlurmPlace(Place):
             return None
 
     def enough_without(self, exclude: Sequence[str]) -> bool:
-        """Return True if enough suitable nodes are left without these. With too few, Slurm would
-        never start the job.
+        """Return True if enough suitable nodes are left without the nodes in ``exclude``.
+
+        With too few nodes, Slurm would never start the job. Return False if Slurm does not answer.
         """
         try:
             return enough_nodes(all_nodes(), self._shown(), exclude)
@@ -233,11 +246,11 @@ class SlurmPlace(Place):
             return False
 
     def requeue(self, exclude: Sequence[str]) -> None:
-        """Requeue this job without the nodes ``exclude``, and end this process (SystemExit).
+        """Requeue this job without the nodes in ``exclude``, and end this process (SystemExit).
 
         Slurm changes a job's excluded nodes only while the job waits, so they are set after the
-        requeue. Seconds remain for that, until the end of KillWait. SIGTERM must not end this
-        process or scontrol in that time.
+        requeue. Slurm kills this process KillWait seconds after the requeue, so SIGTERM must not
+        end this process or scontrol before that.
 
         Raises:
             Unreachable: Slurm does not answer.
@@ -265,8 +278,9 @@ class SlurmPlace(Place):
                 signal.signal(number, handler)
 
     def _requeued(self) -> bool:
-        """Wait until Slurm counts another restart, and return True. From then on, the end of this
-        process does not end the job.
+        """Wait until Slurm counts another restart of the job. Return False if it does not in time.
+
+        After that restart is counted, the end of this process does not end the job.
         """
         end = time.monotonic() + END_SECONDS
         while time.monotonic() < end:
@@ -277,12 +291,12 @@ class SlurmPlace(Place):
         return False
 
     def _exclude(self, exclude: Sequence[str]) -> None:
-        """Add nodes to the excluded ones of the waiting job. If Slurm refuses, log the error; the
-        job waits without the exclusion.
+        """Add nodes to the excluded nodes of the waiting job.
 
-        If too few nodes would be left (the job would wait with the reason BadConstraints and never
-        start), only the profile's nodes are excluded. A site that lists no nodes (PrivateData)
-        leaves that unknown; the names are then used unchecked.
+        If Slurm refuses, log the error; the job then waits without the exclusion. If too few nodes
+        would be left, the job would never start (reason BadConstraints), so only the profile's
+        nodes are excluded. If a site lists no nodes (PrivateData), the number of nodes that are
+        left is unknown, and ``exclude`` is used unchecked.
         """
         try:
             nodes = all_nodes()
@@ -323,7 +337,10 @@ class SlurmPlace(Place):
         return job_fields(self._job)
 
     def _keep_guard(self, attempt: Attempt) -> None:
-        """Start the guard if it does not run. It requeues the job if this process is killed."""
+        """Start the guard process (`launch.supervise.slurm_steps`) unless it already runs.
+
+        The guard requeues the job if this supervisor is killed.
+        """
         if self._guard is not None and self._guard.poll() is None:
             return
         words = [
@@ -344,7 +361,7 @@ class SlurmPlace(Place):
 
 
 class SlurmRunning:
-    """A running Slurm step. Implements `launch.supervise.place.Running`."""
+    """Ranks that run as a Slurm step. Implements `launch.supervise.place.Running`."""
 
     def __init__(
         self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt
@@ -356,8 +373,9 @@ class SlurmRunning:
         self._gone = False
 
     def poll(self) -> int | None:
-        """Return srun's exit code (128 + n for a signal) once Slurm no longer lists the step,
-        otherwise None.
+        """Return srun's exit code, or None while Slurm still lists the step.
+
+        The code is 128 + n if signal n ended srun.
         """
         code = self._srun.poll()
         if code is None:
@@ -380,9 +398,10 @@ class SlurmRunning:
         return 128 - code if code < 0 else code
 
     def signal(self, number: int) -> None:
-        """Start sending the signal to every rank's keeper on its node, without waiting.
+        """Start sending a signal to the keeper of every rank, without waiting.
 
-        A keeper that has not started yet does not get the signal, so the caller repeats it.
+        A keeper (`launch.node.rank`) is the parent process of a rank. A keeper that has not started
+        yet does not get the signal, so the caller repeats the call.
         """
         if number in self._telling:
             telling, since = self._telling[number]
@@ -407,8 +426,9 @@ class SlurmRunning:
             )
 
     def kill(self, seconds: float = END_SECONDS) -> None:
-        """End every process on all nodes with SIGKILL. Return once they have ended, or after this
-        many seconds.
+        """End every process of the step on all nodes with SIGKILL.
+
+        Return once the processes have ended, or after ``seconds``.
         """
         end = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < end:
@@ -448,6 +468,8 @@ def beside(
 ) -> subprocess.Popen[bytes]:
     """Start a Python module once on each of the nodes, as a step that shares the ranks' resources.
 
+    name: name of the step. words: the module and its arguments. log: file for its output.
+
     Raises:
         OSError: srun cannot be started.
     """
@@ -456,7 +478,9 @@ def beside(
 
 
 def srun_words(nodes: Sequence[str], name: str, cpus: str) -> list[str]:
-    """Return the srun command for one task per node next to other steps.
+    """Return the srun command for a step of one task per node, which may run next to other steps.
+
+    name: name of the step. cpus: CPUs per task.
 
     Without --overlap and --mem=0, Slurm would delay or refuse the step.
     """
@@ -473,12 +497,12 @@ def srun_words(nodes: Sequence[str], name: str, cpus: str) -> list[str]:
 
 
 def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
-    """Return a container's part of the command: srun options (pyxis), and words before the ranks'
-    command (apptainer).
+    """Return (srun's options, words before the ranks' command) for the profile's container.
 
-    The folders of the job and the item and the profile's shared ones are mounted at the same paths,
-    in addition to the profile's mounts. If the image sets a variable too, the image's value would
-    win, so the important ones are set again inside.
+    pyxis needs the options, apptainer the words. Both lists are empty without a container. The
+    folders of the job and the item and the profile's shared folders are mounted at the same paths,
+    in addition to the profile's mounts. A variable that the image sets would override the job's
+    value, so the important variables are set again inside the container.
     """
     job, profile = attempt.job, attempt.job.profile
     container: Mapping[str, Any] = profile.get("container") or {}
@@ -522,7 +546,7 @@ def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Return the paths without duplicates and without those below another one."""
+    """Return the paths without duplicates and without paths below another path of the list."""
     unique = [path.rstrip("/") or "/" for path in dict.fromkeys(paths)]
     return [
         path

@@ -1,8 +1,8 @@
-"""Interface of a place that runs ranks, and its implementation for this machine. `on_slurm` has the
-one for Slurm.
+"""Interface of a place that runs ranks, and its implementation for this machine.
 
-Standard library alone: it runs inside jobs, from the snapshot. The supervisor's loop decides; a
-place starts, signals and ends the ranks, and reports observations.
+The supervisor's loop makes the decisions. A place starts, signals and ends the ranks, and reports
+observations. `launch.supervise.on_slurm` contains the implementation for Slurm. Uses only the
+standard library, because it runs inside jobs, from the snapshot.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Attempt:
 
 
 class PlaceError(Exception):
-    """A place could not perform a request (no allocation, Slurm refused). The message is one line.
+    """A place could not do what was requested (no allocation, Slurm refused).
 
-    The loop treats it as a failure of the attempt.
+    The message is one line. The supervisor's loop treats the error as a failure of the attempt.
     """
 
 
@@ -55,26 +55,29 @@ class Unreachable(PlaceError):
 
 
 class Running(Protocol):
-    """The running ranks of an attempt."""
+    """Ranks of an attempt that has been started: interface to poll, signal and end them."""
 
     def poll(self) -> int | None:
-        """Return the exit code of torchrun or srun (128 + n for a signal) once no process is left,
-        otherwise None. Do not wait.
+        """Return the exit code of torchrun or srun, or None while a process is left. Do not wait.
+
+        The code is 128 + n if signal n ended the program.
         """
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank's keeper (USR1: save and end; USR2: dump stacks; TERM). Never
-        raise: ranks may have ended.
+        """Send a signal to the keeper (`launch.node.rank`) of every rank. Never raise.
+
+        USR1: save and end. USR2: dump stacks. TERM: end. Ranks that have ended are skipped.
         """
 
     def kill(self) -> None:
-        """End every process on all nodes with SIGKILL. Return once they have ended, or after a
-        minute if a node does not answer.
+        """End every process on all nodes with SIGKILL.
+
+        Return once the processes have ended, or after a minute if a node does not answer.
         """
 
 
 class Place:
-    """A place that runs an item. The base class implements a place without a queue."""
+    """Nodes on which an item's ranks run. The base class implements a place without a queue."""
 
     job_id: str | None = None  # Slurm's; ARRAY_TASK for a task of an array
     restart_count = 0  # number of requeues by Slurm
@@ -89,19 +92,19 @@ class Place:
         raise NotImplementedError
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
-        """Run the pre-flight check (`launch.node.checks`) on every node and return node -> faults,
-        empty for a sound node.
+        """Run the pre-flight check (`launch.node.checks`) on every node and return node -> faults.
 
-        A node that does not answer within health.timeout_seconds has that as its fault. The reports
-        are in ATTEMPT/health/NODE.json.
+        The list of a sound node is empty. For a node that does not answer within
+        health.timeout_seconds, the missing answer is the fault. The reports are in
+        ATTEMPT/health/NODE.json.
         """
         raise NotImplementedError
 
     def start(self, attempt: Attempt) -> Running:
-        """Start the ranks (`agent_command`).
+        """Start the ranks with `agent_command` and return the running ranks.
 
-        The agents' output is written to ATTEMPT/logs/agents.log, or to one file per node,
-        agents_NODE.log.
+        The output of the agents (torchrun or srun) is written to ATTEMPT/logs/agents.log, or to one
+        file per node, agents_NODE.log.
 
         Raises:
             PlaceError: the ranks cannot be started.
@@ -109,37 +112,39 @@ class Place:
         raise NotImplementedError
 
     def down_nodes(self) -> dict[str, str]:
-        """Return node -> reason of the allocated nodes that are down, failing or draining. Empty if
-        unknown. Never raise.
+        """Return node -> reason of the allocated nodes that are down, failing or draining.
+
+        Return {} if the nodes' states are not known. Never raise.
         """
         return {}
 
     def cancelled(self) -> bool:
-        """Return True if the queue reports that a user cancelled this job. False if unknown. Never
-        raise. Called after SIGTERM.
+        """Return True if the queue reports that a user cancelled this job. Never raise.
+
+        Return False if the queue does not answer. Called after SIGTERM.
         """
         return False
 
     def taken(self) -> bool | None:
-        """Return True if the queue takes the allocation away (preemption, a requeue, a lost node).
-        Never raise.
+        """Return True if the queue takes the allocation away. Never raise.
 
-        False: the job ends for another reason, such as its time limit. None: no end is known.
-        Called once after a bad end.
+        The reasons are preemption, a requeue, or a lost node. Return False if the job ends for
+        another reason, such as its time limit. Return None if no end of the job is known. Called
+        once after an attempt that ended badly.
         """
         return None
 
     def enough_without(self, exclude: Sequence[str]) -> bool:
-        """Return True if the job could still get its nodes without these. False if unknown. Never
-        raise.
+        """Return True if the job could still get enough nodes without those in ``exclude``.
+
+        Return False if that is not known. Never raise.
         """
         return False
 
     def requeue(self, exclude: Sequence[str]) -> None:
-        """Requeue this job without the nodes `exclude`, if enough others are left. Slurm then ends
-        this process.
+        """Requeue this job without the nodes in ``exclude``, if enough other nodes are left.
 
-        The call returns or raises only if that failed.
+        If the requeue succeeds, Slurm ends this process, and the method does not return.
 
         Raises:
             PlaceError: the requeue failed.
@@ -151,11 +156,12 @@ class Place:
 
 
 def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | None) -> list[str]:
-    """Return the command that runs once on each node: torchrun with static rendezvous at head:port,
-    or the rank without torchrun.
+    """Return the command that runs once on each node and starts the ranks.
 
-    With node_rank None, torchrun takes its node's number from the environment variable
-    PET_NODE_RANK.
+    It is torchrun with static rendezvous at head:port. A job without torchrun starts its only rank
+    directly.
+
+    node_rank: number of the node; None: torchrun reads it from the variable PET_NODE_RANK.
     """
     job = attempt.job
     rank = [
@@ -186,7 +192,7 @@ def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | No
 
 
 def address(node: str) -> str:
-    """Return a node's name, or the address by which Slurm reaches it if it does not resolve."""
+    """Return a node's name, or Slurm's address of the node if the name cannot be resolved."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -202,13 +208,13 @@ _GONE_SECONDS = 60.0
 
 
 class LocalPlace(Place):
-    """This machine, without a queue."""
+    """Place for jobs without a queue: this machine."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     def nodes(self) -> tuple[str, ...]:
-        """Return this machine.
+        """Return a tuple with only this machine's name.
 
         Raises:
             PlaceError: the job needs more than one node.
@@ -238,10 +244,10 @@ class LocalPlace(Place):
         return {node: report.faults for node, report in read_reports(folder, attempt.nodes).items()}
 
     def start(self, attempt: Attempt) -> LocalRanks:
-        """Start torchrun, or the only rank.
+        """Start torchrun, or the only rank of a job without torchrun, and return the running ranks.
 
         Raises:
-            PlaceError: it cannot be started.
+            PlaceError: the program cannot be started.
         """
         log, tied = (
             attempt.folder / "logs" / "agents.log",
@@ -262,7 +268,9 @@ class LocalPlace(Place):
 
 
 def started(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command in a new session. Its output is appended to a log.
+    """Start a command in a new session, and return the process. Append its output to ``log``.
+
+    options: further arguments of subprocess.Popen.
 
     Raises:
         OSError: the command cannot be started.
@@ -280,8 +288,9 @@ def started(command: Sequence[str], log: Path, **options: Any) -> subprocess.Pop
 
 
 def _in_the_agent(supervisor: int) -> None:
-    """Between fork and exec: die with the supervisor, and ignore the signals that are meant for
-    ranks.
+    """Prepare the agent's process between fork and exec.
+
+    It dies with the supervisor, and ignores the signals that are meant for the ranks.
     """
     die_with(supervisor, signal.SIGKILL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -289,15 +298,19 @@ def _in_the_agent(supervisor: int) -> None:
 
 
 class LocalRanks:
-    """An attempt's processes on this machine: those whose environment names its folder."""
+    """Processes of an attempt on this machine.
+
+    They are found by the attempt's folder in their environment.
+    """
 
     def __init__(self, attempt: Attempt, agent: subprocess.Popen[bytes]) -> None:
         self.attempt, self._agent = attempt, agent
         self._over_since: float | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; see `Running.poll`. Processes that the agent leaves running are
-        killed after a while.
+        """Return the agent's exit code, or None while a process of the attempt is left.
+
+        See `Running.poll`. Processes that remain 10 seconds after the agent's end are killed.
         """
         code = self._agent.poll()
         if code is None:
@@ -329,8 +342,9 @@ class LocalRanks:
 
 
 def end_orphans(folders: Sequence[Path]) -> int:
-    """End the processes that earlier attempts left on this machine when their supervisor was
-    killed. Return their number.
+    """End the processes that earlier attempts left on this machine, and return their number.
+
+    Such processes remain if an attempt's supervisor was killed. folders: the attempts' folders.
     """
     mine = [
         folder
@@ -343,7 +357,10 @@ def end_orphans(folders: Sequence[Path]) -> int:
 
 
 def processes(folder: Path) -> list[int]:
-    """Return the processes on this machine, except zombies, that belong to a folder's attempt."""
+    """Return the ids of this machine's processes, except zombies, that belong to an attempt.
+
+    folder: folder of the attempt.
+    """
     mine = [
         pid
         for pid in _others()
@@ -353,7 +370,10 @@ def processes(folder: Path) -> list[int]:
 
 
 def keepers(folder: Path) -> list[int]:
-    """Return the rank keepers on this machine that belong to the attempt of a folder."""
+    """Return the process ids of an attempt's keepers (`launch.node.rank`) on this machine.
+
+    folder: folder of the attempt.
+    """
     return [
         pid
         for pid in _others()
@@ -368,7 +388,10 @@ def _others() -> list[int]:
 
 
 def words_of(pid: int, what: str = "cmdline") -> list[bytes]:
-    """Return a process's command line, or its environment, as words. Empty if it cannot be read."""
+    """Return a process's command line as words, or [] if it cannot be read.
+
+    what: "cmdline", or "environ" for the environment variables.
+    """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
     return []

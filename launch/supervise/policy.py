@@ -1,4 +1,4 @@
-"""Decision after an attempt, as a pure function of the ends of all attempts.
+"""Decide what to do after an attempt: a pure function of the ends of all attempts.
 
 Standard library alone: it runs inside jobs. The rules, in order of precedence:
 
@@ -50,14 +50,14 @@ KEEP_SECONDS = 3 * 86400.0  # how long a failure counts against its node
 OF_THE_PROGRAM = ("exit", "signal", "hang", "memory", "nccl", "config")
 OF_THE_NODE = ("node", "health", "lost")
 OF_THE_PLACES = ("hang", "nccl")  # before the first step, other nodes may avoid it
-FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count
+FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count as failures
 BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # limits for a run directory in use
-MISPLACED_TIMES = 3  # in a row; then the nodes are accepted
+MISPLACED_TIMES = 3  # after this many in a row, the nodes are accepted
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on restarts after failures: the profile's ``restarts``."""
+    """Configuration keys of the section ``restarts``: limits on restarts after failures."""
 
     max_failures: int = setting(
         5, "Failures without a new checkpoint in between before giving up.", least=0
@@ -84,7 +84,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Failure:
-    """Cause of an attempt's failure: its first failing rank, or its node."""
+    """Cause of an attempt's failure: the first rank that failed, or a node's fault."""
 
     # exit | signal | hang | node | health | config | diverged | memory | nccl | lost | busy | place
     kind: str
@@ -97,22 +97,23 @@ class Failure:
 
 @dataclass(frozen=True)
 class End:
-    """End of an attempt."""
+    """End of an attempt: its outcome, its failure if any, and its progress."""
 
     # finished | saved | interrupted | misplaced | failed | hang | unhealthy | lost | cancelled |
     # busy
     outcome: str
     failure: Failure | None = None
-    progress: bool = False  # a later checkpoint than it started from
+    progress: bool = False  # the attempt left a later checkpoint than it started from
     time: float = 0.0  # unix time of the end
-    # the decision after it was to stop; a later start by a user ignores all attempts up to it
+    # the decision after the attempt was to stop; when a user starts the item again, all attempts up
+    # to this one are ignored
     stopped: bool = False
-    stepped: bool = True  # it did a step
+    stepped: bool = True  # the attempt made a step
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Circumstances at the time of the decision."""
+    """Facts about the item, its allocation and received signals that a decision depends on."""
 
     stop: str | None = None  # why a user stopped the item
     ending: bool = False  # a signal announced the end of the allocation or of this process
@@ -134,7 +135,7 @@ class Decision:
     reason: str  # one line
     delay_seconds: float = 0.0
     exclude: tuple[str, ...] = ()  # nodes not to be used again
-    # Those of `exclude` that no run should get -> reason.
+    # Nodes of `exclude` that no run should use -> reason.
     cordon: Mapping[str, str] = field(default_factory=dict)
     # the item must not restart until a user has intervened
     gave_up: bool = False
@@ -183,8 +184,10 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
 
 
 def _is_wrong_input(recent: Sequence[End]) -> bool:
-    """Return True if the last attempt ended for wrong input, no attempt made progress with it, and
-    not one node alone reports it.
+    """Return True if the last attempt shows that the item's input is wrong.
+
+    The attempt ended for wrong input, and no attempt made progress with this input. If only some of
+    the hosts report wrong input, at least two different hosts must have reported it.
     """
     last = recent[-1].failure
     if last is None or any(end.progress for end in recent):
@@ -222,7 +225,10 @@ def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> 
 
 
 def _leave(situation: Situation, why: str) -> Decision:
-    """Return the decision when the allocation or process ends: it makes no new attempt."""
+    """Return the decision if no new attempt is possible.
+
+    The allocation or this process ends, for the reason in ``why``.
+    """
     if situation.can_requeue:
         return Decision("requeue", why)
     return (
@@ -279,8 +285,9 @@ def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) 
 def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation) -> dict[str, str]:
     """Return node -> reason of the nodes that this item must not get again.
 
-    If all of several nodes are unhealthy, the check is blamed and none is excluded for it. A node
-    that is down is left to Slurm, which allocates it to no job until it is back.
+    These are nodes that failed the pre-flight check, and nodes with too many failures. If all of
+    several nodes fail the check, the check is considered wrong and excludes no node. A node that is
+    down is not included, because Slurm does not allocate it until it is back.
     """
     leave: dict[str, str] = {}
     if situation.nodes == 1 or len(situation.unhealthy) < situation.nodes:
@@ -295,7 +302,10 @@ def _nodes_to_leave(recent: Sequence[End], limits: Limits, situation: Situation)
 
 
 def _failures_of_nodes(recent: Sequence[End]) -> dict[str, list[End]]:
-    """Return the recent failures attributed to each node."""
+    """Return node -> its recent failures, only for the node that the last failure is attributed to.
+
+    The result is {} if the last failure is attributed to no node.
+    """
     now = recent[-1].time
     against: dict[str, list[End]] = {}
     for end in recent:
@@ -320,9 +330,9 @@ def blamed(failure: Failure | None) -> str | None:
 
 
 def since_stop(history: Sequence[End]) -> Sequence[End]:
-    """Return the attempts since a user last started the item.
+    """Return the ends of the attempts since a user last started the item.
 
-    Attempts that found the run directory in use for too long become failures.
+    Attempts that found the run directory in use for too long are changed to failures.
     """
     start = next(
         (index + 1 for index in range(len(history) - 2, -1, -1) if history[index].stopped), 0
@@ -342,9 +352,9 @@ def since_stop(history: Sequence[End]) -> Sequence[End]:
 
 
 def failures_since_progress(recent: Sequence[End]) -> int:
-    """Return the number of failed attempts since the last one that left a later checkpoint.
+    """Return the number of failed attempts since the last attempt that made progress.
 
-    That attempt counts as the first if it failed.
+    Progress means a later checkpoint. The attempt that made progress is counted if it failed.
     """
     count = 0
     for end in reversed(recent):
@@ -355,15 +365,16 @@ def failures_since_progress(recent: Sequence[End]) -> int:
 
 
 def saves_without_progress(recent: Sequence[End]) -> int:
-    """Return how many attempts in a row, up to the last, were saved at a signal without a later
-    checkpoint.
+    """Return the number of latest attempts that were saved at a signal without a later checkpoint.
+
+    Counting ends at the last attempt that failed or made progress.
     """
     idle = takewhile(lambda end: not end.progress and end.outcome not in FAILED, reversed(recent))
     return sum(end.outcome == "saved" for end in idle)
 
 
 def misplaced(history: Sequence[End]) -> int:
-    """Return how many times in a row, up to the last attempt, an excluded node was allocated."""
+    """Return the number of latest attempts in a row to which an excluded node was allocated."""
     return len(
         list(
             takewhile(lambda end: end.outcome == "misplaced" and not end.stopped, reversed(history))
@@ -374,8 +385,9 @@ def misplaced(history: Sequence[End]) -> int:
 def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
     """Return how many times in a row, up to the last attempt, the program failed in the same way.
 
-    Attempts that are no evidence about the program are skipped. With ``anywhere``, the step may
-    differ, but only failures of the last `KEEP_SECONDS` count.
+    Attempts whose end is no evidence about the program are skipped.
+
+    anywhere: the step may differ, but only failures of the last `KEEP_SECONDS` count.
     """
     count, last = 0, _signature(recent[-1], anywhere)
     if last is None:
@@ -391,8 +403,9 @@ def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
 
 
 def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
-    """Return (kind, normalised message, step) of a failure of the program, or None for other
-    failures.
+    """Return (kind, normalised message, step) of a failure of the program, or None for other ends.
+
+    anywhere: set the step to None, so that failures at different steps are equal.
     """
     failure = end.failure
     if (
@@ -409,14 +422,18 @@ def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
 
 
 def back_off(failures: int, limits: Limits) -> float:
-    """Return the seconds to wait after this many failures without progress (1 or more)."""
+    """Return the seconds to wait before the next attempt.
+
+    failures: number of failures without progress, at least 1. The time doubles with each of them.
+    """
     doubled = limits.back_off_seconds * 2.0 ** min(failures - 1, 60)
     return min(doubled, max(limits.back_off_max_seconds, 0.0))
 
 
 def normalised(message: str) -> str:
-    """Replace addresses, paths and numbers in a message, which differ between two occurrences of
-    one failure.
+    """Replace the addresses, paths and numbers in a message by fixed words.
+
+    These parts may differ between two occurrences of one failure.
     """
     for pattern, stand_in in (
         (r"0x[0-9a-fA-F]+", "ADDRESS"),

@@ -1,5 +1,6 @@
-"""Files of an item that its supervisor reads and writes: the run's progress and metrics, and the
-attempts. Uses only the standard library.
+"""Read and write the files of an item: the run's progress and metrics, and the attempts' folders.
+
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CHECKPOINT = re.compile(r"step_(\d{8,})$")
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run's files at one moment."""
+    """Progress of a run, read from its files at one moment."""
 
     # starting | running | complete | stopped | failed; None if unknown
     state: str | None
@@ -62,8 +63,9 @@ def read_state(directory: Path) -> RunState:
 
 
 def has_stepped(before: RunState, now: RunState) -> bool:
-    """Return True if a step was done between two reads. Lines of steps that an earlier attempt left
-    do not count.
+    """Return True if the run made a step between two reads of its files.
+
+    Steps in the files that an earlier attempt left do not count.
     """
     ours = (
         now.writer != before.writer and now.said is not None and now.said > (before.checkpoint or 0)
@@ -72,8 +74,9 @@ def has_stepped(before: RunState, now: RunState) -> bool:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return a small JSON file's object, or None if it is missing or the file system does not
-    answer for a moment.
+    """Return the object in a small JSON file, or None if the file is missing or cannot be read.
+
+    A file system that does not answer for a moment gives None instead of an error.
     """
     with suppress(OSError):
         return read_json(path)
@@ -105,8 +108,8 @@ class Record:
     restart_count: int
     nodes: tuple[str, ...]
     world_size: int
-    host: str  # the supervisor's
-    pid: int  # the supervisor's
+    host: str  # host of the supervisor
+    pid: int  # process id of the supervisor
     ended: float | None = None
     outcome: str | None = None  # see `policy.End`
     step_start: int | None = None
@@ -115,7 +118,7 @@ class Record:
     checkpoint_end: int | None = None
     failure: Failure | None = None
     decision: dict[str, Any] | None = None  # {"action", "delay_seconds", "exclude", "reason"}
-    removed: str | None = None  # why its other files were removed
+    removed: str | None = None  # reason for which the attempt's other files were removed
     folder: Path = field(default=Path(), compare=False)
 
     @property
@@ -127,7 +130,7 @@ class Record:
 
     @property
     def end(self) -> End:
-        """The attempt's end in the form that the policy takes."""
+        """Outcome, failure and progress of the attempt, as the policy's `End`."""
         stopped = (self.decision or {}).get("action") == "stop"
         stepped = self.step_end is not None and self.step_end != (self.step_start or 0)
         return End(
@@ -146,7 +149,7 @@ class Record:
         write_json(self.folder / "attempt.json", values)
 
     def decided(self, decision: Decision) -> Record:
-        """Return the record with a decision, after saving it."""
+        """Return a copy of the record with the decision, after writing it to attempt.json."""
         told = {
             "action": decision.action,
             "delay_seconds": decision.delay_seconds,
@@ -158,7 +161,7 @@ class Record:
 
 
 def records(directory: Path) -> list[Record]:
-    """Return an item's attempts, oldest first.
+    """Return the records of an item's attempts, oldest first.
 
     A folder without a readable attempt.json is skipped: its supervisor died right after creating
     it.
@@ -181,9 +184,10 @@ def _read(folder: Path) -> Record | None:
 
 
 def close_lost(directory: Path, found: list[Record], trouble: str | None = None) -> list[Record]:
-    """Return the attempts, after closing as lost those that no supervisor closed.
+    """Return the attempts' records, after closing those without an end with the outcome "lost".
 
-    The supervisor was killed, its host crashed, or it had the error in ``trouble``.
+    An attempt has no end if its supervisor was killed, the supervisor's host crashed, or the
+    supervisor had an error (``trouble``).
     """
     closed = []
     for record in found:
@@ -208,12 +212,13 @@ PRUNE_SECONDS = 10.0  # limit, so that no attempt is delayed; the next call cont
 
 
 def prune(found: Sequence[Record], say: Callable[[str], None]) -> list[Record]:
-    """Remove all files but attempt.json of the attempts between the first and the last ones, and
-    return the updated records.
+    """Remove the files of old attempts except attempt.json, and return the updated records.
+
+    found: records of all attempts. The first and the last attempts remain complete.
 
     It is called when a new attempt begins. An attempt that is not closed, or whose folder is a
-    symbolic link, is skipped. Files that cannot be removed are reported through the callback, and
-    tried again at the next attempt.
+    symbolic link, is skipped. Files that cannot be removed are reported through the callback; the
+    next call tries again.
     """
     kept, end = list(found), time.monotonic() + PRUNE_SECONDS
     # the new one counts as one of the last
@@ -260,13 +265,14 @@ def new_folder(directory: Path) -> tuple[int, Path]:
 def ranks_environment(
     job: Job, item: Item, folder: Path, environ: Mapping[str, str], *, local: bool
 ) -> dict[str, str]:
-    """Return the ranks' complete environment, made from the supervisor's ``environ``.
+    """Return the complete environment of the ranks, made from the supervisor's ``environ``.
 
-    local: the profile's variables are added, because no batch script has set them.
+    local: True if no batch script has set the profile's variables, so that they are added.
 
-    Variables of a Slurm array reach only commands that are its tasks: any other program would take
-    itself for a task. Variables that mpirun or srun set in the submitting shell are removed: sbatch
-    exports them, and libraries (accelerate, DeepSpeed, mpi4py) would take every rank for that one.
+    Variables of a Slurm array are passed only to commands that are tasks of the array, because any
+    other program would act as such a task. Variables that mpirun or srun set in the submitting
+    shell are removed: sbatch exports them, and libraries (accelerate, DeepSpeed, mpi4py) would
+    mistake every rank for the rank that they describe.
     """
     foreign = [
         name
@@ -281,8 +287,9 @@ def ranks_environment(
 
 
 def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, str]) -> None:
-    """Copy the attempt's inputs into its folder: job.sh, config.yaml, and the environment without
-    secrets.
+    """Copy the attempt's inputs into its folder.
+
+    These are job.sh, config.yaml, and the environment without secrets.
     """
     for source in (job.script, launch_folder(Path(item.directory)) / "config.yaml"):
         if source.is_file():

@@ -75,19 +75,22 @@ def wait_for_end(pid: int) -> None:
 
 
 def of_its_own_will(item: Path) -> bool:
-    """Return True if the supervisor recorded a final state, or a user stopped the item.
+    """Return True if the supervisor ended regularly.
 
-    "requeued" is not final: the supervisor writes it before it calls Slurm.
+    It recorded a final state, or a user stopped the item. "requeued" is not final: the supervisor
+    writes it before it calls Slurm.
     """
     state = read_json(launch_folder(item) / "state.json") or {}
     return state.get("state") in OVER or (launch_folder(item) / "stop.json").exists()
 
 
 def killed(job: Mapping[str, str], restarts: str) -> bool:
-    """Return True if Slurm's fields show that the supervisor was killed.
+    """Return True if the fields of scontrol show that the supervisor was killed.
 
-    The job was not requeued since and either still runs, reached its time limit, or its batch
-    script died of a signal other than SIGTERM.
+    restarts: the job's restart count when the supervisor started.
+
+    The job was not requeued since then. It still runs, reached its time limit, or its batch script
+    died of a signal other than SIGTERM.
     """
     if job.get("Restarts") != restarts:
         return False

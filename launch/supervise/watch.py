@@ -1,5 +1,7 @@
-"""Watch an attempt from start to end: pass signals on, observe steps, and dump and end hangs.
-Uses only the standard library.
+"""Watch an attempt from start to end.
+
+Pass signals on to the ranks, observe the run's steps, and detect hangs. After a hang, have stacks
+dumped and end the ranks. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass
 class Signals:
-    """Received signals in order; the same one may occur many times."""
+    """Signals that this process received, in order. The same signal may occur several times."""
 
     received: list[int] = field(default_factory=list)
 
@@ -46,7 +48,7 @@ class Signals:
         return sum(number in END for number in self.received)
 
     def forget(self) -> None:
-        """Forget the received signals, because the request is done and work continues."""
+        """Discard the received signals, because their request is done and work continues."""
         self.received.clear()
 
     def describe(self) -> str:
@@ -56,7 +58,10 @@ class Signals:
 
 @contextmanager
 def noted() -> Iterator[Signals]:
-    """Record USR1, TERM, INT and HUP instead of ending. USR2 is ignored: it is for the ranks."""
+    """Record USR1, TERM, INT and HUP in the yielded `Signals`, instead of ending this process.
+
+    USR2 is ignored, because it is meant for the ranks.
+    """
     signals = Signals()
 
     def note(number: int, _: FrameType | None) -> None:
@@ -71,11 +76,13 @@ _LONGEST_LOOK = 30.0
 
 
 class Watchdog:
-    """Hang detector of one attempt."""
+    """Detector of a hang of one attempt: reports when no progress was observed for too long."""
 
     def __init__(self, start: float, step: float, save: float, now: float) -> None:
-        """Set the time limits in seconds: to the first step, between steps, and from a signal to
-        the end. 0 means no limit.
+        """Set the time limits in seconds. 0 means no limit.
+
+        start: until the first step. step: between steps. save: from a signal to the end.
+        now: the present time (monotonic seconds).
         """
         self.start, self.step, self.save = start, step, save
         self._last_look = now
@@ -84,19 +91,20 @@ class Watchdog:
         self._stepped = self._told = False
 
     def tell(self) -> None:
-        """Record that a signal requested the attempt's end. From now on the limit for saving
-        applies.
+        """Record that a signal requested the attempt's end.
+
+        After that, the time limit for saving applies.
         """
         if not self._told:
             self._told, self._waited = True, 0.0
 
     def look(self, now: float, mark: object, *, stepped: bool, step: int | None) -> str | None:
-        """Take an observation at ``now`` (monotonic seconds) and return the reason if this is a
-        hang, otherwise None.
+        """Record an observation and return an error text if it shows a hang, otherwise None.
 
+        now: time of the observation (monotonic seconds).
         mark: a value that changes with every step.
-        stepped: this attempt has done a step.
-        step: the last step.
+        stepped: True if this attempt has made a step.
+        step: number of the last step, or None.
         """
         self._waited += min(now - self._last_look, _LONGEST_LOOK)
         self._last_look = now
@@ -130,7 +138,7 @@ LAST_SECONDS = 3.0
 
 
 class Watch:
-    """One attempt's ranks, watched until they have ended."""
+    """Runs one attempt: starts the ranks and watches them until they have ended."""
 
     def __init__(
         self,
@@ -148,7 +156,9 @@ class Watch:
         self._ended_at: float | None = None
 
     def run(self, before: RunState, *, show: bool) -> Observed:
-        """Start the ranks and wait until they have ended. With ``show``, print rank 0's output.
+        """Start the ranks, wait until they have ended, and return the observations.
+
+        before: state of the run's files before the start. show: print rank 0's output.
 
         Raises:
             PlaceError: the ranks cannot be started.
@@ -204,10 +214,10 @@ class Watch:
     def _stay(
         self, running: Running, before: RunState, tail: Tail | None
     ) -> tuple[int | None, str | None, bool]:
-        """Wait until the ranks have ended.
+        """Wait until the ranks have ended, and return (exit code, hang, cut).
 
-        Return the exit code, the reason if it was a hang, and True if no time was left to wait for
-        the end.
+        hang: the reason for which the ranks were ended as hung, otherwise None.
+        cut: True if the attempt is over because of signals, before its ranks ended (`_pass_on`).
         """
         profile: Mapping[str, Any] = self.attempt.job.profile.get("watchdog") or {}
         start, step, save = (
@@ -238,8 +248,10 @@ class Watch:
         return code, None, False
 
     def _pass_on(self, running: Running, watchdog: Watchdog, now: float) -> bool:
-        """Signal the ranks to save and end, if that was requested. Return True if the attempt is
-        over because no time is left.
+        """Pass a received signal on to the ranks, so that they save and end.
+
+        Return True if the attempt is over because no time is left to wait for its end, or because
+        the ranks were killed.
         """
         if not self.signals.any:
             return False
@@ -262,7 +274,7 @@ class Watch:
         return False
 
     def _look(self, watchdog: Watchdog, before: RunState, now: float) -> str | None:
-        """Read the run's files and return the watchdog's result."""
+        """Read the run's files and return the watchdog's error text, or None without a hang."""
         if not self._is_run:
             return watchdog.look(now, None, stepped=False, step=None)
         state = read_state(self._directory)
@@ -271,8 +283,9 @@ class Watch:
         )
 
     def _end_hang(self, running: Running, why: str) -> str | None:
-        """Have every rank's stacks written to dumps/, then end all ranks. Return a text about ranks
-        that were stopped, or None.
+        """Have the stacks of every rank written to dumps/, then end all ranks.
+
+        Return a text that names the ranks that SIGSTOP or a debugger had stopped, otherwise None.
         """
         self.journal.say(f"hang: {why}; every rank is signalled to dump its stacks")
         running.signal(signal.SIGUSR2)
@@ -303,10 +316,11 @@ class Watch:
 
 
 def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
-    """Return True if an attempt ended badly because its allocation was taken away.
+    """Return True if an attempt that ended badly lost its allocation.
 
-    The queue reports it, or this process or the ranks got a signal to end. It is False if the queue
-    reports the time limit or a user's cancel.
+    The queue reports the loss. If the queue reports no end, a signal to end that this process or
+    the ranks got counts as a loss. Return False if the queue reports the time limit or a user's
+    cancel.
     """
     if not place.can_requeue:
         return False

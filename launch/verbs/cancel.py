@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def who() -> str:
-    """Return the user and the host for stop.json."""
+    """Return USER@HOST of this process, which is recorded in stop.json."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
@@ -67,10 +67,12 @@ def who() -> str:
 
 
 def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
-    """Prevent restarts, then end the items.
+    """Cancel active items: write stop.json to prevent restarts, then end the items.
+
+    save: save a checkpoint first.
 
     Raises:
-        UserError: an item runs on a machine that is out of reach.
+        UserError: an item runs on a machine that this host cannot reach.
     """
     far = next(
         (standing for standing in active if standing.job_id is None and standing.pid is None), None
@@ -110,7 +112,7 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
 
 
 def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
-    """Print one line per item, for the first `LINES` items."""
+    """Print for each of the first `LINES` items that it was cancelled and how to continue it."""
     for standing in active[:LINES]:
         told = (
             "saves, then ends"
@@ -130,8 +132,10 @@ def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
 
 
 def _end_local(pids: Sequence[int], *, save: bool) -> None:
-    """Signal supervisors on this machine to end. Without a checkpoint, wait for their end, and kill
-    those that do not end in time.
+    """Signal supervisors on this machine to end.
+
+    save: save a checkpoint first, and do not wait for the end. Otherwise wait, and kill the
+    supervisors that have not ended after `GRACE_SECONDS`.
     """
     born = {pid: start_time(pid) for pid in pids}
     for pid in pids:

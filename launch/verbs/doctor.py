@@ -113,7 +113,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(check: Check) -> None:
-    """Print a check as a line, replacing the line of `compiling`, and its remedy as another."""
+    """Print a check on one line, and its remedy on a second one.
+
+    On a terminal, the line replaces the line that `compiling` printed.
+    """
     print(f"{CLEAR if sys.stdout.isatty() else ''}{check.level:<8} {check.name:<14} {check.text}")
     if check.remedy:
         print(f"{'':<23} -> {check.remedy}")
@@ -121,8 +124,9 @@ def show(check: Check) -> None:
 
 
 def compiling(name: str, seconds: float) -> None:
-    """Print how long an operation has been compiling: one changing line on a terminal, otherwise a
-    line twice a minute.
+    """Print for how long an operation has been compiling.
+
+    On a terminal, one line is updated. Otherwise a line is printed every 30 seconds.
     """
     live = sys.stdout.isatty()
     if live or round(seconds) % 30 == 0:
@@ -131,7 +135,7 @@ def compiling(name: str, seconds: float) -> None:
 
 
 def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """Yield the checks of `python -m tools.machine`, each when it ends."""
+    """Run `python -m tools.machine` and yield each check when it ends."""
     given = [
         option
         for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix))
@@ -151,8 +155,9 @@ def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """Yield all checks of a profile in order; later ones may take minutes. The trial is left out if
-    an earlier check FAILED.
+    """Yield all checks of a profile in order. Later checks may take minutes.
+
+    The trial job is not run if an earlier check FAILED.
     """
     try:
         profile = load_profile(arguments.cluster, arguments.set)
@@ -203,8 +208,9 @@ def described(profile: Profile) -> str:
 
 
 def interpreters(profile: Profile) -> Iterator[Check]:
-    """Check the ranks' interpreter, which needs torch, and the supervisor's. The trial checks one
-    inside a container.
+    """Check the ranks' interpreter, which needs torch, and the supervisor's interpreter.
+
+    An interpreter inside a container is not checked, because the trial job checks it.
     """
     ranks, host = profile.interpreters(sys.executable)
     inside = profile.container.runtime != "none"
@@ -215,8 +221,9 @@ def interpreters(profile: Profile) -> Iterator[Check]:
 
 
 def interpreter(key: str, path: str, *, torch: bool) -> Check:
-    """Check that an interpreter of the profile starts on this host, is new enough, and has torch if
-    needed.
+    """Check that an interpreter of the profile starts on this host and is new enough.
+
+    key: key of the profile. torch: also check that torch is installed.
     """
     try:
         done = subprocess.run(
@@ -276,7 +283,7 @@ def shared_folders(profile: Profile) -> Iterator[Check]:
 
 
 def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """Yield the checks through Slurm, and a warning about cordoned nodes."""
+    """Yield the checks that query Slurm, and a warning if the cordon file excludes nodes."""
     if profile.scheduler != "slurm":
         return
     yield from checks.of_slurm(profile, arguments.nodes)
@@ -292,7 +299,10 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
 
 
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """Run the trial, yield its findings, and remove its files if all checks pass."""
+    """Run the trial job and yield the checks of its result.
+
+    The trial's files are removed if all checks pass.
+    """
     base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
     directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     launch_folder(directory).mkdir(parents=True)
@@ -326,8 +336,10 @@ def progress(text: str) -> None:
 
 
 def trial_nodes(profile: Profile, wanted: int | None) -> int:
-    """Return the number of nodes of the trial: the given number, else two if two are in service,
-    else one.
+    """Return the number of nodes for the trial.
+
+    wanted: the number given by the user, which is returned if it is not None. Otherwise the result
+    is two if two suitable nodes are in service, and one if not.
 
     Raises:
         SlurmError: a Slurm command fails.
@@ -346,7 +358,10 @@ def trial_nodes(profile: Profile, wanted: int | None) -> int:
 
 
 def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """Yield the trial's results: a line for each node, and one for each joint measurement."""
+    """Yield the checks of the trial's result.
+
+    These are a check per node, and a check per measurement of all nodes together.
+    """
     folders = attempts(outcome.directory)
     reports: dict[str, Report] = {}
     if folders and outcome.nodes:
@@ -375,7 +390,11 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
 
 
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
-    """Compare the all-reduce with its floor. Below it, name the slowest neighbours."""
+    """Check that the all-reduce bandwidth is not below health.all_reduce_gb_per_second.
+
+    result: contents of the trial's bandwidth.json. If the check fails, its text names the two
+    slowest pairs of neighbouring nodes.
+    """
     if not result.get("sizes"):
         return Check("ok", "all-reduce", "not measured: the trial has one process")
     floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
@@ -404,10 +423,10 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
 
 
 def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """Compare the nodes' clocks with this host's.
+    """Check that the nodes' clocks agree with this host's clock.
 
-    A node is faulty only if its clock is certainly off, despite the delay with which files are
-    seen.
+    A clock is reported as wrong only if it is certainly off by more than health.clock_skew_seconds,
+    despite the unknown delay with which the shared file system shows files.
     """
     assert outcome.result is not None
     told, limit = outcome.result["clocks"], profile.health.clock_skew_seconds

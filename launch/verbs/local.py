@@ -37,8 +37,9 @@ POLL_SECONDS = 0.1
 
 
 def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]:
-    """Return the argv and the environment of an item's supervisor, which runs from the job's
-    snapshot.
+    """Return (argv, environment) of an item's supervisor, which runs from the job's snapshot.
+
+    index: index of the item.
     """
     profile = from_json(job.profile)
     item = ["--item", str(index)] if job.array else []
@@ -58,12 +59,12 @@ def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]
 
 
 def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
-    """Run the items' supervisors, ``at_once`` at a time. Return 0, or the exit code of the first
-    that failed.
+    """Run the supervisors of the items, at most ``at_once`` at a time.
 
-    An item that another command runs or has finished by its turn is left out. SIGINT and SIGTERM
-    are passed on to the running supervisors, and no more are started. If this process is killed,
-    they save and end.
+    Return 0, or the exit code of the first supervisor that failed. An item is left out if it is
+    already active or finished at its turn. SIGINT and SIGTERM are passed on to the running
+    supervisors, and no further ones are started. If this process is killed, the supervisors save
+    and end.
     """
     waiting, worst, tied = list(items), 0, functools.partial(die_with, os.getpid(), signal.SIGTERM)
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -102,8 +103,9 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
 
 @contextmanager
 def _passed_on(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Yield the list of received signals to end. Each is passed on to the supervisors, which have
-    separate sessions.
+    """Pass signals to end on to the running supervisors, and yield the list of received signals.
+
+    The supervisors have separate sessions, so a terminal's Ctrl-C does not reach them directly.
     """
     came: list[int] = []
 
@@ -182,9 +184,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _become_supervisor(job: Job) -> int:
-    """Replace this process by the job's supervisor, which runs from the snapshot and receives the
-    signals.
-    """
+    """Replace this process by the job's supervisor, which then receives this process's signals."""
     command, environment = supervisor_command(job, 0)
     print(f"{job.name}: {job.directory}", flush=True)
     sys.stderr.flush()
@@ -193,7 +193,7 @@ def _become_supervisor(job: Job) -> int:
 
 
 def default_profile() -> str:
-    """Return the shipped profile for this machine: the one with GPUs if nvidia-smi lists any.
+    """Return the path of the shipped profile for this machine, with GPUs if nvidia-smi lists any.
 
     Raises:
         UserError: no profiles are shipped.

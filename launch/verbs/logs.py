@@ -40,8 +40,9 @@ LAST_LINES = 15  # of a rank without a traceback
 
 
 def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
-    """Yield a text for each selected attempt that failed: the last one, all (``all``), or one
-    (``3``).
+    """Yield a text for each selected attempt that failed.
+
+    wanted: None for the last attempt that failed, "all", or the number of an attempt.
     """
     directory = Path(item.directory)
     there = attempts(directory)
@@ -91,10 +92,10 @@ def _attempt(item: Item, attempt: Path) -> str | None:
 
 
 def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
-    """Yield lines about the rank that is the likely cause, and about the ranks that failed after
-    it.
+    """Yield lines about the rank that is the likely cause, and about the ranks that failed later.
 
-    The first rank is described as "first" only if no other failure is older.
+    failed: failures, the likely cause first. The rank is described as "first" only if no other
+    failure is older, otherwise as "most likely".
     """
     first, *rest = failed
     word = "first" if all(failure.time >= first.time for failure in rest) else "most likely"
@@ -140,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the lines.
+    """Print the selected lines of the logs, or with --errors the failures. Return the exit code.
 
     Raises:
         UserError: the job, item, attempt or rank does not exist.
@@ -172,7 +173,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _ranks(text: str | None, world_size: int) -> set[int] | None:
-    """Parse ``0,8-15`` into rank numbers. None means all."""
+    """Parse a list of ranks such as ``0,8-15``. Return None, which means all ranks, for None."""
     if text is None:
         return None
     ranks = set[int]()
@@ -187,7 +188,7 @@ def _ranks(text: str | None, world_size: int) -> set[int] | None:
 
 
 def _check_attempt(item: Path, wanted: str | None) -> None:
-    """Raise UserError if the attempt does not exist."""
+    """Raise UserError if the item has no attempt with the number ``wanted``."""
     if wanted not in (None, "all") and not any(
         str(int(path.name)) == wanted for path in attempts(item)
     ):
@@ -198,7 +199,11 @@ def _check_attempt(item: Path, wanted: str | None) -> None:
 def _sources(
     job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *, named: bool
 ) -> Iterator[Source]:
-    """Yield the files to read now: of the selected attempt, of the last one, or of all."""
+    """Yield the log files that exist now: of the ranks, agents, supervisor and Slurm.
+
+    wanted: number of the attempt, "all", or None for the last one. ranks: ranks to select; None:
+    all ranks and the other logs. named: add the item's name to the labels.
+    """
     directory = Path(item.directory)
     there = attempts(directory)
     chosen = _chosen(there, wanted)
@@ -215,7 +220,10 @@ def _sources(
 
 
 def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
-    """Return the selected attempts, by default the last one."""
+    """Return the selected attempt folders.
+
+    wanted: "all", the number of an attempt, or None for the last attempt.
+    """
     if wanted == "all":
         return there
     if wanted:
@@ -224,9 +232,7 @@ def _chosen(there: list[Path], wanted: str | None) -> list[Path]:
 
 
 def _removed(item: Item, wanted: str | None) -> Iterator[str]:
-    """Yield one line if logs of the selected attempts were removed
-    (`launch.supervise.run_files.prune`).
-    """
+    """Yield one line of text if `launch.supervise.run_files.prune` removed logs of the attempts."""
     why = {
         int(path.name): (read_json(path / "attempt.json") or {}).get("removed")
         for path in _chosen(attempts(Path(item.directory)), wanted)
@@ -268,8 +274,9 @@ def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) ->
 
 
 def _is_over(job: Job, item: Item) -> bool:
-    """Return True if no more lines will follow: the supervisor has ended, and the item was not
-    submitted again.
+    """Return True if no more lines will follow.
+
+    The supervisor has ended, and the item was not submitted again.
     """
     state = state_of(item.directory)
     return state.get("state") in OVER and not is_resubmitted(job, job.items.index(item), state)

@@ -82,9 +82,13 @@ def main(arguments: argparse.Namespace) -> int:
 def _requeue(
     job: Job, items: Sequence[int], arguments: argparse.Namespace
 ) -> tuple[Job, list[int]] | None:
-    """Restart the items that run, and submit the others.
+    """Restart the items that are active, and submit the stopped and idle items to Slurm.
 
-    On this machine, return the job and the items to start after the directory's lock is released.
+    A job for this machine has no queue: return (job, indices of the items to start), which the
+    caller starts after releasing the directory's lock. Otherwise return None.
+
+    Raises:
+        UserError: the code snapshot is missing, or an item cannot be requeued.
     """
     chosen = [standing for standing in standings(job) if standing.index in items]
     begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
@@ -119,19 +123,18 @@ def _requeue(
 
 
 def _allow(job: Job, index: int) -> None:
-    """Remove the mark that prevents an item's start."""
+    """Remove stop.json, which prevents an item's start."""
     (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
 
 
 def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> None:
-    """Signal running items to save and restart, even if they are saving in order to end, and
-    release held jobs.
+    """Signal running items to save and restart, and release held jobs.
 
-    Waiting jobs exclude exactly the nodes that are cordoned now, the profile's, and those
-    ``named``.
+    Items that are saving in order to end are restarted too. Waiting jobs then exclude exactly these
+    nodes: those in the cordon file, the profile's excluded nodes, and ``named``.
 
     Raises:
-        UserError: an item runs on a machine that is out of reach.
+        UserError: an item runs on a machine that this host cannot reach.
     """
     for standing in active:
         if standing.pid is None and standing.job_id is None:
@@ -146,7 +149,10 @@ def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> 
 
 
 def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:
-    """Restart one job or task on Slurm according to its state, and describe the action."""
+    """Restart one job or array task according to its state in Slurm.
+
+    Return a text that describes the action. named: nodes to exclude.
+    """
     state = state_of(job.items[standing.index].directory)
     over = state.get("job_id") == job_id and state.get("state") in ("cancelled", "stopped")
     if standing.state == "COMPLETING" or (standing.state == "RUNNING" and over):

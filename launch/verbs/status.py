@@ -47,7 +47,7 @@ _STEPPING = ("running", "running?", "saving", "saving?")  # states in which step
 
 @dataclass(frozen=True)
 class Row:
-    """State of an item, or of an entire array. Unknown values are None."""
+    """Values of one line of the table, for an item or an entire array. Unknown values are None."""
 
     name: str
     directory: str
@@ -75,14 +75,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Queue:
-    """Slurm's answer, or the reason if it does not answer."""
+    """States of jobs in Slurm's queue, or the reason for which Slurm does not answer."""
 
     states: Mapping[str, slurm.QueueState]
     silent: str | None = None
 
 
 def ask(jobs: Sequence[Job]) -> Queue:
-    """Query Slurm's state of all unfinished jobs in one call."""
+    """Query Slurm for the states of all unfinished jobs, in one call."""
     ids = list[str]()
     for job in jobs:
         states = (
@@ -104,7 +104,7 @@ def ask(jobs: Sequence[Job]) -> Queue:
 
 
 def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
-    """Return a row for each item of a job, or for some of them."""
+    """Return one row for each item of a job, or for the items with the given indices."""
     return [
         _row(job, index, queue, now)
         for index in (range(len(job.items)) if items is None else items)
@@ -112,7 +112,7 @@ def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = No
 
 
 def summary(job: Job, rows: Sequence[Row]) -> Row:
-    """Return an array as one row: the number of items in each state, and the first problem."""
+    """Summarise an array in one row: the number of items in each state, and the first problem."""
     counts = Counter(row.state for row in rows)
     trouble = next((row for row in rows if row.state in ("lost", "stopped") or row.failures), None)
     message = f"{trouble.name}: {trouble.message}" if trouble and trouble.message else ""
@@ -168,8 +168,9 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
 
 
 def _queued(job: Job, index: int, queue: Queue) -> str | None:
-    """Return the item's job id among those that Slurm reports, preferably an active one, otherwise
-    the last.
+    """Return the job id under which Slurm reports the item, or None.
+
+    Among several ids, prefer an active job, otherwise the last submission.
     """
     submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
     ids = [f"{one}_{index}" if job.array else one for one in submitted]
@@ -188,7 +189,11 @@ def _word(
     job_id: str | None,
     queue: Queue,
 ) -> tuple[str, str]:
-    """Return the state in one word, and a message if a better one than the supervisor's exists."""
+    """Return (state in one word, message) of an item.
+
+    state: contents of state.json. stop: contents of stop.json, or None. job_id: the id under which
+    Slurm reports the item, or None. The message is empty if the state needs no explanation.
+    """
     said, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
     if said == "finished":
         return said, ""
@@ -222,7 +227,7 @@ def _word(
 def _in_queue(
     job: Job, said: str | None, state: Mapping[str, Any], found: slurm.QueueState
 ) -> tuple[str, str]:
-    """Return the state of a job that Slurm lists as active, and a message."""
+    """Return (state in one word, message) of a job that Slurm lists as active."""
     if found.state == "PENDING":
         told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
         if found.reason == "BadConstraints":
@@ -244,8 +249,10 @@ def _in_queue(
 
 
 def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[str, Any]:
-    """Return the values from a run's own files. The time left is given only if the last attempt has
-    made a step and continues.
+    """Return the values of a `Row` that are read from the run's own files.
+
+    stepping: the last attempt has made a step. The time left is included only if ``active`` and
+    ``stepping``.
     """
     progress: dict[str, Any] = read_json(directory / "progress.json") or {}
     fork: dict[str, Any] = read_json(directory / "fork.json") or {}
@@ -338,7 +345,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
-    """Return the text, and True if an item is active."""
+    """Return (the table as text, True if an item is active)."""
     now, asked = time.time(), bool(arguments.directories)
     # each job with all of its selected items
     once: dict[Path, tuple[Job, set[int]]] = {}
@@ -378,9 +385,10 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
-    """Return the jobs in or below a folder, ordered by folder, with their items.
+    """Return (job, item indices) for each job in or below a folder, ordered by folder.
 
-    For the folder of a task, return its job and that item.
+    If the user named the folder, it may be the folder of one item: then return its job and only the
+    index of that item. Otherwise a folder without jobs gives an empty list.
     """
     found = [job for path in _job_folders(directory, DEPTH) if (job := load_job(path)) is not None]
     if found or not asked:
@@ -406,9 +414,9 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterator[tuple[str, ...]]:
-    """Yield a line per job (its only row, or a summary), the lines of its items, and below them its
-    forks.
+    """Yield the cells of the table's lines: a job's line, its items' lines, and its forks' lines.
 
+    items: include a line for each item of an array. A job of one item has only one line.
     Jobs with equal names are shown with their directories.
     """
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
@@ -462,8 +470,9 @@ def _cells(row: Row, name: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as aligned lines without empty columns, cut to the terminal's width if printed to
-    one.
+    """Return rows as aligned lines, without the columns that are empty in all rows.
+
+    On a terminal, lines are cut to its width.
     """
     used = [
         index

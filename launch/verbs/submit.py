@@ -39,15 +39,16 @@ WRITTEN = re.compile(
 
 
 def dependency(words: Sequence[str], *, ask: bool = True) -> str | None:
-    """Translate words to sbatch's --dependency: ids, ``afterok:ID``, directories of jobs. None if
+    """Translate the words of --dependency to sbatch's form, such as ``afterok:12:13``.
+
+    A word is a job id, a condition such as ``afterok:ID``, or a directory of a job. Return None if
     no job must be waited for.
 
     ask: False leaves out the query of Slurm's queue.
 
     Raises:
-        UserError: a word is none of these, the job of a directory is neither finished nor in the
-        queue, or a job that is given by its
-            id ended in a way after which a dependent job would never start.
+        UserError: a word has another form; the job of a directory is neither finished nor in the
+            queue; or a job has ended in a way after which a dependent job would never start.
     """
     told: list[str] = []
     for word in words:
@@ -74,8 +75,10 @@ _NEVER = {"afterok": "badly", "aftercorr": "badly", "afternotok": "well"}
 
 
 def _check(kind: str, job_id: str, word: str) -> None:
-    """Raise UserError if a job ended in a way after which a dependent job would never start, or if
-    Slurm does not list it.
+    """Raise UserError if a job that depends on ``job_id`` would never start.
+
+    This is the case if Slurm does not list the job, or if the job ended in a way that contradicts
+    the condition ``kind`` (such as afterok). word: the user's word, for the error text.
     """
     found = slurm.queue([job_id])
     state = found.get(job_id)
@@ -96,8 +99,9 @@ def _check(kind: str, job_id: str, word: str) -> None:
 
 
 def _of_directory(directory: str, ask: bool) -> list[str]:
-    """Return one dependency for every job that runs a directory's items, or none if all are
-    finished.
+    """Return the dependencies on the jobs that run a directory's items, one per job.
+
+    Return an empty list if all items are finished.
     """
     job, items = find_job(directory)
     chosen = [
@@ -235,11 +239,12 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def prepare(request: Request, *, data: bool = False) -> Job:
-    """Write a job's directory (snapshot, configuration, job.json) without starting it. With
-    ``data``, the runs' data must exist.
+    """Write a job's directory (snapshot, configuration, job.json) and return the job.
+
+    The job is not started. data: raise an error if the runs' data does not exist.
 
     Raises:
-        UserError: it runs or was stopped, or data is missing.
+        UserError: the job is active or was stopped, or data is missing.
     """
     asked = wanted(request)
     directory = Path(asked.job.directory)
@@ -253,8 +258,9 @@ def prepare(request: Request, *, data: bool = False) -> Job:
 
 
 def refuse_without_data(draft: Draft, else_do: str = "") -> None:
-    """Raise UserError if a run that would start lacks its data, or the data does not fit. Otherwise
-    it would fail only after the queue.
+    """Raise UserError if data of a run that would start is missing or does not fit the run.
+
+    Otherwise the run would fail only after waiting in the queue. else_do: text to add to the error.
     """
     fault = data_fault(draft.starting, draft.job.world_size)
     if fault is not None:
@@ -272,7 +278,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
-    """Submit a job's items that are neither finished nor active. With --dry-run, print the plan.
+    """Submit the items of a job that are neither finished nor active. Return 0.
+
+    With --dry-run, only print the plan.
 
     Raises:
         UserError: the job cannot be submitted.
@@ -329,8 +337,11 @@ def send(
     after: str | None,
     exclude: Sequence[str],
 ) -> str:
-    """Write DIR/launch/job.sh, submit it, record the submission, and return the job's id. The
-    caller holds the directory's lock.
+    """Write DIR/launch/job.sh, submit it, record the submission, and return the Slurm job's id.
+
+    items: indices of the items to start. at_once: tasks that may run at a time; None: no limit.
+    after: sbatch's --dependency, or None. exclude: nodes to exclude. The caller must hold the
+    directory's lock.
 
     Raises:
         UserError: the script cannot be rendered, or sbatch refuses it.
@@ -378,11 +389,12 @@ def array_words(items: Sequence[int], at_once: int | None) -> str:
 
 
 def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
-    """Return the nodes to exclude in addition to the profile's: the named ones, and the cordoned
-    ones of this cluster.
+    """Return the nodes to exclude in addition to the profile's excluded nodes.
 
-    All cordoned ones are returned if Slurm lists no nodes (PrivateData) or is not queried (``ask``
-    False).
+    These are the nodes in ``named`` and the nodes of this cluster that the cordon file lists. All
+    of the cordon file's nodes are returned if Slurm lists no nodes (PrivateData) or is not queried.
+
+    ask: False leaves out the query of Slurm.
     """
     away = cordoned(cordon_file(job.profile, job.working_directory))
     known = {node.name for node in slurm.all_nodes()} if away and ask else set[str]()
@@ -390,8 +402,9 @@ def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
 
 
 def _dry_run(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
-    """Print the plan and the script without writing files. If Slurm does not answer, leave out its
-    part.
+    """Print the plan and the batch script without writing files. Return 0.
+
+    If Slurm does not answer, the plan omits the queue's part and gives the reason.
     """
     try:
         words = _plan(asked, arguments, profile, ask=True)
@@ -415,7 +428,7 @@ def _plan(asked: Wanted, arguments: argparse.Namespace, profile: Profile, *, ask
 
 
 def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
-    """Report why no item starts. Return 0 if all are finished or active.
+    """Print why no item starts. Return 0 if all requested items are finished or active.
 
     Raises:
         UserError: the only item is active, or an item was stopped.
@@ -431,7 +444,7 @@ def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
 
 
 def _why_not(draft: Draft) -> str:
-    """Return the reason in one line for which no item may start."""
+    """Return one line with the reason why no item may start and, for a stopped one, the remedy."""
     chosen = [draft.standings[index] for index in draft.asked]
     stopped = next((item for item in chosen if item.kind == "stopped"), None)
     if stopped is not None:

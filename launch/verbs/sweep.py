@@ -56,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Submit the unfinished runs, or run them on this machine. Return 0, or a local run's exit
-    code.
+    """Submit the unfinished runs, or run them on this machine.
+
+    Return 0, or a local run's exit code.
 
     Raises:
         UserError: the list, the grid or a configuration is invalid.
@@ -71,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def read_list(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return name -> overrides of each line of a list.
+    """Return run name -> overrides for the lines of a list file.
 
     Raises:
         UserError: a line is invalid or repeated, or the list is empty.
@@ -113,14 +114,15 @@ def read_list(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def named(runs: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the runs by the names made from their overrides."""
+    """Return run name -> overrides, with names made from the overrides by `run_name`."""
     return {run_name(words): words for words in runs}
 
 
 def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return every combination of ``key=v1,v2`` words; the last key's values change fastest.
+    """Return the overrides of every combination of values; the last key's values change fastest.
 
-    Commas inside brackets, braces and quotes separate no values: ``model.pattern=[a,b],[c]``.
+    words: texts of the form ``key=v1,v2``. Commas inside brackets, braces and quotes separate no
+    values: ``model.pattern=[a,b],[c]`` has two.
 
     Raises:
         UserError: a word is invalid or repeated.
@@ -165,8 +167,9 @@ def split_values(text: str) -> list[str]:
 
 
 def run_name(words: Sequence[str]) -> str:
-    """Return a run's name, which is also its directory's, from its overrides. It is readable if
-    possible, and unique.
+    """Return a unique name for a run, made from its overrides. It also names the run's directory.
+
+    Overrides that are too long or contain special characters are shortened, and a hash is added.
     """
     told = ",".join(words)
     plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", told)
@@ -192,7 +195,10 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
     job = new_job(request, name, directory, items, array=True)
 
     def resolved(code: Path) -> Mapping[str, str]:
-        """Return directory -> configuration of all runs, as the code in a folder resolves them."""
+        """Return directory -> configuration (YAML text) of all runs.
+
+        code: folder of the code that resolves the configurations.
+        """
 
         def one(index: int) -> str:
             words = [
@@ -220,7 +226,10 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
 
 
 def _check_mirrors(configs: Mapping[str, str]) -> None:
-    """Raise UserError if two runs (directory -> resolved configuration) have the same mirror."""
+    """Raise UserError if two runs have the same checkpoint.mirror.
+
+    configs: a run's directory -> its resolved configuration.
+    """
     owners = dict[str, str]()
     for directory, text in configs.items():
         mirror = read_config(text).get("checkpoint", {}).get("mirror")
@@ -232,7 +241,7 @@ def _check_mirrors(configs: Mapping[str, str]) -> None:
 
 
 def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
-    """Run the unfinished runs on this machine."""
+    """Run the sweep's unfinished runs on this machine and return the exit code."""
     if arguments.dependency or arguments.exclude or arguments.parsable:
         raise UserError(
             f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a "
