@@ -1,7 +1,7 @@
-"""Results computed on one rank and shared with all ranks of the process group.
+"""Run a computation on one rank and share its result with all ranks of the process group.
 
-Ranks can see different states of a shared file system, and reading is expensive, so one rank reads
-for all.
+Ranks can see different versions of a file on a shared file system, and reading is expensive, so
+rank 0 reads for all.
 """
 
 from __future__ import annotations

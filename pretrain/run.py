@@ -1,6 +1,4 @@
-"""Run one attempt of a training run: construct all components and train the stages from start to
-end.
-"""
+"""Run one attempt of a training run: construct all components and train the remaining stages."""
 
 from __future__ import annotations
 
@@ -135,8 +133,8 @@ def make_engine(
 ) -> Engine:
     """Create the engine selected by ``engine.name``.
 
-    The third argument is a function that prints the engine's messages. draw: initialize the
-    weights; if False they are NaN, because a checkpoint is loaded afterwards.
+    say: function that prints the engine's messages. draw: initialize the weights; if False, the
+    weights are NaN, because the caller loads a checkpoint afterwards.
 
     Raises:
         ValueError: a width is not divisible (see ``ModelConfig.blocks``).
@@ -264,9 +262,9 @@ class Run:
     def _stage(self, checkpoints: Checkpoints, start: Start) -> Outcome | None:
         """Train to the end of the current stage and return the outcome.
 
-        Return None if the checkpoint is damaged and training must continue from an older start that
-        belongs to another stage, or that has no checkpoint and needs an engine with initialized
-        weights.
+        Return None if the checkpoint is damaged and training must continue from an older start for
+        which this engine is unsuitable: a start in another stage, or a start without a checkpoint,
+        which needs an engine with initialized weights.
         """
         part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
@@ -298,7 +296,7 @@ class Run:
     def samples_to_order(self, progress: Progress | None) -> int:
         """Return the number of samples for which the training order is generated.
 
-        ``progress``: the progress of the run; None if the run has no checkpoint.
+        progress: the progress of the newest checkpoint; None if the run has no checkpoint.
         """
         if self.part.name:
             return self.part.samples
@@ -426,8 +424,7 @@ class Run:
         )
 
     def _watch(self, engine: Engine) -> Watch:
-        """Return the context manager around a step that computes the diagnostics in
-        log.diagnostics.
+        """Return a context manager that computes the diagnostics of log.diagnostics around a step.
 
         Layer diagnostics are disabled under ZeRO-3, because a layer's weights are released before
         they can be read, and with context parallelism, because no rank has all tokens of a
@@ -477,9 +474,10 @@ class Run:
         )
 
     def _nothing_left(self, checkpoints: Checkpoints, start: Start) -> Outcome:
-        """Report that the run is complete, and return its outcome.
+        """Report that all steps of the run are done, and return the outcome.
 
-        An evaluation that a signal interrupted at the end of training is finished first.
+        If a signal interrupted the evaluation at the end of training, the evaluation is completed
+        first.
         """
         step = start.progress.step
         self.say(

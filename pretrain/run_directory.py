@@ -1,5 +1,6 @@
-"""Run directory: files that describe the run and allow its repetition, written by rank 0 before the
-first step.
+"""Create and read the run directory: its location, lock, id and descriptive files.
+
+Rank 0 writes the files before the first step. They describe the run and allow its repetition.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def mirror_of(config: RunConfig) -> str | None:
-    """Return checkpoint.mirror with the run's name filled in."""
+    """Return checkpoint.mirror with the run's name filled in, or None if no mirror is set."""
     return config.checkpoint.mirror and config.checkpoint.mirror.replace("{name}", config.name)
 
 
@@ -74,13 +75,14 @@ def identify(folder: Path) -> str:
 
 
 def record_of(run: str, folder: Path) -> str:
-    """Return the content of the file RUN_ID for a run in a folder."""
+    """Return the content of the file RUN_ID: the id ``run`` and the path of its run directory."""
     return json.dumps({"run": run, "run_dir": str(folder.resolve())}) + "\n"
 
 
 def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the run of a configuration file, or of a run directory: its config.yaml, with that
-    folder as run_dir.
+    """Load the run of a configuration file or of a run directory.
+
+    For a run directory, load its config.yaml; its run_dir must be the given folder.
 
     Raises:
         ConfigError: see `load_run`; or the config.yaml of a run directory has another run_dir, for
@@ -124,11 +126,11 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 def newest_run(config: RunConfig, but: Path) -> Path | None:
-    """Return the run directory with the newest checkpoint among nearby runs, or None.
+    """Return the run directory with the newest checkpoint among runs of the same name and model.
 
-    Only runs with the same name and model count. The search covers up to two levels below the
-    parent folder that has the run's name, or below the direct parent if no folder on the path has
-    that name. The folder ``but`` is excluded.
+    The search covers up to two levels below the parent folder that has the run's name. If no folder
+    on the path has this name, it covers two levels below the direct parent. The folder ``but`` is
+    excluded. Return None if no such run has a checkpoint.
     """
     own = run_directory(config)
     folder = next((folder for folder in own.parents if folder.name == config.name), own.parent)
@@ -184,8 +186,8 @@ def check_writable(folder: Path, mirror: str | None = None) -> None:
 def claimed(folder: Path) -> Iterator[bool]:
     """Lock the run directory during the block and yield True if this process has it exclusively.
 
-    The lock lasts as long as the process, because workers can outlive a killed launcher. A file
-    system without locks counts as unlocked.
+    Yield False if another process has the lock. The lock lasts until the process ends, because
+    workers can outlive a killed launcher. On a file system without locks the result is always True.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -200,11 +202,12 @@ def claimed(folder: Path) -> Iterator[bool]:
 def describe(
     config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Write config.yaml, relaunch.sh, environment.json and, in a git checkout with changes,
-    changes.diff.
+    """Write config.yaml, relaunch.sh and environment.json, and changes.diff if the code has
+    changes.
 
-    Each attempt adds a line to ``attempts.jsonl``, which includes the ``changed`` keys (key -> old,
-    new). The other files are replaced.
+    changes.diff contains the uncommitted changes of a git checkout. Each attempt appends a line to
+    ``attempts.jsonl``, which includes the ``changed`` keys (key -> old, new). The other files are
+    replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
@@ -265,7 +268,7 @@ def read_fork(folder: Path) -> dict[str, Any] | None:
 
 
 def relaunch_command(world_size: int) -> str:
-    """Return the exact command of this run, including the change to its working directory."""
+    """Return the exact shell command of this run, including ``cd`` to its working directory."""
     start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', world_size)}"
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if nodes > 1:

@@ -1,4 +1,4 @@
-"""Helper processes of a rank, for work of store clients.
+"""Start and check helper processes of a rank, which run the clients of object stores.
 
 Store clients use threads and much memory and wait for the network, so they must not run in a rank,
 which forks checkpoint writers.

@@ -35,7 +35,7 @@ from pretrain.spikes import Spikes, carried_over, rewinds_to
 
 
 class TooManyBadSteps(CommandError):
-    """The loss or gradient was non-finite, or a spike, for too many steps in a row."""
+    """Error: in too many consecutive steps the loss or gradient was non-finite or had a spike."""
 
     code = Exit.DIVERGED
 
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass
 class Trainer:
-    """Trainer that runs from ``progress`` to the end of the schedule, or until a signal."""
+    """Training loop that runs from ``progress`` to the end of the schedule, or until a signal."""
 
     config: RunConfig
     schedule: Schedule
@@ -180,11 +180,12 @@ class Trainer:
         return record, result.beside, found[0] if found else None
 
     def _rewound(self, spike: str) -> bool:
-        """Handle a spike; return True if training rewound to a checkpoint.
+        """Handle a spike; return True if training rewound to a checkpoint, False if it only
+        skipped.
 
-        False means that the step was only skipped. After a rewind, the samples since the checkpoint
-        are passed over. Both outcomes are reported. The decision depends only on the steps, so a
-        run that is killed before its next checkpoint meets the same spike and decides the same way.
+        After a rewind, the samples since the checkpoint are passed over. Both outcomes are
+        reported. The decision depends only on the steps, so a run that is killed before its next
+        checkpoint meets the same spike and decides the same way.
         """
         at, train = self.progress, self.config.train
         times = (
@@ -241,12 +242,12 @@ class Trainer:
         return found is not None
 
     def _reach_the_end(self) -> str:
-        """Extend the data order if the passed-over samples make it too short for the run;
-        collective.
+        """Extend the data order if the samples passed over after spikes make it too short for the
+        run.
 
-        Returns a message if the order is still too short. The order is extended only if the longer
-        order begins with the present one. Otherwise the last steps read the first samples of the
-        order again.
+        The order is extended only if the longer order begins with the present one. Otherwise the
+        last steps read the first samples of the order again. Return a message about this, or "" if
+        the order is long enough. All ranks must call it together.
         """
         at = self.progress
         needed = self.schedule.total_samples - at.order_begin + at.passed_over
@@ -283,19 +284,20 @@ class Trainer:
         self.meter.restart("save")
 
     def _beside(self) -> list[float]:
-        """Return the values that the step's single all-reduce sums in addition to the loss.
+        """Return the numbers that the step's single all-reduce sums in addition to the loss.
 
-        These are one flag per stop signal (1 for the first signal received), and one entry per rank
-        with its peak memory.
+        They are one flag per stop signal (1 for the first signal that this rank received), then one
+        entry per rank: its peak memory in bytes at this rank's index, 0 elsewhere.
         """
         peaks = [0.0] * torch.distributed.get_world_size()
         peaks[torch.distributed.get_rank()] = float(platform.peak_memory_bytes())
         return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
 
     def _asked_to_stop(self, sums: list[float]) -> str | None:
-        """Return the name of a stop signal that any rank had received, or None.
+        """Return the name of a stop signal that any rank has received, or None.
 
-        After the last step the result is None.
+        sums: the values of `_beside`, summed over the ranks. After the last step the result is
+        None.
         """
         came = [number for number, count in zip(STOP, sums, strict=False) if count]
         return max(came).name if came and self.progress.step < self.schedule.steps else None
@@ -329,9 +331,9 @@ class Trainer:
         )
 
     def _pauses_left(self) -> dict[str, int]:
-        """Return the number of remaining saves and validations, including the last ones.
+        """Return the number of remaining saves ("save") and validations ("validation").
 
-        The step just finished is included.
+        Both counts include the pause after the last step. The step just finished is included.
         """
         intervals = {"save": self.config.checkpoint.interval}
         if self.data.valid is not None:
@@ -387,7 +389,7 @@ class Trainer:
         )
 
     def _look_up(self, *which: object) -> str:
-        """Return the command that prints the documents of a step or sample."""
+        """Return the shell command that prints the documents of a step or sample."""
         return shlex.join(
             ["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)]
         )
