@@ -133,8 +133,8 @@ def make_engine(
 ) -> Engine:
     """Create the engine selected by ``engine.name``.
 
-    say: function that prints the engine's messages. draw: initialize the weights; if False, the
-    weights are NaN, because the caller loads a checkpoint afterwards.
+    ``say`` is a function that prints the engine's messages. draw: initialize the weights; if False,
+    the weights are NaN, because the caller loads a checkpoint afterwards.
 
     Raises:
         ValueError: a width is not divisible (see ``ModelConfig.blocks``).

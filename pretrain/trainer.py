@@ -296,8 +296,8 @@ class Trainer:
     def _asked_to_stop(self, sums: list[float]) -> str | None:
         """Return the name of a stop signal that any rank has received, or None.
 
-        sums: the values of `_beside`, summed over the ranks. After the last step the result is
-        None.
+        sums: this step's additional numbers, summed over the ranks; the first are the signal flags.
+        After the last step the result is None.
         """
         came = [number for number, count in zip(STOP, sums, strict=False) if count]
         return max(came).name if came and self.progress.step < self.schedule.steps else None

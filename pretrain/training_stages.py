@@ -97,9 +97,9 @@ class Part:
         )
 
     def resumed(self, progress: Progress) -> Progress:
-        """Return a checkpoint's progress, with a change of the batch size recorded if there is one.
+        """Return a checkpoint's progress, with a change of the batch size recorded in it.
 
-        A change exists if the configuration's batch size differs from the checkpoint's.
+        If the configuration's batch size is that of the checkpoint, the progress is unchanged.
         """
         if self.schedule(progress).samples_at(progress.step) == progress.consumed_samples:
             return progress

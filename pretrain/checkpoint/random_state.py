@@ -1,7 +1,7 @@
-"""Random states in a checkpoint, stored as tensors, so that reading them runs no code.
+"""Random states in a checkpoint, stored as tensors, so that reading them executes no code.
 
-A GPU run has other states than a CPU run: also the device's own generator (``cuda``), and states of
-16 instead of 5,056 bytes in Megatron's tracker. The manifest names the kind of device.
+A GPU run has other states than a CPU run: in addition the device's own generator (``cuda``), and
+states of 16 instead of 5,056 bytes in Megatron's tracker. The manifest records the kind of device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
 
 
 def kind_of(tensors: Mapping[str, object]) -> str:
-    """Return the kind of device, ``cuda`` or ``cpu``, of random states with these names."""
+    """Return the kind of device, ``cuda`` or ``cpu``, to which these random states belong.
+
+    tensors: random states by their names.
+    """
     return "cuda" if "cuda" in tensors else "cpu"
 
 
@@ -81,9 +84,9 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
 
 
 def _written_on(found: Found) -> str:
-    """Return the kind of device that wrote a checkpoint.
+    """Return the kind of device, ``cuda`` or ``cpu``, on which a checkpoint was written.
 
-    If the manifest is too old to record it, the names of the tensors decide.
+    If the manifest is too old to record it, the names of the stored random states decide.
     """
     if RNG_DEVICE in found.manifest:
         return str(found.manifest[RNG_DEVICE])
