@@ -133,8 +133,8 @@ def make_engine(
 ) -> Engine:
     """Create the engine selected by ``engine.name``.
 
-    ``say`` is a function that prints the engine's messages. draw: initialize the weights; if False,
-    the weights are NaN, because the caller loads a checkpoint afterwards.
+    The third argument prints the engine's messages. draw: initialize the weights; if False, the
+    weights are NaN, because the caller loads a checkpoint afterwards.
 
     Raises:
         ValueError: a width is not divisible (see ``ModelConfig.blocks``).

@@ -182,7 +182,7 @@ class HashedFile(io.BufferedWriter):
     """File that is hashed while it is written sequentially.
 
     If its ``with`` block ends without an error, the XXH3-128 of the file and the XXH3-64 of each of
-    its tensors are written to a second file (`hash_beside`).
+    its tensors are written to a second file in the same folder.
     """
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:

@@ -124,8 +124,8 @@ def _fits(value: Any, kind: Any) -> bool:
 def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
     """Return a description of the first fault in a manifest's configuration, or None.
 
-    Only sections, and values that this code reads directly from the manifest, are checked. whole:
-    True for the manifest of a run, which has all sections.
+    Only sections, and values that this code reads directly from the manifest, are checked. The last
+    argument is True for the manifest of a run, which has all sections.
     """
     if missing := [
         key

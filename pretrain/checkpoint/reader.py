@@ -267,7 +267,7 @@ class CheckedReader(FileSystemReader):
     ) -> Iterator[tuple[Tensor, int | str, Any]]:
         """Yield (tensor, checksum, location) for every stored tensor that the plan needs.
 
-        When the caller asks for the next one, the tensor is copied to its targets.
+        After each yield, the tensor is copied to its targets.
         """
         known = parts_of(Path(self.path))
         items = sorted(

@@ -101,10 +101,10 @@ class Change:
 
 
 def rule(key: str) -> str:
-    """Return the rule of a dotted key: FREE, TOLD, or the text that refuses a change.
+    """Return the rule of a dotted key: that the key may change, or the text that refuses a change.
 
-    If the table has no entry for the key, the entry of the nearest enclosing section counts. Raises
-    KeyError if the table has neither.
+    The values for permitted changes are FREE and `TOLD`. If the table has no entry for the key, the
+    entry of the nearest enclosing section counts. Raises KeyError if neither exists.
     """
     words = [word for word in key.split(".") if not word.isdecimal() and word != "N"]
     for length in range(len(words), 0, -1):
@@ -154,7 +154,7 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise ConfigError if the model section has changed, apart from its RoPE scaling.
+    """Raise ConfigError if a key of the model section other than its RoPE scaling has changed.
 
     This is the condition for loading weights from another run.
     """

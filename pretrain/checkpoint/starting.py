@@ -38,7 +38,7 @@ _SAME_RUN = re.compile(r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$")
 
 @dataclass(frozen=True)
 class Start:
-    """A position in the run, and the checkpoint from which training starts there.
+    """A position in the run, and the checkpoint from which training continues at that position.
 
     found: the checkpoint, None to start with new weights. own: True if it is a checkpoint of this
     run. forked: True if it is the checkpoint at which a fork begins. changed: configuration keys
