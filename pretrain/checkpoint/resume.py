@@ -101,10 +101,10 @@ class Change:
 
 
 def rule(key: str) -> str:
-    """Return the rule of a dotted key: that the key may change, or the text that refuses a change.
+    """Return the rule of a dotted key: FREE, the constant for printed changes, or an error text.
 
-    The values for permitted changes are FREE and `TOLD`. If the table has no entry for the key, the
-    entry of the nearest enclosing section counts. Raises KeyError if neither exists.
+    The first two permit a change. An error text refuses it. If the table has no entry for the key,
+    the entry of the nearest enclosing section counts. Raises KeyError if neither exists.
     """
     words = [word for word in key.split(".") if not word.isdecimal() and word != "N"]
     for length in range(len(words), 0, -1):

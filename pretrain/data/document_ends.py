@@ -1,6 +1,6 @@
-"""Refuse data whose documents do not end in EOD if the configuration finds documents by that token.
+"""Check that the documents end in the end-of-document token (EOD) if the configuration needs it.
 
-No torch, no Megatron.
+The module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _EVERY, _DOCUMENTS = 8, 8
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
     """Check the last tokens of about a hundred documents, spread over each source.
 
-    The documents' boundaries are those that the .idx records. Reads no files unless documents are
-    separate, positions restart at documents, or document ends leave the loss.
+    The .idx files define the boundaries of documents. The check reads files only if documents are
+    read separately, positions restart at documents, or document ends do not count in the loss.
 
     Raises:
         ConfigError: a document's last token is not EOD.
@@ -48,10 +48,10 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
 
 
 def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
-    """Yield (document, its last token) for documents in the source's sample and the last one.
+    """Yield (document, its last token) for sampled documents and the last document of a source.
 
-    The documents of the sample end in blocks of `sample_ranges`. Of a .bin in a store only these
-    blocks are local.
+    The sampled documents end in the blocks of `sample_ranges`. For a .bin in an object store, only
+    these blocks are available locally.
     """
     with open(f"{source.local}.idx", "rb") as index, open(f"{source.local}.bin", "rb") as binary:
         count, size = HEADER.unpack(index.read(HEADER.size))[3], os.fstat(binary.fileno()).st_size

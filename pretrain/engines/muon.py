@@ -218,7 +218,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update each group by Muon or by AdamW, as it is marked.
+        """Update each group by its method, Muon or AdamW.
 
         DeepSpeed's ZeRO passes one group at a time.
         """
