@@ -183,8 +183,8 @@ class PackedGPTDataset(GPTDataset):
     ``shuffle_index`` contains complete epochs. The rest of a sequence is padding with token 0,
     whose labels do not count.
 
-    If a sequence begins with another document's end, the first token of a cut document's
-    continuation does not count either, since it cannot be predicted. A subclass in which each stage
+    If the continuation of a cut document follows another document in a sequence, its first token
+    does not count as a label either, since it cannot be predicted. A subclass in which each stage
     reads different documents packs only those in ``indices``.
     """
 

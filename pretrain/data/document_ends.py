@@ -1,4 +1,4 @@
-"""Check that the documents end in the end-of-document token (EOD) if the configuration needs it.
+"""Check that documents end with the EOD token if the configuration depends on it.
 
 The module imports neither torch nor Megatron.
 """

@@ -106,8 +106,9 @@ def stage_memory(
     cuda: bool,
     muons: int = 0,
 ) -> StageMemory:
-    """Return the memory of a rank of a pipeline stage with ``parameters`` parameters, of which Muon
-    updates ``muons``.
+    """Return the memory of one rank of a pipeline stage.
+
+    parameters: number of parameters of the rank. muons: number of these that Muon updates.
     """
     layout, bf16 = config.parallel, config.train.precision == "bf16"
     if config.engine.name == "deepspeed":
@@ -141,7 +142,7 @@ def stage_memory(
 
 
 def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> int:
-    """Return the bytes of the copy that `TensorNorms` makes of the fp32 weights of a rank."""
+    """Return the bytes that `TensorNorms` uses for its copy of a rank's fp32 weights."""
     if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
         return 0
     split = (
@@ -189,8 +190,9 @@ def _zero_stage_memory(
 def zero_variants(
     config: RunConfig, own: StageMemory, data_parallel: int, *, cuda: bool
 ) -> dict[str, StageMemory]:
-    """Return name -> memory of every ZeRO stage and offload that the run could use; ``own`` is the
-    memory of the run itself.
+    """Return name -> memory of every ZeRO stage and offload that the run could use.
+
+    own: memory of the run itself, which contains the numbers of parameters of the rank.
     """
     rank = {"parameters": own.parameters, "data_parallel": data_parallel, "muons": own.muons}
     return {
@@ -200,8 +202,9 @@ def zero_variants(
 
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
-    """Return term -> bytes per token that autograd keeps of one layer on one rank (see the table
-    above).
+    """Return term -> bytes per token that autograd keeps of one layer on one rank.
+
+    The terms are those of the table above.
     """
     e, split, training = _element(config), _sequence_split(config), training_of(config, cuda=cuda)
     again = training.again
@@ -219,7 +222,7 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
 
 
 def training_of(config: RunConfig, *, cuda: bool) -> Training:
-    """Return the training settings in the form that shapes take."""
+    """Return the training settings in the form that the methods of shapes require."""
     layout, train = config.parallel, config.train
     return Training(
         element=_element(config),
@@ -235,8 +238,9 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
 
 
 def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
-    """Return True if a mixer or MLP of the model is outside the table, so that its activations are
-    an estimate.
+    """Return True if the activations of the model are an estimate.
+
+    This is the case if a mixer or MLP of the model is not covered by the table above.
     """
     return any(
         ESTIMATE in layer_activations(config, block, cuda=cuda) for block, _ in config.model.kinds
@@ -244,8 +248,9 @@ def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
-    """Return term -> bytes per token that autograd keeps of the final norm, the output layer and
-    the loss on the last stage.
+    """Return term -> bytes per token that autograd keeps on the last stage after the layers.
+
+    The terms are the final norm, the output layer and the loss.
     """
     e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
     softmax = WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size
@@ -273,8 +278,8 @@ def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
 def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
     """Return the bytes of activations on a rank of ``stage`` at the peak.
 
-    These are its layers' activations for every micro-batch in flight, and on the last stage those
-    of the loss.
+    These are the activations of its layers for every micro-batch in flight. On the last stage, the
+    activations of the loss are added.
     """
     stages = config.parallel.pipeline_model_parallel_size
     per_token = (
@@ -290,8 +295,9 @@ def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda
 
 
 def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
-    """Return the bytes of layer activations that a rank of ``stage`` keeps on the host at the peak
-    (train.offload_activations).
+    """Return the bytes of layer activations that a rank of ``stage`` keeps on the host at the peak.
+
+    They are 0 without train.offload_activations.
     """
     per_token = (
         _layers_activations(config, stage, data_parallel, cuda=cuda)
@@ -302,7 +308,7 @@ def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, 
 
 
 def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
-    """Return the bytes per token of a rank's layers, for every micro-batch in flight."""
+    """Return the bytes per token that a rank keeps of its layers for all micro-batches in flight."""
     layout, layers = config.parallel, 0.0
     for block, count in config.model.kinds:
         again = config.train.recompute == "full"
@@ -316,8 +322,9 @@ def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cu
 
 
 def _offloads(config: RunConfig, *, cuda: bool) -> bool:
-    """Return True if activations are offloaded to another memory; on a CPU, device and host memory
-    are the same.
+    """Return True if activations are offloaded from a GPU to the host.
+
+    On a CPU, device and host memory are the same.
     """
     return config.train.offload_activations and cuda
 
@@ -335,10 +342,10 @@ def beside_told(
     *,
     cuda: bool,
 ) -> Iterator[str]:
-    """Yield lines about memory that the table of all stages does not show.
+    """Yield lines about memory that the table of all stages does not show separately.
 
-    These are offloaded activations, and the copy of the weights for tensor norms, which the table
-    includes.
+    These are the offloaded activations, and the copy of the weights for tensor norms, which the
+    table includes.
     """
     ranks = min(world_size, RANKS_OF_A_NODE)
     sizes = [
@@ -358,19 +365,19 @@ def beside_told(
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
-    """Return the bytes of short-lived tensors at the peak.
+    """Return the bytes of short-lived tensors at the peak of the backward pass.
 
-    The peak is the backward pass of the loss (last stage) or of a layer, when the tensors of the
-    loss have been freed.
+    On the last stage, the peak is the backward pass of the loss or, after the tensors of the loss
+    have been freed, that of a layer. On other stages it is that of a layer.
 
     Loss: in bf16 the logits in addition to their fp32 softmax, and the weight gradient of the
     output layer before it is added to the fp32 buffer. With train.loss_chunk both passes run
     together, one chunk at a time: the logits and softmax of the chunk, or their gradient and its
     weight gradient, in addition to the accumulated weight gradient and all hidden states.
 
-    Layer: the gradients inside its MLP or its mixer, the weight gradient of fc1, under recompute
-    its own activations, on a CPU in bf16 the same amount again; and the temporary memory of its
-    mixer (``Shape.moment_bytes``).
+    Layer: the gradients inside its MLP or its mixer, and the weight gradient of fc1. With
+    recompute, its own activations are added; on a CPU in bf16 the same amount is added again. The
+    temporary memory of its mixer (``Shape.moment_bytes``) is added in all cases.
     """
     model = config.model
     train = config.train

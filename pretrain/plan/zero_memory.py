@@ -41,7 +41,7 @@ SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """Bytes of a rank's device memory, and of the host's memory if that is separate.
+    """Bytes of a rank's device memory, and of host memory if the device is a GPU.
 
     bucket: used all the time. fresh: the part of the gradients, on device or host, that appears
     during the backward pass. forward: used in addition to the activations. reduction: used in
@@ -63,8 +63,9 @@ class ZeroMemory:
         return self.bucket + max(self.forward, self.reduction)
 
     def peak(self, activations: int) -> int:
-        """Return the peak of the device, given the ``activations`` of the model including their
-        workspace.
+        """Return the peak bytes of the device.
+
+        activations: bytes of the model's activations, including their workspace.
         """
         steady = self.weights + self.gradients - self.fresh + self.optimizer + self.bucket
         return steady + max(activations + self.forward, self.fresh + self.reduction)
@@ -79,10 +80,10 @@ def zero_memory(
     cuda: bool,
     muons: int = 0,
 ) -> ZeroMemory:
-    """Return the ZeRO memory of a rank with ``parameters`` parameters, of which Muon updates
-    ``muons``.
+    """Return the memory under ZeRO of a rank with ``parameters`` parameters.
 
-    ``engine`` may differ from the run's engine. On a CPU the host's memory counts as the device's.
+    muons: number of parameters that Muon updates. ``engine`` may differ from the run's engine. On a
+    CPU the host's memory counts as the device's.
     """
     e = 2 if config.train.precision == "bf16" else WIDE
     stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
@@ -125,7 +126,8 @@ def zero_memory(
 def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
     """Return (name, settings) of every ZeRO stage and offload that the run could use.
 
-    The stages fit the run's precision, and the settings include its bucket sizes.
+    Stages that do not fit the run's precision or optimizer are absent. The settings include the
+    run's bucket sizes.
     """
     found = []
     for stage in (0, 1, 2, 3):
@@ -144,7 +146,7 @@ def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
 
 
 def zero_name(engine: EngineConfig) -> str:
-    """Return the name of a stage with its offload."""
+    """Return the name of a ZeRO stage with its offload, for example ``stage 3, all offloaded``."""
     offloaded = ""
     if engine.offload_parameters:
         offloaded = ", all offloaded"
