@@ -126,10 +126,10 @@ class Trainer:
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
-        """Run one step.
+        """Run one step and return (record, numbers, spike).
 
-        Returns its record, the all-reduced values that were sent with the loss (stop signals, peak
-        memory), and the description of a spike or None.
+        numbers: the values all-reduced with the loss: stop signals and peak memory (`_beside`).
+        spike: description of a spike in this step, or None.
         """
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples

@@ -465,7 +465,7 @@ def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool
 
 
 def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a mistake for each evaluation setting that the written or kept checkpoints do not fit."""
+    """Yield a mistake for each evaluation setting that does not fit the checkpoint settings."""
     every, saved = config.evaluate.interval, config.checkpoint.interval
     if every and not saved:
         yield (

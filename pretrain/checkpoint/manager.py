@@ -292,7 +292,7 @@ class Checkpoints:
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
         """Publish asynchronous saves that have finished.
 
-        ``blocking``: wait for all of them. Raises as :meth:`save` does.
+        ``blocking``: first wait for all saves. The exceptions are those of :meth:`save`.
         """
         try:
             self.queue.maybe_finalize_async_calls(blocking=blocking)
@@ -510,7 +510,10 @@ def _layout(config: RunConfig) -> dict[str, Any]:
 
 
 def _without_objects(state: Any) -> Any:
-    """Return ``state`` without Megatron's empty ``_extra_state`` objects, which would be pickled."""
+    """Return ``state`` without Megatron's empty ``_extra_state`` objects.
+
+    They would be stored as pickles.
+    """
     if isinstance(state, dict):
         return {
             key: _without_objects(value)

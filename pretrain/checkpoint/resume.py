@@ -79,7 +79,7 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Change:
-    """Configuration key whose value differs from the value with which the checkpoint was written."""
+    """Configuration key whose value has changed since the checkpoint was written."""
 
     key: str
     old: Any

@@ -318,7 +318,7 @@ def _check_resumable(
 
 
 def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
-    """Raise ConfigError unless an order of ``samples`` samples begins with the checkpoint's order."""
+    """Raise ConfigError unless an order of ``samples`` samples can continue the checkpoint's order."""
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:

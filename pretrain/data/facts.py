@@ -254,7 +254,10 @@ def index_bytes(facts: DataFacts) -> int:
 
 
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
-    """Return the configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in if null."""
+    """Return the configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in.
+
+    Values that are given in the configuration remain.
+    """
     vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     tokenizer = (
         str(facts.tokenizer)
@@ -480,7 +483,10 @@ def _manifest_tokenizer(key: str, manifest: Manifest) -> _Tokenizer:
 
 
 def _given_tokenizer(folder: Path) -> _Tokenizer:
-    """Return the tokenizer of the key ``data.tokenizer`` from the Hugging Face files in its folder."""
+    """Return the tokenizer in ``folder``, the value of ``data.tokenizer``.
+
+    The folder must contain the tokenizer.json of a Hugging Face tokenizer.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(

@@ -161,7 +161,7 @@ class IndexCache:
 
 
 def samples_of_splits(config: RunConfig, train_samples: int) -> list[int]:
-    """Return the numbers of training, validation and test samples for which an order is generated."""
+    """Return the number of samples in the order of training, validation and test data."""
     return [
         train_samples,
         config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0,

@@ -29,7 +29,10 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Placed(NamedTuple):
-    """Placement of ``each`` pieces of ``size`` tokens in every sequence with index in [first, end)."""
+    """Placement of ``each`` pieces of ``size`` tokens in every sequence of a range.
+
+    The range contains the sequences with index in [first, end).
+    """
 
     size: int
     first: int
@@ -166,7 +169,10 @@ def passes(sequences: int, samples: int, seed: int) -> npt.NDArray[np.uint32]:
 
 
 def share(lengths: npt.NDArray[Any], length: int) -> Share:
-    """Return the cost that `pack` would have for documents of these ``lengths``, without packing."""
+    """Return the cost that `pack` would have for documents of these lengths.
+
+    The documents are not packed.
+    """
     lengths = lengths[lengths > 0]
     before = cuts(lengths, length)
     _, used, spaces = best_fit(

@@ -42,11 +42,11 @@ class PartLengths:
     documents: int
 
     def mean_over(self, cost: Callable[[int], dict[str, float]]) -> dict[str, float]:
-        """Return the mean of ``cost`` over all tokens, for each name that it returns.
+        """Return name -> mean of a cost over all tokens.
 
         ``cost`` returns name -> cost of one token in a part of the given length. If many lengths
-        occur, it is evaluated for some of them and interpolated between them, which is exact if it
-        is linear in the length.
+        occur, it is evaluated for some lengths and interpolated between them. This is exact if the
+        cost is linear in the length.
         """
         held = np.flatnonzero(self.shares)
         asked = held
@@ -121,9 +121,10 @@ def packed_shares(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArra
 
 
 def _some(held: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
-    """Return the lengths of documents to evaluate, and the number of all documents.
+    """Return (lengths of a sample of documents, number of all documents).
 
-    If the source has many documents, the lengths are those of runs of documents spread over it.
+    A small source is returned completely. The sample of a large source consists of runs of
+    documents spread over the file.
     """
     if len(held) <= _DOCUMENTS:
         return held, len(held)

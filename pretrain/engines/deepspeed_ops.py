@@ -323,7 +323,10 @@ def compiler() -> str:
 
 
 def lacks_compiler() -> str | None:
-    """Return what is missing for compiling C++ for Python and how to install it, or None."""
+    """Return a text about the missing compiler or header and its installation, or None.
+
+    Python's C++ extensions need both.
+    """
     if shutil.which(compiler()) is None:
         return (
             f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or "
@@ -336,7 +339,10 @@ def lacks_compiler() -> str | None:
 
 
 def lacks_ninja() -> str | None:
-    """Return how to install ninja if it is neither on PATH nor next to the interpreter, or None."""
+    """Return a text about installing ninja, or None if ninja is available.
+
+    It is available if it is on PATH or next to the interpreter.
+    """
     beside = Path(sys.executable).parent
     if shutil.which("ninja") or os.access(beside / "ninja", os.X_OK):
         return None
@@ -344,9 +350,9 @@ def lacks_ninja() -> str | None:
 
 
 def cannot_write(directory: Path) -> str | None:
-    """Return why the folder of ops cannot be used and how to fix it, or None.
+    """Return an error text with the remedy if the folder of ops cannot be used, else None.
 
-    Creates the folder if it is missing.
+    The folder is created if it is missing.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

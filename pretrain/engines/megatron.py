@@ -211,7 +211,10 @@ class MegatronEngine:
         }
 
     def _whole_parts(self) -> Iterator[Held]:
-        """Yield every parameter of this rank with its gradient, for an optimizer that is not split."""
+        """Yield every parameter of this rank with its gradient and optimizer tensors.
+
+        Use it only for the optimizer that is not split over the ranks.
+        """
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
             main = getattr(parameter, "main_param", parameter)

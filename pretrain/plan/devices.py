@@ -1,4 +1,4 @@
-"""Tables of the peak performance and the memory of devices, with look-up by device name.
+"""Tables of the peak performance and the memory of devices, indexed by parts of their names.
 
 The module does not import torch.
 """

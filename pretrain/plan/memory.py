@@ -1,4 +1,4 @@
-"""Memory of one rank in bytes, from the configuration alone.
+"""Compute the memory of one rank in bytes from the configuration alone.
 
 The module does not import torch. The terms were found by measurement of this code.
 
@@ -8,10 +8,18 @@ bf16, 4 for the fp32 main weights. In fp32 the main weights are the weights them
 the distributed optimizer. The distributed optimizer divides the optimizer part by the data-parallel
 size.
 
-Memory that autograd keeps of one layer, per token. e: bytes of the training precision; D: hidden
-size; t: tensor-parallel size; s: t under sequence parallelism, else 1; per rank, all divided by t:
-P packed projection width, q query width, d value width, F MLP width; H_c: conditioner width. Terms
-with a factor 4 are fp32 in either precision.
+The table lists the bytes per token that autograd keeps of one layer. Its symbols are:
+
+    e             bytes of the training precision; terms with a factor 4 are always fp32
+    D, t          hidden size, tensor-parallel size
+    s             t under sequence parallelism, else 1
+    P, q, d, F    widths of the packed projection, the queries, the values and the MLP, divided by t
+    k, d_k        width of the keys, divided by t; width of a key of one head
+    w, o          widths of the values that the attention reads and of its output, divided by t
+    H_c           width of the conditioner
+    L, G          options of the FEM mixer (`fem_megatron.mixers.fem.shape`); its tensors mu, F, Z,
+                  lambda, g, beta, c, v and U are defined in `fem_megatron.mixers.fem.layer` and
+                  `kernels.fem_attention`
 
     norms         e 2D/s         the inputs of the two RMSNorms
                   (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)
@@ -37,17 +45,22 @@ with a factor 4 are fp32 in either precision.
     out_proj      e d            its input (in fp32 without L and G this is the attention's output)
     MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
 
-The table covers the FEM over the softmax prior, attention and the SwiGLU MLP; it is implemented by
-their shapes (``Shape.kept_bytes``), on a GPU for every prior (``PriorShape.read_bytes``). Every
-other mixer is estimated from measured memory per channel of its width (``Kept``), on a CPU or with
-a GPU's kernels, and the plan reports that it is an estimate. With train.recompute = selective an
-MLP keeps its input, and a read keeps its arguments; on a CPU an estimate does not change, so it is
-too high. On a GPU the peak is within 15% of the rehearsed peak (tests/pretrain/test_rehearsal.py).
-With train.fp8 a linear map keeps its input in 8 bits, for the full sequence, in addition to other
-copies of that input; estimates do not change. With train.cuda_graphs the workspace includes the
-graphs' own memory (`pretrain.plan.graphs`); activations do not change. With
-train.offload_activations the layers' activations are on the host, except for one layer; on a CPU
-that is the same memory.
+The table covers the FEM over the softmax prior, attention and the SwiGLU MLP. It is implemented by
+their shapes (``Shape.kept_bytes``), on a GPU for every prior (``PriorShape.read_bytes``). The
+memory of every other mixer is estimated from measurements per channel of its width (``Kept``), made
+on a CPU or with a GPU's kernels, and the plan reports that it is an estimate. On a GPU the peak is
+within 15% of the rehearsed peak (tests/pretrain/test_rehearsal.py).
+
+Effects of the training options:
+
+- train.recompute = selective: an MLP keeps only its input, and the attention only its arguments. On
+  a CPU an estimate does not change, so it is too high.
+- train.fp8: a linear map keeps its input in 8 bits, for the full sequence, in addition to other
+  copies of the input. Estimates do not change.
+- train.cuda_graphs: the workspace includes the memory of the graphs (`pretrain.plan.graphs`).
+  Activations do not change.
+- train.offload_activations: the activations of all layers but one are on the host. On a CPU, host
+  and device memory are the same.
 """
 
 from __future__ import annotations
@@ -308,7 +321,7 @@ def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, 
 
 
 def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
-    """Return the bytes per token that a rank keeps of its layers for all micro-batches in flight."""
+    """Return the bytes per token of a rank's layer activations for all micro-batches in flight."""
     layout, layers = config.parallel, 0.0
     for block, count in config.model.kinds:
         again = config.train.recompute == "full"
@@ -375,9 +388,9 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     together, one chunk at a time: the logits and softmax of the chunk, or their gradient and its
     weight gradient, in addition to the accumulated weight gradient and all hidden states.
 
-    Layer: the gradients inside its MLP or its mixer, and the weight gradient of fc1. With
-    recompute, its own activations are added; on a CPU in bf16 the same amount is added again. The
-    temporary memory of its mixer (``Shape.moment_bytes``) is added in all cases.
+    Layer: the gradients inside its MLP or its mixer, the weight gradient of fc1, and the temporary
+    memory of its mixer (``Shape.moment_bytes``). Recompute adds the activations of the layer that
+    are computed again. On a CPU, bf16 adds the size of all its activations.
     """
     model = config.model
     train = config.train

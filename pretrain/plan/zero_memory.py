@@ -1,4 +1,4 @@
-"""Memory of one rank under DeepSpeed's ZeRO in bytes, from the configuration alone.
+"""Compute the memory of one rank under DeepSpeed's ZeRO in bytes from the configuration alone.
 
 P: parameters of the rank; d: data-parallel ranks; e: bytes of the training precision; b: elements
 of a reduction bucket. All optimizer state of ZeRO is fp32: a copy of the weights and Adam's two
@@ -16,15 +16,20 @@ In stage 2 the 4b more in bf16 are the converted gradients. In stage 3 with gloo
 updates g elements at a time, the smaller of P/d and sub_group_size, and flattens their gradients
 first.
 
-Gradients marked * exist from the start; the others appear while activations are freed, unless a
-step has several micro-batches. Stage 3 always holds a bucket, 4b, and L unsharded elements in
-addition to the activations: L is the smaller of P and max_live_parameters (and max_reuse_distance);
-beyond L, DeepSpeed gathers a parameter again for every use. Offload keeps the 12 P / d and two 4 P
-/ d of gradients on the host and a bucket, eb in stages 1 and 2, on the device; offloaded parameters
-are the e P / d of stage 3, on the host.
+Gradients marked * exist from the start. Other gradients appear while activations are freed, unless
+a step has several micro-batches.
 
-On a CPU this is within 15% of the measured memory of processes (tests/pretrain/test_memory.py,
-docs/engines.md); it was not measured on a GPU. The module does not import torch.
+Stage 3 always uses a bucket (4b) and L unsharded elements in addition to the activations. L is the
+smallest of P, max_live_parameters and max_reuse_distance. Beyond L, DeepSpeed gathers a parameter
+again for every use.
+
+If the optimizer is offloaded, its state (12 P / d) and two copies of the gradients (4 P / d each)
+are on the host, and a bucket (eb in stages 1 and 2) is on the device. If the parameters of stage 3
+are offloaded, they (e P / d) are on the host too.
+
+On a CPU the result is within 15% of the measured memory of processes
+(tests/pretrain/test_memory.py, docs/engines.md); it was not measured on a GPU. The module does not
+import torch.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 class Callback:
     """Interface of loggers: one method per event of the training loop.
 
-    The methods of this class do nothing.
+    The methods of this class are empty.
     """
 
     def on_restart(self, step: int) -> None:
@@ -140,7 +140,7 @@ class JsonLines(Callback):
 
 
 class TensorBoard(Callback):
-    """Logger of scalars to TensorBoard; at a restart, TensorBoard discards values of later steps."""
+    """Logger of scalars to TensorBoard, which discards values of later steps at a restart."""
 
     def __init__(self, folder: Path, interval: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
