@@ -18,8 +18,9 @@ Answer = TypeVar("Answer")
 
 
 def from_rank_0(compute: Callable[[], Answer]) -> Answer:
-    """Call ``compute`` on rank 0 and return its result on all ranks; all ranks must call it
-    together.
+    """Call ``compute`` on rank 0 and return its result on all ranks.
+
+    All ranks must call this function together.
 
     Raises:
         CommandError: on all ranks, if ``compute`` raised it on rank 0.

@@ -1,8 +1,7 @@
-"""Configuration of a run: one dataclass per section, with help texts and ranges, and functions that
-load it.
+"""Dataclasses of a run's configuration, one per section, and functions that load it.
 
-``pretrain.validate`` checks conditions that involve several fields. Long, because it defines every
-key of a run. The module does not import torch.
+The fields have help texts and ranges. ``pretrain.validate`` checks conditions that involve several
+fields. Long, because it defines every key of a run. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -94,10 +94,10 @@ def train(prepared: Prepared, received: Received) -> Outcome:
 
 
 def build_index(prepared: Prepared) -> None:
-    """Build the index cache that :func:`train` uses (``--index``), in one process without a model
-    or a GPU.
+    """Build the index cache that :func:`train` uses (``--index``).
 
-    Prints the folder of the cache, the number of samples, and the time and memory used.
+    One process suffices; it needs neither a model nor a GPU. The function prints the folder of the
+    cache, the number of samples, and the time and memory used.
 
     Raises:
         ConfigError: the data does not match its manifest, or the location of the cache is wrong.
@@ -163,10 +163,10 @@ def make_engine(
 
 
 class Run:
-    """Components of an attempt on this rank. All ranks must construct it and call its methods
-    together.
+    """Components of an attempt on this rank.
 
-    ``first`` is True on rank 0, which prints and writes files.
+    All ranks must construct it and call its methods together. ``first`` is True on rank 0, which
+    prints and writes files.
     """
 
     def __init__(self, prepared: Prepared, received: Received) -> None:
@@ -187,8 +187,9 @@ class Run:
         self.enter(self.parts[0])
 
     def enter(self, part: Part) -> None:
-        """Make ``part`` the current stage: set its configuration, schedule, data facts and
-        contents.
+        """Make ``part`` the current stage.
+
+        This sets the configuration, the schedule, the facts about the data and the contents.
         """
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
         self.facts = facts_of(part, self.all_facts)
@@ -280,7 +281,7 @@ class Run:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
-            # Not a method of the trainer, which would keep a reference to the engine.
+            # A method of the trainer would keep a reference to the engine.
             checkpoints.alert = partial(alert, callbacks, "checkpoint not written")
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
@@ -327,8 +328,9 @@ class Run:
         )
 
     def _read_contents(self) -> Contents:
-        """Read the identities of the data files' contents on rank 0, compare them with the
-        manifests, and send them to all ranks.
+        """Return the identities of the data files' contents, which rank 0 reads for all ranks.
+
+        The contents are compared with the manifests.
         """
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:

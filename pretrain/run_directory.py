@@ -162,10 +162,9 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 def check_writable(folder: Path, mirror: str | None = None) -> None:
-    """Raise ConfigError if the run directory, or a mirror that is a folder, cannot be created or
-    written.
+    """Raise ConfigError if the run directory or the mirror cannot be created or written.
 
-    The check creates no files or folders.
+    Only a mirror that is a folder is checked. The check creates no files or folders.
     """
     for key, place in (("run_dir", folder), ("checkpoint.mirror", mirror and folder_of(mirror))):
         if not place:
@@ -202,10 +201,10 @@ def claimed(folder: Path) -> Iterator[bool]:
 def describe(
     config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Write config.yaml, relaunch.sh and environment.json, and changes.diff if the code has
-    changes.
+    """Write the files that describe the run into its directory.
 
-    changes.diff contains the uncommitted changes of a git checkout. Each attempt appends a line to
+    They are config.yaml, relaunch.sh and environment.json; and changes.diff, which contains the
+    uncommitted changes of a git checkout, if it has any. Each attempt appends a line to
     ``attempts.jsonl``, which includes the ``changed`` keys (key -> old, new). The other files are
     replaced.
     """
@@ -235,8 +234,9 @@ def describe(
 
 
 def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: str) -> None:
-    """Write fork.json: the parent's run directory, the checkpoint, its step and the hash of its
-    manifest.
+    """Write fork.json, which records the checkpoint at which a fork begins.
+
+    It contains the parent's run directory, the checkpoint, its step and the hash of its manifest.
 
     order_begin: number of samples consumed before the first sample of the fork's own data order; 0
     if the fork continues the parent's order.

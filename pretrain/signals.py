@@ -60,8 +60,9 @@ def noted() -> Iterator[Received]:
 
 
 def ignore() -> None:
-    """Ignore stop signals at the end of the process, so that a late signal does not change the exit
-    code.
+    """Ignore stop signals at the end of the process.
+
+    A late signal then does not change the exit code.
     """
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)

@@ -67,7 +67,7 @@ class Trainer:
     stragglers: Stragglers
     progress_file: ProgressFile
     # Returns the data with a training order for the given number of samples, which is longer only
-    # if it begins with the present order; collective.
+    # if it begins with the present order. All ranks must call it together.
     redraw: Callable[[int], Datasets]
     received: list[int]  # numbers of the stop signals received so far
 
@@ -128,8 +128,8 @@ class Trainer:
     def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
         """Run one step and return (record, numbers, spike).
 
-        numbers: the values all-reduced with the loss: stop signals and peak memory (`_beside`).
-        spike: description of a spike in this step, or None.
+        numbers: the values all-reduced with the loss, which are the stop signals and the peak
+        memory of the ranks. spike: description of a spike in this step, or None.
         """
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
@@ -152,7 +152,7 @@ class Trainer:
         result = self.engine.train_step(
             stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None
         )
-        recent = before.recent if spikes else ()  # outdated if a guard is set later
+        recent = before.recent if spikes else ()  # outdated if train.on_spike is set later
         if spikes and not result.skipped:
             recent = spikes.learned(recent, result.loss, result.grad_norm)
         self.progress = replace(
@@ -180,12 +180,11 @@ class Trainer:
         return record, result.beside, found[0] if found else None
 
     def _rewound(self, spike: str) -> bool:
-        """Handle a spike; return True if training rewound to a checkpoint, False if it only
-        skipped.
+        """Handle a spike; return True if training rewound to a checkpoint.
 
-        After a rewind, the samples since the checkpoint are passed over. Both outcomes are
-        reported. The decision depends only on the steps, so a run that is killed before its next
-        checkpoint meets the same spike and decides the same way.
+        False means that the step was only skipped. After a rewind, the samples since the checkpoint
+        are passed over. Both outcomes are reported. The decision depends only on the steps, so a
+        run that is killed before its next checkpoint meets the same spike and decides the same way.
         """
         at, train = self.progress, self.config.train
         times = (
@@ -242,8 +241,7 @@ class Trainer:
         return found is not None
 
     def _reach_the_end(self) -> str:
-        """Extend the data order if the samples passed over after spikes make it too short for the
-        run.
+        """Extend the data order if samples passed over after spikes make it too short.
 
         The order is extended only if the longer order begins with the present one. Otherwise the
         last steps read the first samples of the order again. Return a message about this, or "" if

@@ -107,8 +107,9 @@ def check_before_data(config: RunConfig) -> None:
 
 
 def planned_world_size(config: RunConfig) -> int:
-    """Return the number of processes: parallel.world_size, or the minimum that model parallelism
-    requires.
+    """Return the number of processes for which the run is planned.
+
+    It is parallel.world_size or, if null, the minimum that model parallelism requires.
     """
     layout = config.parallel
     return layout.world_size or max(1, layout.model_parallel)

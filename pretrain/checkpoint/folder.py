@@ -55,12 +55,12 @@ class Progress:
 
     step: int
     consumed_samples: int
-    order_samples: int  # number of samples the training order was drawn for
+    order_samples: int  # number of samples in the training order
     skipped_steps: int = 0
     bad_steps_in_a_row: int = 0
     recent: tuple[float, ...] = ()
     rewound: tuple[int, ...] = ()
-    # Samples of the order that were passed over, going back from spikes.
+    # Number of samples of the order that were passed over after spikes.
     passed_over: int = 0
     begin_step: int = 0  # first step of the run: the step of a fork's parent
     begin_samples: int = 0  # samples consumed before begin_step
@@ -93,10 +93,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Inherited:
-    """Facts about the weights that training copies from checkpoint to checkpoint without using
-    them.
+    """Facts about the weights that every checkpoint inherits from its predecessor.
 
-    ``checkpoint.load`` copies them too.
+    Training does not use them. ``checkpoint.load`` inherits them too.
 
     context_length: longest sequence that the weights were trained on, in tokens. special_ids:
     bos_token_id, eos_token_id (one or several) and pad_token_id, if the weights were imported from
@@ -269,8 +268,9 @@ def parts_of(path: Path) -> dict[str, dict[str, str]]:
 
 
 def find(path: Path) -> Found:
-    """Return the checkpoint at ``path``: a step's folder, or the newest good one of a run
-    directory.
+    """Return the checkpoint at ``path``, which is a step's folder or a run directory.
+
+    For a run directory, return its newest good checkpoint.
 
     Raises:
         ConfigError: no checkpoint exists, or the given step's folder is damaged.
@@ -348,8 +348,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def rewind(step: Path) -> Found | None:
-    """Delete all checkpoints after ``step``, a step's folder, and return the checkpoint of that
-    step.
+    """Return the checkpoint in a step's folder after deleting all later checkpoints.
 
     Training will write the later ones again. If the checkpoint of the step is missing or damaged,
     return None and delete none.

@@ -137,8 +137,9 @@ class Checkpoints:
         return replace(own, path=self.last)
 
     def newest(self) -> Found | None:
-        """Return the newest good checkpoint, or None if no checkpoint exists. Rank 0 searches for
-        all.
+        """Return the newest good checkpoint, or None if no checkpoint exists.
+
+        Rank 0 searches, and all ranks return its result.
 
         Raises:
             StorageError: checkpoints exist, but all are damaged. The run must not start from
@@ -273,8 +274,7 @@ class Checkpoints:
         return found
 
     def _go_on_without(self, error: StorageError, *, needed: bool) -> None:
-        """Report a failed save and return, or raise ``error`` if training must not continue without
-        it.
+        """Report a failed save if training may continue, else raise ``error``.
 
         Training may continue if the save is not ``needed`` and at most
         ``checkpoint.max_unsaved_steps`` steps are unsaved. The incomplete files are already
@@ -457,8 +457,8 @@ def _told_to_all(finish: Callable[[], None]) -> None:
         for rank, (failure, _) in sorted(error.failures.items())[:1]:
             why = f"{_NUMBER.sub('', str(failure))} (rank {rank})"
     except OSError as error:
-        # rank 0's failure at .metadata, before it notifies the other ranks, which wait
-        # (state_dict_saver.py:253, 0.16.1)
+        # Rank 0 failed to write .metadata before it notified the other ranks, which wait for it
+        # (state_dict_saver.py:253, 0.16.1).
         torch.distributed.broadcast(torch.ones(1, dtype=torch.int, device=platform.device()), src=0)
         why = reason(error)
 

@@ -54,11 +54,11 @@ def kind_of(tensors: Mapping[str, object]) -> str:
 
 
 def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
-    """Set this rank's random states to those in a checkpoint of the same layout; all ranks must
-    call it together.
+    """Set this rank's random states to those in a checkpoint of the same layout.
 
     If the checkpoint was written on another kind of device, the states are seeded from
-    ``train.seed``, as at the start of a run, and rank 0 reports it.
+    ``train.seed``, as at the start of a run, and rank 0 reports it. All ranks must call it
+    together.
 
     Args:
         read: reads the tensors of a state dictionary from the checkpoint.

@@ -47,8 +47,8 @@ class Start:
 
     progress: Progress
     found: Found | None = None
-    own: bool = False  # True: of this run; its optimizer and random states are read too
-    forked: bool = False  # True: of another run; those are read as well
+    own: bool = False  # its optimizer and random states are read too
+    forked: bool = False  # its optimizer and random states are read too
     # Configuration changes since the checkpoint was written.
     changed: list[Change] = field(default_factory=list)
 
@@ -318,7 +318,7 @@ def _check_resumable(
 
 
 def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
-    """Raise ConfigError unless an order of ``samples`` samples can continue the checkpoint's order."""
+    """Raise ConfigError unless the checkpoint's order can be extended to ``samples`` samples."""
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:

@@ -15,7 +15,7 @@ from fem_common.stores import is_url
 from pretrain.config import RunConfig
 from pretrain.data.facts import HEADER, DataFacts, SourceFacts, sample_ranges
 
-# Of a .bin's sample every eighth block is read, and of the documents that end in it 8 to 15.
+# Every eighth block of a .bin's sample is read, and 8 to 15 of the documents that end in it.
 _EVERY, _DOCUMENTS = 8, 8
 
 

@@ -284,9 +284,7 @@ def any_on_disk(config: RunConfig) -> bool:
 
 @contextmanager
 def _place_told(key: str, prefix: str) -> Iterator[None]:
-    """Add the key and the URL of the source to a ConfigError of the block that names only local
-    files.
-    """
+    """Add the source's key and URL to a ConfigError of the block that names only local files."""
     try:
         yield
     except ConfigError as error:

@@ -363,8 +363,9 @@ class Source:
             self._fetch(f"{path}/{Path(entry['name']).name}", entry)
 
     def _write(self, name: str, target: Path, size: int, parts: Sequence[tuple[int, int]]) -> None:
-        """Fetch the ranges ``parts`` of a file and write them to ``target``, with holes for the
-        rest.
+        """Fetch the ranges ``parts`` of a file and write them to ``target``.
+
+        The rest of the ``size`` bytes of ``target`` remains a hole.
         """
         quiet = os.environ.get("LOCAL_RANK", "0") != "0"
         title = f"{self.store.folder}/{name}"

@@ -246,10 +246,9 @@ class LearningRates:
         )
 
     def set(self, samples: int) -> float:
-        """Set every group's learning rate after ``samples`` sequences, and return the schedule's
-        rate.
+        """Set every group's learning rate after ``samples`` sequences.
 
-        The rates of muP's groups are multiples of the returned rate.
+        Return the rate of the schedule. The rates of muP's groups are multiples of this rate.
         """
         self.scheduler.num_steps = self.schedule.rate_position(samples)
         self.scheduler.step(0)

@@ -125,9 +125,8 @@ class DeepSpeedEngine:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
         self.alone = "LOCAL_RANK" not in os.environ
-        os.environ.setdefault(
-            "LOCAL_RANK", "0"
-        )  # DeepSpeed reads it at initialization and in steps
+        # DeepSpeed reads the variable at initialization and in steps.
+        os.environ.setdefault("LOCAL_RANK", "0")
         try:
             self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
         except ConfigError:
@@ -353,8 +352,7 @@ class DeepSpeedEngine:
 
     @staticmethod
     def _times(started: platform.Moment) -> StepTimes:
-        """Return the seconds since ``started``, and the seconds that this rank then waits for
-        others.
+        """Return the seconds since ``started``, and the seconds of a barrier with the other ranks.
 
         Call it after the first forward pass, because later in the step the ranks synchronize in
         many reductions.

@@ -35,7 +35,7 @@ from typing import Literal
 
 from fem_common.signals import signal_name
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> class of DeepSpeed's that builds it
+BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> DeepSpeed class that builds it
 # An op compiles in minutes even on two busy cores, and each finished file changes the folder.
 QUIET_SECONDS = 1800.0
 FIX, BUILD = "python -m launch doctor --fix", "python -m launch doctor --build"
@@ -75,7 +75,7 @@ def prepare_environment() -> None:
     They select the accelerator, the folder of ops, and a log level of warnings for DeepSpeed.
     Variables that are already set remain. If ninja is not on PATH, its folder is appended to PATH.
     """
-    # Without it DeepSpeed tries seven kinds, and warns if only the CPU is left.
+    # Without the variable DeepSpeed tries seven kinds of accelerator, and warns if it finds none.
     os.environ.setdefault("DS_ACCELERATOR", _accelerator())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default_directory()))
     # The folder of a virtual environment that is not activated is not on PATH.

@@ -271,8 +271,8 @@ class _Exchange:
                 holders.setdefault(one.map, set()).add(number)
         work = {key: newton_schulz_flops(*shape) for key, shape in shapes.items()}
         load, self.owner = [0.0] * self.size, dict[Key, int]()
-        # First the maps on only one rank, then the largest; each is assigned to that of its ranks
-        # with the least work.
+        # Assign the maps that are on one rank first, then the other maps, the largest first. The
+        # owner is the rank with the least work among the ranks that have stretches of the map.
         for key in sorted(shapes, key=lambda key: (len(holders[key]) > 1, -work[key], key)):
             self.owner[key] = min(holders[key], key=lambda number: (load[number], number))
             load[self.owner[key]] += work[key]

@@ -152,8 +152,8 @@ class ZeroState:
             self._replay(int(steps))
 
     def _replay(self, steps: int) -> None:
-        """Repeat the steps of DeepSpeedCPUAdam on one-element tensors to restore its bias
-        correction.
+        """Restore the bias correction of DeepSpeedCPUAdam by repeating its steps on one-element
+        tensors.
 
         The correction is a running product inside the optimizer, which is not in the checkpoint.
         Without the exact product, the last bits of every update would differ.

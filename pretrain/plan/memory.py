@@ -19,7 +19,7 @@ The table lists the bytes per token that autograd keeps of one layer. Its symbol
     H_c           width of the conditioner
     L, G          options of the FEM mixer (`fem_megatron.mixers.fem.shape`); its tensors mu, F, Z,
                   lambda, g, beta, c, v and U are defined in `fem_megatron.mixers.fem.layer` and
-                  `kernels.fem_attention`
+                  `kernels.fem_attention.accelerated`
 
     norms         e 2D/s         the inputs of the two RMSNorms
                   (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)

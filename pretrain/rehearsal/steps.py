@@ -275,8 +275,9 @@ def _tell(engine: Any, recorder: Recorder) -> None:
 
 
 def _groups() -> dict[tuple[int, ...], str]:
-    """Return ranks -> name of this rank's process groups, with the abbreviations of the
-    configuration.
+    """Return ranks -> name of each process group of this rank.
+
+    The names are the abbreviations that the configuration uses.
     """
     named = {
         "TP x DP": parallel_state.get_amax_reduction_group(with_context_parallel=True),
@@ -338,8 +339,9 @@ def _engine_on_paper(config: RunConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def _built_without_numbers() -> Iterator[None]:
-    """During the block, build models directly with meta tensors instead of moving them from the
-    host.
+    """Build models directly with meta tensors during the block.
+
+    They are otherwise built on the host and then moved.
     """
     build = fem_model.build
 

@@ -197,8 +197,9 @@ class Evaluations(Callback):
         self._note_use()
 
     def _take(self) -> None:
-        """Report the running evaluation if it has ended; terminate it if its time limit is
-        exceeded.
+        """Report the running evaluation if it has ended.
+
+        Terminate it if its time limit is exceeded.
         """
         running = self.running
         if running is None:
