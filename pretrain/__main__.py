@@ -311,7 +311,9 @@ def _forked(options: argparse.Namespace) -> RunConfig:
 
 
 def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
-    """Print the plan, or the result of the check.
+    """Print the plan if ``plan``, and the result of the data check if ``check``.
+
+    With the plan of packed data, a line about the cost of packing is printed.
 
     Raises ConfigError if both are requested and the memory does not fit.
     """
@@ -341,7 +343,7 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
 
 
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
-    """Print the rehearsal.
+    """Rehearse the run's steps and print the result.
 
     For a run with stages, rehearse the stage with the largest planned peak memory.
 
@@ -384,10 +386,10 @@ def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
 
 
 def _planned(prepared: Prepared) -> Plan:
-    """Print and return the plan.
+    """Print the plan and return it.
 
-    For a run with stages, this is the plan of the stage that needs most memory, followed by one
-    line for each stage.
+    For a run with stages, print and return the plan of the stage that needs most memory. One line
+    for each stage is printed after it.
     """
     plans = _plans(prepared)
     part, needs = max(plans, key=lambda each: each[1].peak_memory)

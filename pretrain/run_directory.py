@@ -33,7 +33,10 @@ PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transfor
 
 
 def run_directory(config: RunConfig) -> Path:
-    """Return the run directory: run_dir with the mixer's name filled in, or runs/<name>."""
+    """Return the path of the run directory.
+
+    It is run_dir with ``{mixer}`` replaced by the mixer's name, or runs/<name> if run_dir is empty.
+    """
     if not config.run_dir:
         return Path("runs") / config.name
     return Path(
@@ -153,9 +156,9 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """Return the configuration with run directory and mirror written out.
+    """Return the configuration with run_dir and checkpoint.mirror filled in.
 
-    The result describes the same run whatever the name and location of the file that contains it.
+    The result describes the same run, whatever the name and location of the file that contains it.
     """
     checkpoint = replace(config.checkpoint, mirror=mirror_of(config))
     return replace(config, run_dir=str(run_directory(config)), checkpoint=checkpoint)
@@ -289,10 +292,11 @@ def relaunch_command(world_size: int) -> str:
 
 
 def _code() -> tuple[str, bool, str]:
-    """Return (git revision, True if modified, diff) of the running code; empty values if unknown.
+    """Return (git revision, True if modified, diff) of the running code.
 
-    A launcher's snapshot contains these in REVISION.json, with its diff in another file; in a
-    checkout git provides them.
+    Values are empty if they are unknown. In a checkout, git provides them. In a launcher's
+    snapshot, REVISION.json contains the first two; the diff is in another file and is returned
+    empty.
     """
     root = Path(__file__).resolve().parents[1]
     snapshot = root / "REVISION.json"
@@ -304,7 +308,7 @@ def _code() -> tuple[str, bool, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return the output of a git command in a folder; empty outside a checkout."""
+    """Return the output of a git command in a folder, or "" outside a checkout."""
     try:
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True

@@ -22,7 +22,7 @@ _HEARD = (
 
 
 class Received(list[int]):
-    """List of the received stop signals, in order.
+    """List of the numbers of the received stop signals, in order.
 
     ``profile`` is True if SIGUSR2 arrived since the last traced step.
     """

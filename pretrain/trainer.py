@@ -1,6 +1,6 @@
-"""Training loop.
+"""Training loop: run steps, validations and saves, and decide when to stop.
 
-It uses engine, data, checkpoints and callbacks through their interfaces, and decides when to stop.
+It uses engine, data, checkpoints and callbacks only through their interfaces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class TooManyBadSteps(CommandError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of the training loop."""
+    """Result of the training loop: the last progress, the reason of the end and the last
+    checkpoint.
+    """
 
     progress: Progress
     stopped_by: str | None  # a signal's name, or None at the end of the run

@@ -61,7 +61,7 @@ class Part:
 
     @property
     def samples(self) -> int:
-        """Number of sequences of the stage, in its own sequence length."""
+        """Number of sequences of the stage, counted in the stage's sequence length."""
         return self.own.total_samples
 
     @property
@@ -167,7 +167,10 @@ def parts_of(config: RunConfig) -> list[Part]:
 
 
 def facts_of(part: Part, facts: DataFacts) -> DataFacts:
-    """Return the facts of the stage's own data, in the order of its blend."""
+    """Return the facts about the stage's own data.
+
+    The training sources have the order of the stage's blend.
+    """
     if not part.name:
         return facts
     train = {source.prefix: source for source in facts.sources if source.split == "train"}

@@ -454,7 +454,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool]) -> int | None:
-    """Return the candidate nearest to ``wanted`` for which ``holds`` is true, or None.
+    """Return the candidate nearest to ``wanted`` for which ``holds`` returns True, or None.
 
     If two candidates are equally near, the smaller one is returned.
     """

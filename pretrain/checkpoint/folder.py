@@ -189,7 +189,7 @@ class HashedFile(io.BufferedWriter):
         self._path, self._hash, self._parts = Path(path), xxhash.xxh3_128(), list[str]()
 
     def write(self, content: Any) -> int:
-        """Write all of ``content`` and update the hash."""
+        """Write all bytes of ``content``, update the hash, and return the number of bytes."""
         self._hash.update(content)
         return super().write(content)
 
@@ -212,7 +212,10 @@ def hash_beside(path: Path) -> Path:
 
 
 def hash_of(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
-    """Return a file's XXH3-128; ``advance`` is called with the number of bytes read."""
+    """Return the XXH3-128 of a file in hexadecimal.
+
+    ``advance`` is called with the number of bytes of each block read.
+    """
     hashed = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):

@@ -105,7 +105,10 @@ class Checkpoints:
         )
 
     def enter(self, config: RunConfig) -> None:
-        """Use the configuration of another stage from now on. No checkpoint may be in progress."""
+        """Use the configuration of another stage for all later saves and loads.
+
+        No save may be in progress.
+        """
         self.config, self.queue = config, AsyncCallsQueue()
 
     def sweep(self) -> None:
@@ -251,7 +254,7 @@ class Checkpoints:
             published.execute_sync()
 
     def _to_go_back_to(self, step: int) -> set[Path]:
-        """Return the checkpoints that a spike at a step after ``step`` may rewind the run to."""
+        """Return the checkpoints to which a spike at a step after ``step`` may rewind the run."""
         train, interval = self.config.train, self.config.checkpoint.interval
         if train.on_spike != "rewind":
             return set()

@@ -25,7 +25,10 @@ _PREFIX, _TRACKER = "rng.", "tracker."
 
 
 def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
-    """Return this rank's random states as uint8 tensors, one slot per (pipeline, tensor) rank."""
+    """Return this rank's random states as sharded uint8 tensors.
+
+    Each (pipeline, tensor) rank has its own slot in every tensor.
+    """
     state = platform.rng_state()
     flat: dict[str, torch.Tensor] = {key: state[key] for key in ("torch", "cuda") if key in state}
     flat |= {f"{_TRACKER}{name}": value for name, value in state["tracker"].items()}

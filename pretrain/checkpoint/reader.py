@@ -233,7 +233,7 @@ class CheckedReader(FileSystemReader):
         return read_metadata(Path(self.path) / ".metadata")
 
     def read_metadata(self, *unused: Any, **unused_too: Any) -> Metadata:
-        """Return the metadata, which is read once.
+        """Return the checkpoint's metadata, which is read at the first call and then cached.
 
         Raises ConfigError (see the function `read_metadata`).
         """
@@ -341,7 +341,10 @@ class _Stretch(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Read as many bytes as are left and fit, directly into ``buffer`` without a copy."""
+        """Read bytes into ``buffer`` without a copy, and return their number.
+
+        As many bytes are read as the section still has and the buffer can contain.
+        """
         view, got = memoryview(buffer).cast("B")[: max(0, self.length - self.position)], 0
         try:
             self.file.seek(self.start + self.position)

@@ -87,9 +87,10 @@ class Change:
 
     @property
     def rule(self) -> str:
-        """The table's rule for the key.
+        """The table's rule for the key (see the function `rule`).
 
-        A key of a removed section, which has no entry, may change and is printed.
+        A key of a removed section has no entry in the table. It may change, and the change is
+        printed.
         """
         try:
             return rule(self.key)

@@ -123,7 +123,7 @@ class DataFacts:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Number of tokens of all sources of each split."""
+        """Split -> number of tokens of all its sources."""
         return {
             split: sum(source.tokens for source in self.sources if source.split == split)
             for split in SPLITS
@@ -342,7 +342,10 @@ def _check_merged(key: str, source: Source) -> None:
 
 
 def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest's entry for the pair."""
+    """Return the manifest's entry for the .bin/.idx pair of a source.
+
+    Raises ConfigError if the manifest has no entry.
+    """
     name = Path(source.prefix).name
     if name not in manifest.splits:
         known = ", ".join(manifest.splits) or "none"

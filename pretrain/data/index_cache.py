@@ -48,7 +48,7 @@ class IndexCache:
 
     @property
     def folder(self) -> Path:
-        """The final path of the complete cache."""
+        """The path of the folder when it is complete: ROOT/<key>."""
         key = json.dumps(
             [
                 FORMAT,

@@ -60,7 +60,7 @@ Answer = TypeVar("Answer")
 
 
 class ObjectStore:
-    """The folder of a source in a store.
+    """An object store's folder that contains the files of a source.
 
     A failing request is retried for ``patience`` seconds. The first failure and the recovery are
     each logged once.
@@ -73,7 +73,7 @@ class ObjectStore:
         self.failing, self.lock = set[int](), threading.Lock()
 
     def insist(self, work: Callable[[], Answer]) -> Answer:
-        """Return the result of ``work``, with retries.
+        """Return the result of ``work``; call it again for ``patience`` seconds if it fails.
 
         Raises:
             StorageError: it still fails after ``patience`` seconds.

@@ -71,7 +71,7 @@ def destroy_model_parallel() -> None:
 
 
 def model_layout(config: RunConfig) -> fem_model.Layout:
-    """Return the part of the run's configuration that shapes the model."""
+    """Return the part of the parallel layout on which the structure of the model depends."""
     return fem_model.Layout(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
@@ -93,9 +93,9 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
 
 
 def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | None:
-    """Return the scaling history of this rank's 8-bit maps if train.fp8 is delayed, else None.
+    """Return the scaling history of this rank's 8-bit maps, or None unless train.fp8 is delayed.
 
-    The history is shared by the ranks of its pipeline stage.
+    The ranks of a pipeline stage share the history.
     """
     if config.train.fp8 != "delayed":
         return None

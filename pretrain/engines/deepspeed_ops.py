@@ -180,7 +180,7 @@ def _version(distribution: str) -> str:
 
 
 def needed_ops(offload_optimizer: bool) -> list[str]:
-    """Return the ops that training loads."""
+    """Return the names of the ops that training loads."""
     return ["cpu_adam"] * offload_optimizer
 
 
@@ -251,7 +251,7 @@ def remove_stale_lock(name: str) -> Path | None:
 
 
 def _owner_would_be_seen(lock: Path) -> bool:
-    """Return True if a living owner of the lock would be visible to this process."""
+    """Return True if this process could see the lock's owner, were the owner still running."""
     if os.geteuid() not in (0, lock.stat().st_uid) or not Path("/proc/self/fd").exists():
         return False
     kind, shared = file_system(lock)

@@ -152,11 +152,11 @@ class ZeroState:
             self._replay(int(steps))
 
     def _replay(self, steps: int) -> None:
-        """Restore the bias correction of DeepSpeedCPUAdam by repeating its steps on one-element
-        tensors.
+        """Restore the bias correction of DeepSpeedCPUAdam by repeating its steps.
 
-        The correction is a running product inside the optimizer, which is not in the checkpoint.
-        Without the exact product, the last bits of every update would differ.
+        The steps are taken on one-element tensors. The correction is a running product inside the
+        optimizer, which is not in the checkpoint. Without the exact product, the last bits of every
+        update would differ.
         """
         adam: Any = self.adam
         group = adam.param_groups[0]

@@ -61,7 +61,7 @@ def split_bytes(
 
 
 def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
-    """Yield the plan's lines about context parallelism; no lines without it."""
+    """Yield the plan's lines about context parallelism; without it, yield no lines."""
     kinds, size = split_kinds_of(config), config.parallel.context_parallel_size
     if kinds:
         reads = ", ".join(
@@ -97,7 +97,10 @@ def finer_splits(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig
 
 
 def check_split(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield the mistakes in the run's context parallelism, each with the nearest valid value."""
+    """Yield an error text for each mistake in the run's context parallelism.
+
+    Each text names the nearest valid value.
+    """
     layout = config.parallel
     length = config.data.seq_length
     size = config.parallel.context_parallel_size

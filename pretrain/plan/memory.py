@@ -99,7 +99,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Peak on the device, without the host's memory."""
+        """Peak bytes on the device, without the host's memory."""
         return (
             self.weights
             + self.gradients

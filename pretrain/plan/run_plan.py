@@ -230,7 +230,7 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint."""
+        """Size of one checkpoint in bytes."""
         return checkpoint_bytes(self.config)
 
     @property
@@ -269,7 +269,7 @@ class Plan:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the rank that needs most memory."""
+        """Peak device bytes of the rank that needs most memory."""
         return max(stage.total for stage in self.memory)
 
 

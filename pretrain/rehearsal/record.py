@@ -86,7 +86,7 @@ class StepTrace(Trace):
 
     @property
     def phase(self) -> str:
-        """Phase of the operation that runs now."""
+        """Phase of the step to which the running operation belongs."""
         running = torch._C._current_graph_task_id() != -1
         return BACKWARD if running and self.stage == FORWARD else self.stage
 

@@ -208,7 +208,7 @@ def recorded_steps(
 ) -> Rank:
     """Run a few steps of an engine and return the record of the last one.
 
-    The recorder works with a rehearsal and with a real engine.
+    The engine may belong to a rehearsal or to a real run.
     """
     trace, deepspeed = recorder.trace, engine.config.engine.name == "deepspeed"
     _name_parts(engine, trace)

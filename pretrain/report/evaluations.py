@@ -70,7 +70,7 @@ class _Running:
 class Evaluations(Callback):
     """Callback that starts, monitors and reports evaluations.
 
-    It must be the first callback, because it still uses the other loggers when it ends.
+    It must be the first callback, because it still uses the other loggers when training ends.
     """
 
     def __init__(

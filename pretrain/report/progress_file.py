@@ -36,7 +36,10 @@ class ProgressFile:
     """
 
     def __init__(self, folder: Path | None, schedule: Schedule, world_size: int) -> None:
-        """``folder``: the run directory; None on ranks that do not write."""
+        """Create the writer.
+
+        ``folder``: the run directory; None on ranks that do not write.
+        """
         self.folder, self.schedule, self.world_size = folder, schedule, world_size
         self.told: tuple[str | None, Path | None] = None, None  # state and checkpoint in the file
         self.step = self.consumed_samples = 0

@@ -56,7 +56,7 @@ class Slowest:
     by: str  # measure of `ratio`: "step", or "matmul" with a single replica
 
     def message(self, limit: float) -> str:
-        """Return one line for the console."""
+        """Return one line for the console, given the ``limit`` from which a rank counts as slow."""
         who = f"slowest rank {self.rank} on node {self.host}"
         times = f"{self.ratio:.2f} times the median of {self.compared} ranks"
         against = f"({self.seconds:.3g} s against {self.median:.3g} s)"
@@ -131,7 +131,10 @@ class Stragglers:
     """
 
     def __init__(self, interval: int, limit: float, folder: Path | None) -> None:
-        """``folder``: the run directory; None on ranks that do not write."""
+        """Gather the positions of all ranks.
+
+        ``folder``: the run directory; None on ranks that do not write.
+        """
         self.interval, self.limit, self.folder = interval, limit, folder
         here = RankPosition(
             host.node(),
