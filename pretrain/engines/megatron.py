@@ -124,7 +124,7 @@ class MegatronEngine:
         times = self._times(started)
         self.optimizer.prepare_grads()
         loss, grad_norm, sums = summed_over_ranks(reports, beside(), self._squares())
-        update = math.isfinite(grad_norm)  # NaN if the loss is not finite (`poisoned`)
+        update = math.isfinite(grad_norm)  # the loss too (`poisoned`)
         if update and unwanted:
             update = not unwanted(loss, grad_norm)
         with self.around_update(self.split.parts if self.split else self._whole_parts):
