@@ -83,7 +83,7 @@ class Evaluations(Callback):
         received: list[int],
         step: int = 0,
     ) -> None:
-        """Start the newest evaluation that is due, unless it has ended in an earlier attempt.
+        """Start the newest due evaluation that has not ended in an earlier attempt.
 
         ``folder``: the run directory; ``steps``: number of the last step; ``received``: list that
         receives stop signals; ``step``: the last finished step.
