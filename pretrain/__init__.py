@@ -1,5 +1,6 @@
-"""Pretraining: reads a configuration and data, writes checkpoints and logs.
+"""Distributed pretraining: train a model from a configuration and data, and write checkpoints and
+logs.
 
-It imports ``fem_megatron``, but no tools and no data preparation. Importing the package, its
-configuration or its planner does not load torch.
+The package imports ``fem_megatron``, but no tools and no data preparation. Importing the package,
+its configuration or its planner does not load torch.
 """

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _told(options: argparse.Namespace) -> int:
-    """Run the command, and report errors to torchrun.
+    """Run the command, report errors to torchrun, and return the exit code.
 
     Input mistakes are raised only on local rank 0, so that each host prints them once; other ranks
     return the exit code.
@@ -91,8 +91,9 @@ def _told(options: argparse.Namespace) -> int:
 
 
 def _tell_torchrun(message: str) -> None:
-    """Write the error to torchrun's error file, so that torchrun prints it instead of generic
-    advice.
+    """Write the error to torchrun's error file, if the environment names one.
+
+    torchrun then prints this message instead of generic advice.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -259,8 +260,10 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
 
 
 def _forked(options: argparse.Namespace) -> RunConfig:
-    """Return the configuration of a fork: the run in --fork's folder that continues the run of
-    CONFIG.yaml.
+    """Return the configuration of a fork.
+
+    The fork's run directory is the folder that --fork names. It continues the run of CONFIG.yaml,
+    or the run in the given run directory.
     """
     given, new = Path(expand_home(options.config)), options.fork
     # The run directory of a step_NNNNNNNN folder.
@@ -308,7 +311,9 @@ def _forked(options: argparse.Namespace) -> RunConfig:
 
 
 def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
-    """Print the plan, or the result of the check.
+    """Print the plan if ``plan``, and the result of the data check if ``check``.
+
+    With the plan of packed data, a line about the cost of packing is printed.
 
     Raises ConfigError if both are requested and the memory does not fit.
     """
@@ -338,7 +343,7 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
 
 
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
-    """Print the rehearsal.
+    """Rehearse the run's steps and print the result.
 
     For a run with stages, rehearse the stage with the largest planned peak memory.
 
@@ -381,10 +386,10 @@ def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
 
 
 def _planned(prepared: Prepared) -> Plan:
-    """Print and return the plan.
+    """Print the plan and return it.
 
-    For a run with stages, this is the plan of the stage that needs most memory, followed by one
-    line for each stage.
+    For a run with stages, print and return the plan of the stage that needs most memory. One line
+    for each stage is printed after it.
     """
     plans = _plans(prepared)
     part, needs = max(plans, key=lambda each: each[1].peak_memory)

@@ -1,7 +1,7 @@
-"""Results computed on one rank and shared with all ranks of the process group.
+"""Run a computation on one rank and share its result with all ranks of the process group.
 
-Ranks can see different states of a shared file system, and reading is expensive, so one rank reads
-for all.
+Ranks can see different versions of a file on a shared file system, and reading is expensive, so
+rank 0 reads for all.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ Answer = TypeVar("Answer")
 
 
 def from_rank_0(compute: Callable[[], Answer]) -> Answer:
-    """Call ``compute`` on rank 0 and return its result on all ranks; all ranks must call it
-    together.
+    """Call ``compute`` on rank 0 and return its result on all ranks.
+
+    All ranks must call this function together.
 
     Raises:
         CommandError: on all ranks, if ``compute`` raised it on rank 0.

@@ -1,8 +1,7 @@
-"""Configuration of a run: one dataclass per section, with help texts and ranges, and functions that
-load it.
+"""Dataclasses of a run's configuration, one per section, and functions that load it.
 
-``pretrain.validate`` checks conditions that involve several fields. Long, because it defines every
-key of a run. The module does not import torch.
+The fields have help texts and ranges. ``pretrain.validate`` checks conditions that involve several
+fields. Long, because it defines every key of a run. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -163,10 +162,11 @@ class ParallelConfig:
         )
 
     def settled(self, engine: EngineConfig, *, cuda: bool) -> ParallelConfig:
-        """Return a copy in which the overlap settings that are null have a value.
+        """Return a copy in which the overlap settings that are null have the default of the engine.
 
-        Overlap is chosen for Megatron and for ZeRO-3 on a GPU. ZeRO-1 and ZeRO-2 would need a
-        second bucket for it, and DeepSpeed's own default is off.
+        With Megatron on a GPU, reductions overlap, and gathers overlap too if the distributed
+        optimizer is used. With ZeRO-3 on a GPU, reductions overlap. ZeRO-1 and ZeRO-2 would need a
+        second bucket for overlapping, and DeepSpeed's own default is off.
         """
         megatron = engine.name == "megatron"
         reduce = self.overlap_grad_reduce
@@ -697,7 +697,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def run_of(values: Mapping[Any, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration from ``values``, as `load_run` does for a file with this content.
 
-    path: file named in error messages; its name is also the run's default name.
+    path: file that error messages name. The stem of its name is also the run's default name.
     """
     with _named_after(path) as named:
         return named(build(RunConfig, values, path, overrides, parts=True, absent=ABSENT))
@@ -705,9 +705,9 @@ def run_of(values: Mapping[Any, Any], path: Path, overrides: Sequence[str] = ())
 
 @contextmanager
 def _named_after(path: Path) -> Iterator[Callable[[RunConfig], RunConfig]]:
-    """Provide a function that names an unnamed run after its file.
+    """Yield a function that gives a run without a name the name of its file.
 
-    A configuration attached to ConfigErrors is named in the same way.
+    A configuration attached to a ConfigErrors that the block raises is named in the same way.
     """
 
     def named(config: RunConfig) -> RunConfig:

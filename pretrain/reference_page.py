@@ -72,7 +72,7 @@ def page() -> str:
 
 
 def section_text(section: str) -> str:
-    """Return the keys of a section, or of a part of one (``model.fem``), for the terminal.
+    """Return a text for the terminal about the keys of a section or subsection (``model.fem``).
 
     Raises:
         ConfigError: the section does not exist.

@@ -1,6 +1,4 @@
-"""Run one attempt of a training run: construct all components and train the stages from start to
-end.
-"""
+"""Run one attempt of a training run: construct all components and train the remaining stages."""
 
 from __future__ import annotations
 
@@ -96,10 +94,10 @@ def train(prepared: Prepared, received: Received) -> Outcome:
 
 
 def build_index(prepared: Prepared) -> None:
-    """Build the index cache that :func:`train` uses (``--index``), in one process without a model
-    or a GPU.
+    """Build the index cache that :func:`train` uses (``--index``).
 
-    Prints the folder of the cache, the number of samples, and the time and memory used.
+    One process suffices; it needs neither a model nor a GPU. The function prints the folder of the
+    cache, the number of samples, and the time and memory used.
 
     Raises:
         ConfigError: the data does not match its manifest, or the location of the cache is wrong.
@@ -135,8 +133,8 @@ def make_engine(
 ) -> Engine:
     """Create the engine selected by ``engine.name``.
 
-    The third argument is a function that prints the engine's messages. draw: initialize the
-    weights; if False they are NaN, because a checkpoint is loaded afterwards.
+    The third argument prints the engine's messages. draw: initialize the weights; if False, the
+    weights are NaN, because the caller loads a checkpoint afterwards.
 
     Raises:
         ValueError: a width is not divisible (see ``ModelConfig.blocks``).
@@ -165,10 +163,10 @@ def make_engine(
 
 
 class Run:
-    """Components of an attempt on this rank. All ranks must construct it and call its methods
-    together.
+    """Components of an attempt on this rank.
 
-    ``first`` is True on rank 0, which prints and writes files.
+    All ranks must construct it and call its methods together. ``first`` is True on rank 0, which
+    prints and writes files.
     """
 
     def __init__(self, prepared: Prepared, received: Received) -> None:
@@ -189,8 +187,9 @@ class Run:
         self.enter(self.parts[0])
 
     def enter(self, part: Part) -> None:
-        """Make ``part`` the current stage: set its configuration, schedule, data facts and
-        contents.
+        """Make ``part`` the current stage.
+
+        This sets the configuration, the schedule, the facts about the data and the contents.
         """
         self.part, self.config, self.schedule = part, part.config, part.schedule(None)
         self.facts = facts_of(part, self.all_facts)
@@ -264,9 +263,9 @@ class Run:
     def _stage(self, checkpoints: Checkpoints, start: Start) -> Outcome | None:
         """Train to the end of the current stage and return the outcome.
 
-        Return None if the checkpoint is damaged and training must continue from an older start that
-        belongs to another stage, or that has no checkpoint and needs an engine with initialized
-        weights.
+        Return None if the checkpoint is damaged and training must continue from an older start for
+        which this engine is unsuitable: a start in another stage, or a start without a checkpoint,
+        which needs an engine with initialized weights.
         """
         part, fresh, callbacks = self.part, start.found is None, list[Callback]()
         checkpoints.enter(self.config)
@@ -282,7 +281,7 @@ class Run:
                 return None
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
-            # Not a method of the trainer, which would keep a reference to the engine.
+            # A method of the trainer would keep a reference to the engine.
             checkpoints.alert = partial(alert, callbacks, "checkpoint not written")
             if checkpoints.mirror and checkpoints.mirror.process is None:
                 checkpoints.mirror.start(start.progress.step)
@@ -298,7 +297,7 @@ class Run:
     def samples_to_order(self, progress: Progress | None) -> int:
         """Return the number of samples for which the training order is generated.
 
-        ``progress``: the progress of the run; None if the run has no checkpoint.
+        progress: the progress of the newest checkpoint; None if the run has no checkpoint.
         """
         if self.part.name:
             return self.part.samples
@@ -329,8 +328,9 @@ class Run:
         )
 
     def _read_contents(self) -> Contents:
-        """Read the identities of the data files' contents on rank 0, compare them with the
-        manifests, and send them to all ranks.
+        """Return the identities of the data files' contents, which rank 0 reads for all ranks.
+
+        The contents are compared with the manifests.
         """
         size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
@@ -426,8 +426,7 @@ class Run:
         )
 
     def _watch(self, engine: Engine) -> Watch:
-        """Return the context manager around a step that computes the diagnostics in
-        log.diagnostics.
+        """Return a context manager that computes the diagnostics of log.diagnostics around a step.
 
         Layer diagnostics are disabled under ZeRO-3, because a layer's weights are released before
         they can be read, and with context parallelism, because no rank has all tokens of a
@@ -477,9 +476,10 @@ class Run:
         )
 
     def _nothing_left(self, checkpoints: Checkpoints, start: Start) -> Outcome:
-        """Report that the run is complete, and return its outcome.
+        """Report that all steps of the run are done, and return the outcome.
 
-        An evaluation that a signal interrupted at the end of training is finished first.
+        If a signal interrupted the evaluation at the end of training, the evaluation is completed
+        first.
         """
         step = start.progress.step
         self.say(

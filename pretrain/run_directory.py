@@ -1,5 +1,6 @@
-"""Run directory: files that describe the run and allow its repetition, written by rank 0 before the
-first step.
+"""Create and read the run directory: its location, lock, id and descriptive files.
+
+Rank 0 writes the files before the first step. They describe the run and allow its repetition.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transfor
 
 
 def run_directory(config: RunConfig) -> Path:
-    """Return the run directory: run_dir with the mixer's name filled in, or runs/<name>."""
+    """Return the path of the run directory.
+
+    It is run_dir with ``{mixer}`` replaced by the mixer's name, or runs/<name> if run_dir is empty.
+    """
     if not config.run_dir:
         return Path("runs") / config.name
     return Path(
@@ -41,7 +45,7 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def mirror_of(config: RunConfig) -> str | None:
-    """Return checkpoint.mirror with the run's name filled in."""
+    """Return checkpoint.mirror with the run's name filled in, or None if no mirror is set."""
     return config.checkpoint.mirror and config.checkpoint.mirror.replace("{name}", config.name)
 
 
@@ -74,13 +78,14 @@ def identify(folder: Path) -> str:
 
 
 def record_of(run: str, folder: Path) -> str:
-    """Return the content of the file RUN_ID for a run in a folder."""
+    """Return the content of the file RUN_ID: the id ``run`` and the path of its run directory."""
     return json.dumps({"run": run, "run_dir": str(folder.resolve())}) + "\n"
 
 
 def load_given(given: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the run of a configuration file, or of a run directory: its config.yaml, with that
-    folder as run_dir.
+    """Load the run of a configuration file or of a run directory.
+
+    For a run directory, load its config.yaml; its run_dir must be the given folder.
 
     Raises:
         ConfigError: see `load_run`; or the config.yaml of a run directory has another run_dir, for
@@ -124,11 +129,11 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 def newest_run(config: RunConfig, but: Path) -> Path | None:
-    """Return the run directory with the newest checkpoint among nearby runs, or None.
+    """Return the run directory with the newest checkpoint among runs of the same name and model.
 
-    Only runs with the same name and model count. The search covers up to two levels below the
-    parent folder that has the run's name, or below the direct parent if no folder on the path has
-    that name. The folder ``but`` is excluded.
+    The search covers up to two levels below the parent folder that has the run's name. If no folder
+    on the path has this name, it covers two levels below the direct parent. The folder ``but`` is
+    excluded. Return None if no such run has a checkpoint.
     """
     own = run_directory(config)
     folder = next((folder for folder in own.parents if folder.name == config.name), own.parent)
@@ -151,19 +156,18 @@ def newest_run(config: RunConfig, but: Path) -> Path | None:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """Return the configuration with run directory and mirror written out.
+    """Return the configuration with run_dir and checkpoint.mirror filled in.
 
-    The result describes the same run whatever the name and location of the file that contains it.
+    The result describes the same run, whatever the name and location of the file that contains it.
     """
     checkpoint = replace(config.checkpoint, mirror=mirror_of(config))
     return replace(config, run_dir=str(run_directory(config)), checkpoint=checkpoint)
 
 
 def check_writable(folder: Path, mirror: str | None = None) -> None:
-    """Raise ConfigError if the run directory, or a mirror that is a folder, cannot be created or
-    written.
+    """Raise ConfigError if the run directory or the mirror cannot be created or written.
 
-    The check creates no files or folders.
+    Only a mirror that is a folder is checked. The check creates no files or folders.
     """
     for key, place in (("run_dir", folder), ("checkpoint.mirror", mirror and folder_of(mirror))):
         if not place:
@@ -184,8 +188,8 @@ def check_writable(folder: Path, mirror: str | None = None) -> None:
 def claimed(folder: Path) -> Iterator[bool]:
     """Lock the run directory during the block and yield True if this process has it exclusively.
 
-    The lock lasts as long as the process, because workers can outlive a killed launcher. A file
-    system without locks counts as unlocked.
+    Yield False if another process has the lock. The lock lasts until the process ends, because
+    workers can outlive a killed launcher. On a file system without locks the result is always True.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -200,11 +204,12 @@ def claimed(folder: Path) -> Iterator[bool]:
 def describe(
     config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Write config.yaml, relaunch.sh, environment.json and, in a git checkout with changes,
-    changes.diff.
+    """Write the files that describe the run into its directory.
 
-    Each attempt adds a line to ``attempts.jsonl``, which includes the ``changed`` keys (key -> old,
-    new). The other files are replaced.
+    They are config.yaml, relaunch.sh and environment.json; and changes.diff, which contains the
+    uncommitted changes of a git checkout, if it has any. Each attempt appends a line to
+    ``attempts.jsonl``, which includes the ``changed`` keys (key -> old, new). The other files are
+    replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
@@ -232,8 +237,9 @@ def describe(
 
 
 def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: str) -> None:
-    """Write fork.json: the parent's run directory, the checkpoint, its step and the hash of its
-    manifest.
+    """Write fork.json, which records the checkpoint at which a fork begins.
+
+    It contains the parent's run directory, the checkpoint, its step and the hash of its manifest.
 
     order_begin: number of samples consumed before the first sample of the fork's own data order; 0
     if the fork continues the parent's order.
@@ -265,7 +271,7 @@ def read_fork(folder: Path) -> dict[str, Any] | None:
 
 
 def relaunch_command(world_size: int) -> str:
-    """Return the exact command of this run, including the change to its working directory."""
+    """Return the exact shell command of this run, including ``cd`` to its working directory."""
     start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', world_size)}"
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if nodes > 1:
@@ -286,10 +292,11 @@ def relaunch_command(world_size: int) -> str:
 
 
 def _code() -> tuple[str, bool, str]:
-    """Return (git revision, True if modified, diff) of the running code; empty values if unknown.
+    """Return (git revision, True if modified, diff) of the running code.
 
-    A launcher's snapshot contains these in REVISION.json, with its diff in another file; in a
-    checkout git provides them.
+    Values are empty if they are unknown. In a checkout, git provides them. In a launcher's
+    snapshot, REVISION.json contains the first two; the diff is in another file and is returned
+    empty.
     """
     root = Path(__file__).resolve().parents[1]
     snapshot = root / "REVISION.json"
@@ -301,7 +308,7 @@ def _code() -> tuple[str, bool, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return the output of a git command in a folder; empty outside a checkout."""
+    """Return the output of a git command in a folder, or "" outside a checkout."""
     try:
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True

@@ -1,6 +1,6 @@
-"""Steps, samples and tokens of a run: conversion of every configured length between these units.
+"""Convert every configured length of a run between optimizer steps, samples and tokens.
 
-Pure arithmetic.
+The conversion is pure arithmetic; the module reads no files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ class Schedule:
     """Lengths of a run in optimizer steps and in samples (sequences).
 
     The learning rate is a function of the position in its schedule, which begins with warm-up and
-    ends at ``rate_end``. A position is the number of samples since ``rate_samples``. After a change
-    of the batch size, the schedule keeps the lengths of the batch size with which it began, and
-    ``knots`` map consumed samples to positions.
+    ends at ``rate_end``. A position is the number of samples since ``rate_samples``.
+
+    After a change of the batch size, warm-up and decay keep the lengths in samples that they had
+    with the first batch size. ``knots`` are (consumed samples, position) pairs, between which the
+    position is interpolated.
     """
 
     steps: int
@@ -69,10 +71,10 @@ class Schedule:
     def of(cls, config: RunConfig, changes: Iterable[tuple[int, int]] = ()) -> Schedule:
         """Return the schedule of a validated configuration.
 
-        changes: pairs of a step after which another batch size (or a fork) begins, and the samples
-        consumed until then. A length in steps is converted with the batch size of the steps that it
-        covers. If a change occurs within a phase, the rest of the phase is planned again from the
-        change.
+        changes: one (step, samples) pair for each change of the batch size and each fork: the step
+        after which it takes effect, and the samples consumed until then. A length in steps is
+        converted with the batch size of the steps that it covers. If a change occurs within a phase
+        (warm-up or decay), the rest of the phase is planned again from the change.
         """
         points = sorted({0: 0, **dict(changes)}.items())
         made: Schedule | None = None
@@ -84,8 +86,10 @@ class Schedule:
     def _planned(
         cls, config: RunConfig, batch: Samples, step: int, samples: int, before: Schedule | None
     ) -> Schedule:
-        """Return the schedule from ``step`` to the end with one batch size; ``before``: the
-        schedule until that step.
+        """Return the schedule from ``step`` to the end with one batch size.
+
+        samples: samples consumed until ``step``. before: the schedule until that step, None at the
+        start of the run.
         """
         length, train, optimizer = config.data.seq_length, config.train, config.optimizer
         tokens = None if train.tokens is None else max(0, train.tokens - samples * length)
@@ -151,7 +155,10 @@ class Schedule:
 
 
 def _samples(steps: int | None, tokens: int | None, batch: Samples, length: int) -> Samples:
-    """Convert a length in steps or tokens to samples; tokens are rounded up to full steps."""
+    """Convert a length to samples: ``steps``, or ``tokens`` rounded up to full steps.
+
+    batch: samples per step. length: tokens per sequence.
+    """
     if steps is None:
         steps = -(-(tokens or 0) // (batch * length))
     return steps * batch

@@ -1,6 +1,7 @@
-"""Signals of a training process: four request a stop; SIGUSR2 prints stacks and requests a trace.
+"""Handlers for the signals of a training process.
 
-The module does not import torch.
+Four signals request a stop. SIGUSR2 prints stacks and requests a trace of a step. The module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _HEARD = (
 
 
 class Received(list[int]):
-    """List of the received stop signals, in order.
+    """List of the numbers of the received stop signals, in order.
 
     ``profile`` is True if SIGUSR2 arrived since the last traced step.
     """
@@ -31,12 +32,12 @@ class Received(list[int]):
 
 @contextmanager
 def noted() -> Iterator[Received]:
-    """Collect the signals in ``STOP`` in a list during the block; signals that the process had
-    blocked are unblocked.
+    """Yield a list that collects the signals in ``STOP`` during the block.
 
-    The signals do not end the process, except the second SIGINT (Ctrl-C), which ends it at once.
-    SIGHUP stays ignored under nohup. SIGUSR2 prints the Python stacks of all threads to stderr,
-    also during a collective, and requests a trace of the next step; the process continues.
+    Signals that the process had blocked are unblocked. The signals do not end the process, except
+    the second SIGINT (Ctrl-C), which ends it at once. SIGHUP stays ignored under nohup. SIGUSR2
+    prints the Python stacks of all threads to stderr, also during a collective, and requests a
+    trace of the next step; the process continues.
     """
     received = Received()
     owner = os.getpid()  # a forked checkpoint writer has the same handlers
@@ -59,8 +60,9 @@ def noted() -> Iterator[Received]:
 
 
 def ignore() -> None:
-    """Ignore stop signals at the end of the process, so that a late signal does not change the exit
-    code.
+    """Ignore stop signals at the end of the process.
+
+    A late signal then does not change the exit code.
     """
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)

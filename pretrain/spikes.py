@@ -1,8 +1,8 @@
-"""Detection of spikes of the loss or the gradient norm, relative to running means of earlier steps.
+"""Detect spikes of the loss or the gradient norm, relative to running means of earlier steps.
 
-It uses only numbers that all ranks have. The state is a few numbers, which checkpoints store with
-the step (`checkpoint.folder.Progress.recent`), so that a resumed run makes the same decisions as an
-uninterrupted run. Skipped steps do not change the state.
+Detection uses only numbers that are equal on all ranks. Its state is a few numbers, which
+checkpoints store with the step (`checkpoint.folder.Progress.recent`), so that a resumed run makes
+the same decisions as an uninterrupted run. Skipped steps do not change the state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _MEANING = re.compile(
 
 @dataclass(frozen=True)
 class Spikes:
-    """Spike guard (``train.on_spike``) with exponentially weighted means over ``window`` steps.
+    """Spike detector (``train.on_spike``) with exponentially weighted means over ``window`` steps.
 
-    It reports no spikes during the first ``window`` steps.
+    A value is a spike if it exceeds the mean by more than ``deviations`` standard deviations. No
+    spikes are reported during the first ``window`` steps.
     """
 
     deviations: float
@@ -44,12 +45,13 @@ class Spikes:
 
     @classmethod
     def of(cls, train: TrainConfig) -> Spikes | None:
-        """Return the guard of a configuration, or None if it has none."""
+        """Return the detector of a configuration, or None if ``on_spike`` is none."""
         return None if train.on_spike == "none" else cls(train.spike_deviations, train.spike_window)
 
     def found(self, recent: Recent, loss: float, grad_norm: float) -> str | None:
-        """Return a description of the spike in a step with a finite ``loss`` (nats) and
-        ``grad_norm``, or None.
+        """Return a description of the spike in a step, or None if the step has no spike.
+
+        recent: state before the step. loss, grad_norm: finite values of the step, the loss in nats.
         """
         if not recent or recent[0] < self.window:
             return None
@@ -72,7 +74,11 @@ class Spikes:
         return None
 
     def learned(self, recent: Recent, loss: float, grad_norm: float) -> Recent:
-        """Return the state after a step that was not skipped."""
+        """Return the detector's state after a step that was not skipped.
+
+        recent: state before the step. The state is () or (steps, mean and variance of the loss,
+        mean and variance of the logarithm of the gradient norm).
+        """
         steps, *moments = recent or (0.0,) * 5
         weight, learned = max(1 / (steps + 1), 1 / self.window), [min(steps + 1, self.window)]
         for value, mean, variance in zip(
@@ -84,10 +90,11 @@ class Spikes:
 
 
 def carried_over(found: Found, config: RunConfig, *, other_data: bool = False) -> Recent:
-    """Return a checkpoint's guard state for training that continues from it.
+    """Return the state of a checkpoint's spike detector for training that continues from it.
 
-    The state is () if loss or norm have another distribution under ``config``. The guard then
-    reports no spikes for another window.
+    Return () if loss or gradient norm may have another distribution: the data is other data, a
+    relevant setting of ``config`` has changed, or the state is not finite. No spikes are then
+    reported for another window.
     """
     recent = found.progress.recent
     changed = any(
@@ -97,7 +104,7 @@ def carried_over(found: Found, config: RunConfig, *, other_data: bool = False) -
 
 
 def check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield the mistakes in the settings of the guard."""
+    """Yield an error text for each mistake in the settings of the spike detector."""
     if config.train.on_spike == "rewind" and not config.checkpoint.interval:
         yield (
             "train.on_spike = rewind goes back to a checkpoint, but checkpoint.interval = 0; set "

@@ -1,4 +1,4 @@
-"""Helper processes of a rank, for work of store clients.
+"""Start and check helper processes of a rank, which run the clients of object stores.
 
 Store clients use threads and much memory and wait for the network, so they must not run in a rank,
 which forks checkpoint writers.
@@ -23,8 +23,9 @@ def command(module: str, *words: object) -> list[str]:
 
 
 def environ() -> dict[str, str]:
-    """Return the environment of this process with the repository root in PYTHONPATH, so that a
-    checkout is importable.
+    """Return this process's environment variables with the repository root in PYTHONPATH.
+
+    The child process can then import the packages of a checkout.
     """
     return {
         **os.environ,

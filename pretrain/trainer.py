@@ -1,6 +1,6 @@
-"""Training loop.
+"""Training loop: run steps, validations and saves, and decide when to stop.
 
-It uses engine, data, checkpoints and callbacks through their interfaces, and decides when to stop.
+It uses engine, data, checkpoints and callbacks only through their interfaces.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from pretrain.spikes import Spikes, carried_over, rewinds_to
 
 
 class TooManyBadSteps(CommandError):
-    """The loss or gradient was non-finite, or a spike, for too many steps in a row."""
+    """Error: in too many consecutive steps the loss or gradient was non-finite or had a spike."""
 
     code = Exit.DIVERGED
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of the training loop."""
+    """Result of the training loop: the last progress, the reason of the end and the last
+    checkpoint.
+    """
 
     progress: Progress
     stopped_by: str | None  # a signal's name, or None at the end of the run
@@ -51,7 +53,7 @@ class Outcome:
 
 @dataclass
 class Trainer:
-    """Trainer that runs from ``progress`` to the end of the schedule, or until a signal."""
+    """Training loop that runs from ``progress`` to the end of the schedule, or until a signal."""
 
     config: RunConfig
     schedule: Schedule
@@ -67,7 +69,7 @@ class Trainer:
     stragglers: Stragglers
     progress_file: ProgressFile
     # Returns the data with a training order for the given number of samples, which is longer only
-    # if it begins with the present order; collective.
+    # if it begins with the present order. All ranks must call it together.
     redraw: Callable[[int], Datasets]
     received: list[int]  # numbers of the stop signals received so far
 
@@ -126,10 +128,10 @@ class Trainer:
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Staged) -> tuple[StepRecord, list[float], str | None]:
-        """Run one step.
+        """Run one step and return (record, numbers, spike).
 
-        Returns its record, the all-reduced values that were sent with the loss (stop signals, peak
-        memory), and the description of a spike or None.
+        numbers: the values all-reduced with the loss, which are the stop signals and the peak
+        memory of the ranks. spike: description of a spike in this step, or None.
         """
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
@@ -152,7 +154,7 @@ class Trainer:
         result = self.engine.train_step(
             stream, consumed, timed=timed, beside=beside, unwanted=unwanted if spikes else None
         )
-        recent = before.recent if spikes else ()  # outdated if a guard is set later
+        recent = before.recent if spikes else ()  # outdated if train.on_spike is set later
         if spikes and not result.skipped:
             recent = spikes.learned(recent, result.loss, result.grad_norm)
         self.progress = replace(
@@ -241,12 +243,11 @@ class Trainer:
         return found is not None
 
     def _reach_the_end(self) -> str:
-        """Extend the data order if the passed-over samples make it too short for the run;
-        collective.
+        """Extend the data order if samples passed over after spikes make it too short.
 
-        Returns a message if the order is still too short. The order is extended only if the longer
-        order begins with the present one. Otherwise the last steps read the first samples of the
-        order again.
+        The order is extended only if the longer order begins with the present one. Otherwise the
+        last steps read the first samples of the order again. Return a message about this, or "" if
+        the order is long enough. All ranks must call it together.
         """
         at = self.progress
         needed = self.schedule.total_samples - at.order_begin + at.passed_over
@@ -283,18 +284,19 @@ class Trainer:
         self.meter.restart("save")
 
     def _beside(self) -> list[float]:
-        """Return the values that the step's single all-reduce sums in addition to the loss.
+        """Return the numbers that the step's single all-reduce sums in addition to the loss.
 
-        These are one flag per stop signal (1 for the first signal received), and one entry per rank
-        with its peak memory.
+        They are one flag per stop signal (1 for the first signal that this rank received), then one
+        entry per rank: its peak memory in bytes at this rank's index, 0 elsewhere.
         """
         peaks = [0.0] * torch.distributed.get_world_size()
         peaks[torch.distributed.get_rank()] = float(platform.peak_memory_bytes())
         return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
 
     def _asked_to_stop(self, sums: list[float]) -> str | None:
-        """Return the name of a stop signal that any rank had received, or None.
+        """Return the name of a stop signal that any rank has received, or None.
 
+        sums: this step's additional numbers, summed over the ranks; the first are the signal flags.
         After the last step the result is None.
         """
         came = [number for number, count in zip(STOP, sums, strict=False) if count]
@@ -329,9 +331,9 @@ class Trainer:
         )
 
     def _pauses_left(self) -> dict[str, int]:
-        """Return the number of remaining saves and validations, including the last ones.
+        """Return the number of remaining saves ("save") and validations ("validation").
 
-        The step just finished is included.
+        Both counts include the pause after the last step. The step just finished is included.
         """
         intervals = {"save": self.config.checkpoint.interval}
         if self.data.valid is not None:
@@ -387,7 +389,7 @@ class Trainer:
         )
 
     def _look_up(self, *which: object) -> str:
-        """Return the command that prints the documents of a step or sample."""
+        """Return the shell command that prints the documents of a step or sample."""
         return shlex.join(
             ["python", "-m", "tools.tokens", str(self.checkpoints.folder.parent), *map(str, which)]
         )

@@ -1,7 +1,8 @@
-"""Stages of a run: a sequence of runs in one folder, each with its own data, lengths and rates.
+"""Stages of a run: consecutive trainings in one run directory with different settings.
 
-A stage begins at the last checkpoint of the previous stage. Its reading position in a source
-follows the tokens that earlier stages read from that source. The module does not import torch.
+Each stage has its own data, lengths and learning rates. It begins at the last checkpoint of the
+previous stage. Its reading position in a source follows the tokens that earlier stages read from
+that source. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ _RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_steps")
 
 @dataclass(frozen=True)
 class Part:
-    """A stage as a run by itself, or a run without stages.
+    """One stage in the form of a separate run; for a run without stages, the entire run.
 
     config: the run's configuration with the settings of the stage; ``stages`` contains the stages
-    up to this one, and train.steps is the length of this stage. begin_step, begin_tokens: steps and
-    tokens of all earlier stages. run: steps and tokens of all stages together.
+    up to this one, and train.steps is the length of this stage. number, name: index and name of the
+    stage, 0 and "" without stages. begin_step, begin_tokens: steps and tokens of all earlier
+    stages. run: steps and tokens of all stages together. own_rates: True if the stage has its own
+    learning-rate schedule.
     """
 
     config: RunConfig
@@ -53,12 +56,12 @@ class Part:
 
     @cached_property
     def own(self) -> Schedule:
-        """Schedule of the stage by itself."""
+        """Schedule of the stage as a separate run, which begins at step 0."""
         return Schedule.of(replace(self.config, stages=()))
 
     @property
     def samples(self) -> int:
-        """Number of sequences of the stage, in its own sequence length."""
+        """Number of sequences of the stage, counted in the stage's sequence length."""
         return self.own.total_samples
 
     @property
@@ -69,7 +72,7 @@ class Part:
     def schedule(self, progress: Progress | None) -> Schedule:
         """Return the schedule of the run during this stage.
 
-        ``progress``: any progress within the stage; None if the run begins.
+        progress: any progress within the stage; None at the start of the run.
         """
         if not self.name:
             return Schedule.of(self.config, progress.batch_changes if progress else ())
@@ -94,8 +97,9 @@ class Part:
         )
 
     def resumed(self, progress: Progress) -> Progress:
-        """Return a checkpoint's progress; if its batch size differs from the configuration's, with
-        the change recorded.
+        """Return a checkpoint's progress, with a change of the batch size recorded in it.
+
+        If the configuration's batch size is that of the checkpoint, the progress is unchanged.
         """
         if self.schedule(progress).samples_at(progress.step) == progress.consumed_samples:
             return progress
@@ -103,10 +107,10 @@ class Part:
         return replace(progress, batch_changes=tuple(changes.items()))
 
     def entered(self, progress: Progress, length: int, drawn: str) -> Progress:
-        """Return the progress at the start of the stage from the progress at the end of the
-        previous stage.
+        """Return the progress at the start of the stage.
 
-        ``length``: tokens per sequence of the previous stage. ``drawn``: see `Progress`.
+        progress: progress at the end of the previous stage. length: tokens per sequence of the
+        previous stage. drawn: hash of what decides the stage's samples (`drawn_by`).
         """
         begun = progress.begun(length, self.config.data.seq_length)
         order: dict[str, Any] = {
@@ -117,8 +121,9 @@ class Part:
         return replace(begun, stage=self.number, drawn=drawn, **order)
 
     def needs(self) -> dict[str, int]:
-        """Return the tokens reserved for the stage in each training source; a blend reserves a few
-        extra samples per source.
+        """Return the number of tokens that the stage reserves in each training source.
+
+        A blend reserves a few extra samples per source.
         """
         sources, length = self.config.data.train, self.config.data.seq_length
         whole = sum(source.weight for source in sources)
@@ -130,8 +135,9 @@ class Part:
 
 
 def parts_of(config: RunConfig) -> list[Part]:
-    """Return the run's stages, each as a run by itself; without stages return the run as the only
-    part.
+    """Return the run's stages, each in the form of a separate run.
+
+    A run without stages gives a list with one part, the run itself.
     """
     if not config.stages:
         return [Part(config)]
@@ -161,7 +167,10 @@ def parts_of(config: RunConfig) -> list[Part]:
 
 
 def facts_of(part: Part, facts: DataFacts) -> DataFacts:
-    """Return the facts of the stage's own data, in the order of its blend."""
+    """Return the facts about the stage's own data.
+
+    The training sources have the order of the stage's blend.
+    """
     if not part.name:
         return facts
     train = {source.prefix: source for source in facts.sources if source.split == "train"}
@@ -175,7 +184,7 @@ def facts_of(part: Part, facts: DataFacts) -> DataFacts:
 
 
 def check_stages(config: RunConfig) -> Iterator[str]:
-    """Yield the mistakes in the list of stages."""
+    """Yield an error text for each mistake in the list of stages."""
     for key in ("steps", "tokens"):
         if (value := getattr(config.train, key)) is not None:
             yield (
@@ -229,12 +238,12 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
 
 
 def check_stages_data(config: RunConfig) -> DataFacts:
-    """Check the data of every stage with `check_data` and `check_document_ends`, and return the
-    facts of all sources.
+    """Check the data of every stage and return the facts of all sources.
+
+    The checks are `check_data`, `check_distinct` and `check_document_ends`.
 
     Raises:
-        ConfigError, StorageError: as the functions above; errors in the data of a stage name the
-            stage.
+        ConfigError, StorageError: see the checks. Errors in the data of a stage name the stage.
     """
     told = list[DataFacts]()
     for part in parts_of(config):
@@ -269,10 +278,10 @@ def _of_stage(part: Part) -> Iterator[None]:
 
 
 def drawn_by(parts: Sequence[Part], contents: Mapping[str, str]) -> str:
-    """Return a hash of everything that determines the samples of the last given stage; empty
-    without stages.
+    """Return a hash of everything that determines the samples of the last stage in ``parts``.
 
-    ``contents``: hash of the content of each source.
+    parts: the run's stages from the first on. contents: hash of the content of each source, by its
+    prefix. The hash is empty for a run without stages.
     """
     if not parts[-1].name:
         return ""

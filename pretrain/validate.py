@@ -1,5 +1,4 @@
-"""Checks of a configuration that involve several fields: widths, layout, batches, lengths, and the
-data.
+"""Check a configuration with conditions that involve several fields or the data.
 
 Every mistake is one line that begins with its key and names the value and the nearest valid value;
 all mistakes are reported together. The module reads no YAML, starts no process and does not import
@@ -38,10 +37,10 @@ _CONSTANT = OptimizerConfig(schedule="constant")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked run.
+    """A configuration that has passed all checks.
 
-    config: the configuration completed from the data; facts: the facts of the data (None: no data
-    on disk).
+    config: the configuration, with null values filled in from the data. facts: the facts about the
+    data, None if no data is on disk.
     """
 
     config: RunConfig
@@ -58,10 +57,10 @@ def prepare(
 ) -> Prepared:
     """Run every check and return the prepared run; the most basic mistakes are listed first.
 
-    ``launched``: the launcher's world size; None if no processes were launched (a plan), in which
-    case the configuration decides. A plan of a model with a given vocabulary size needs no data on
-    disk. ``before``: mistakes found while reading the configuration; they are reported with the
-    rest.
+    launched: the launcher's world size. It is None if no processes were launched (a plan); the
+    configuration then decides. plan_only: only plan; a model with a given vocabulary size then
+    needs no data on disk. before: mistakes found while the configuration was read; they are
+    reported with the rest.
 
     Raises:
         ConfigErrors: all mistakes found.
@@ -95,7 +94,8 @@ def prepare(
 def check_before_data(config: RunConfig) -> None:
     """Run the checks of a plan for a run whose data may not exist yet.
 
-    The run also passes if its vocabulary size is unknown because the data is missing.
+    If the vocabulary size is unknown because the data is missing, only the checks that need no data
+    are run.
 
     Raises:
         ConfigErrors, StorageError: see `prepare`.
@@ -107,8 +107,9 @@ def check_before_data(config: RunConfig) -> None:
 
 
 def planned_world_size(config: RunConfig) -> int:
-    """Return the number of processes: parallel.world_size, or the minimum that model parallelism
-    requires.
+    """Return the number of processes for which the run is planned.
+
+    It is parallel.world_size or, if null, the minimum that model parallelism requires.
     """
     layout = config.parallel
     return layout.world_size or max(1, layout.model_parallel)
@@ -117,8 +118,8 @@ def planned_world_size(config: RunConfig) -> int:
 def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -> None:
     """Check the configuration against ``world_size`` processes without reading files.
 
-    but: sections that are not final; checks that read one of them are skipped. For a run with
-    stages, all are skipped.
+    but: sections that are not final. Checks that read one of these sections are skipped; for a run
+    with stages, all checks are skipped.
 
     Raises:
         ConfigErrors: every mistake, with the nearest valid value.
@@ -132,10 +133,10 @@ def validate(config: RunConfig, world_size: int, *, but: Collection[str] = ()) -
 def _staged_mistakes(
     config: RunConfig, world_size: int, before: Sequence[Mistake]
 ) -> list[Mistake]:
-    """Return the mistakes of a run with stages: those of the list of stages, or else those of each
-    stage.
+    """Return the mistakes of a run with stages.
 
-    Mistakes in a schedule shared by the stages are reported once.
+    If the list of stages has mistakes, return only these. Otherwise return the mistakes of each
+    stage; mistakes in a schedule that the stages share are reported once.
     """
     if (wrong := list(check_stages(config))) or before:
         return [("stages", ConfigError(text)) for text in wrong]
@@ -158,8 +159,9 @@ def _mistakes(
 ) -> list[Mistake]:
     """Return the mistakes found by all checks.
 
-    A check is skipped if one of its sections already has a mistake, because it would report
-    consequences of that mistake.
+    A check is skipped if one of its sections already has a mistake, because it would only report
+    consequences of that mistake. before: mistakes found earlier. but: sections that are not final;
+    their checks are skipped.
     """
     if config.stages:
         return _staged_mistakes(config, world_size, before)
@@ -174,7 +176,10 @@ def _mistakes(
 
 
 def _wrong(mistakes: Sequence[Mistake], sections: str) -> bool:
-    """Return True if a mistake is in one of these sections, or in an unknown section."""
+    """Return True if a mistake is in one of ``sections`` or in an unknown section.
+
+    sections: names separated by spaces.
+    """
     return bool({section for section, _ in mistakes} & {"", *sections.split()})
 
 
@@ -224,7 +229,7 @@ def _fits(model: ModelConfig) -> bool:
 
 
 def _check_mixer_limits(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Check the limits of each mixer: longest sequence and tensor parallelism."""
+    """Yield a mistake for each mixer whose longest sequence or tensor parallelism is exceeded."""
     model, length = config.model, config.data.seq_length
     tensor = config.parallel.tensor_model_parallel_size
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
@@ -279,7 +284,7 @@ def _started(world_size: int) -> str:
 
 
 def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
-    """Return the first width that ``size`` tensor-parallel ranks do not divide, or None."""
+    """Return an error text for the first width that ``size`` TP ranks do not divide, or None."""
     model = config.model
     widths = {"model.num_attention_heads": model.num_attention_heads}
     for block in model.blocks():
@@ -316,10 +321,10 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
-    """Return a predicate for the sizes that may replace ``size``.
+    """Return a predicate that is true for parallel sizes that may replace ``size``.
 
-    These are the sizes that fit the number of processes together with the ``other`` size; any size,
-    if ``size`` itself does not fit.
+    A size is valid if its product with ``other`` divides ``world_size``. If ``size`` itself is not
+    valid, every size passes.
     """
     fits = world_size % (size * other) == 0
     return lambda count: not fits or world_size % (count * other) == 0
@@ -449,7 +454,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool]) -> int | None:
-    """Return the candidate nearest to ``wanted`` for which ``holds`` is true, or None.
+    """Return the candidate nearest to ``wanted`` for which ``holds`` returns True, or None.
 
     If two candidates are equally near, the smaller one is returned.
     """
@@ -461,7 +466,7 @@ def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool
 
 
 def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Check that the evaluation settings agree with the checkpoints that are written and kept."""
+    """Yield a mistake for each evaluation setting that does not fit the checkpoint settings."""
     every, saved = config.evaluate.interval, config.checkpoint.interval
     if every and not saved:
         yield (
@@ -493,9 +498,7 @@ def _check_fork(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Check the mirror settings: they require a mirror in another location, with consistent
-    intervals.
-    """
+    """Yield mistakes of the mirror: it needs another location and consistent intervals."""
     given = config.checkpoint
     apart, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
     mirror = mirror_of(config)
@@ -519,7 +522,10 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Check URLs: no passwords; data sources name a pair in a folder; other paths are not URLs."""
+    """Yield a mistake for each URL that contains a password or is not allowed for its key.
+
+    URLs of data sources must name a pair in a folder. Keys of other paths accept no URL.
+    """
     for key, place, way in (
         (
             "run_dir",

@@ -1,6 +1,8 @@
-"""Checkpoints as folders: manifests, hashes, the search for a good one to resume from, publishing.
+"""Checkpoints as folders on disk.
 
-The module does not import torch. `pretrain.checkpoint.reader` reads the tensors.
+This module publishes a written folder as a checkpoint, finds the newest good one, compares the
+hashes in its manifest, and deletes old ones. It does not import torch;
+`pretrain.checkpoint.reader` reads the tensors.
 """
 
 from __future__ import annotations
@@ -38,26 +40,27 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """The trainer's state besides tensors.
+    """State of the trainer, without tensors, at a step.
 
-    Positions are in samples, so a layout or batch size may change.
+    Positions are counted in samples, so that the layout or batch size may change.
 
-    recent: results of the previous steps, for ``pretrain.spikes``. rewound: () or the step of the
-    last spike that the training rewound from, and the number of rewinds near that step.
-    batch_changes: for `Schedule.of`, one (step, samples) pair for each change of the batch size,
-    fork and stage: the step after which it happened and the samples consumed until then. A fork
-    with other data, another sequence length or batch size counts in samples of the new length from
-    its first step on.
+    recent: state of the spike detector (``pretrain.spikes``). rewound: () or the step of the last
+    spike after which training rewound, and the number of rewinds near that step. batch_changes: one
+    (step, samples) pair for each change of the batch size, fork and stage, for `Schedule.of`: the
+    step after which it happened and the samples consumed until then.
+
+    If a fork has other data, another sequence length or another batch size, its samples are counted
+    in the new length from its first step on.
     """
 
     step: int
     consumed_samples: int
-    order_samples: int  # number of samples the training order was drawn for
+    order_samples: int  # number of samples in the training order
     skipped_steps: int = 0
     bad_steps_in_a_row: int = 0
     recent: tuple[float, ...] = ()
     rewound: tuple[int, ...] = ()
-    # Samples of the order that were passed over, going back from spikes.
+    # Number of samples of the order that were passed over after spikes.
     passed_over: int = 0
     begin_step: int = 0  # first step of the run: the step of a fork's parent
     begin_samples: int = 0  # samples consumed before begin_step
@@ -67,9 +70,9 @@ class Progress:
     batch_changes: tuple[tuple[int, int], ...] = ()
 
     def begun(self, before: int, length: int) -> Progress:
-        """Return the start of a fork or stage at this position.
+        """Return the progress with which a fork or stage begins at this position.
 
-        Samples of ``before`` tokens are converted to samples of ``length`` tokens.
+        Samples of ``before`` tokens are converted to samples of ``length`` tokens, rounded up.
         """
         consumed, *earlier = (
             -(-n * before // length)
@@ -90,13 +93,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Inherited:
-    """Facts about the weights that training passes on without computing with them.
+    """Facts about the weights that every checkpoint inherits from its predecessor.
 
-    They are also passed on through ``checkpoint.load``.
+    Training does not use them. ``checkpoint.load`` inherits them too.
 
-    context_length: the longest sequences that the weights were trained on, in tokens. special_ids:
-    bos_token_id, eos_token_id (one or several) and pad_token_id, as far as the Hugging Face folder
-    that the weights come from names them. foreign: True for another project's model that this code
+    context_length: longest sequence that the weights were trained on, in tokens. special_ids:
+    bos_token_id, eos_token_id (one or several) and pad_token_id, if the weights were imported from
+    a Hugging Face folder that names them. foreign: True for another project's model that this code
     has not trained.
     """
 
@@ -129,7 +132,7 @@ class Found:
     def inherited(self) -> Inherited:
         """The inherited facts that the manifest records.
 
-        For an older manifest they are the sequence length of its configuration.
+        An older manifest has none; context_length is then the sequence length of its configuration.
         """
         return Inherited(
             **{
@@ -140,13 +143,13 @@ class Found:
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint folder, or None.
+    """Return a description of the damage to a checkpoint folder, or None if it is good.
 
-    See `manifest.fault` for the manifest's own faults. Checks the sizes of all files and the hashes
-    of the pickles.
+    The manifest (see `manifest.fault`), the sizes of all files and the hashes of the pickles are
+    checked. The result is a `NewerVersion` if a newer version of this code wrote the checkpoint.
 
     Raises:
-        OSError: a file system failed, so the checkpoint's state is unknown.
+        OSError: a file system failed, so that the result is unknown.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -175,10 +178,10 @@ def damage(path: Path) -> str | None:
 
 
 class HashedFile(io.BufferedWriter):
-    """A file that is written sequentially and hashed meanwhile.
+    """File that is hashed while it is written sequentially.
 
-    Leaving its ``with`` block without an error writes its XXH3-128 and those of its tensors to a
-    second file.
+    If its ``with`` block ends without an error, the XXH3-128 of the file and the XXH3-64 of each of
+    its tensors are written to a second file in the same folder.
     """
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:
@@ -186,7 +189,7 @@ class HashedFile(io.BufferedWriter):
         self._path, self._hash, self._parts = Path(path), xxhash.xxh3_128(), list[str]()
 
     def write(self, content: Any) -> int:
-        """Write all of ``content`` and update the hash."""
+        """Write all bytes of ``content``, update the hash, and return the number of bytes."""
         self._hash.update(content)
         return super().write(content)
 
@@ -201,15 +204,18 @@ class HashedFile(io.BufferedWriter):
 
 
 def hash_beside(path: Path) -> Path:
-    """Return the path of the hash that a `HashedFile` writes.
+    """Return the path of the file with hashes that a `HashedFile` at ``path`` writes.
 
-    For checkpoints `publish_step` moves it into the manifest.
+    For checkpoints, `publish_step` moves the hashes into the manifest and deletes the file.
     """
     return path.with_name(f"{path.name}.{HASHES}")
 
 
 def hash_of(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
-    """Return a file's XXH3-128; ``advance`` is called with the number of bytes read."""
+    """Return the XXH3-128 of a file in hexadecimal.
+
+    ``advance`` is called with the number of bytes of each block read.
+    """
     hashed = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -220,10 +226,10 @@ def hash_of(path: Path, advance: Callable[[int], object] = lambda count: None) -
 
 
 def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[str, str]]:
-    """Yield (file, what is wrong with it) for each file that does not match its recorded hash.
+    """Yield (file name, error text) for each file that does not match its recorded hash.
 
-    The hashes are those in a good checkpoint's manifest. ``advance`` is called with the number of
-    bytes read.
+    path: folder of a good checkpoint, whose manifest contains the hashes. ``advance`` is called
+    with the number of bytes read.
     """
     for name, expected in hashes_of(path).items():
         if hash_of(path / name, advance) != expected:
@@ -231,9 +237,10 @@ def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tupl
 
 
 def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[str]:
-    """Yield what is wrong with the files of a folder that have a hash file next to them.
+    """Yield an error text for each file of a folder that does not match its separate hash file.
 
-    An export's weights have hash files. ``advance`` is called with the number of bytes read.
+    The weights of an export have separate hash files. ``advance`` is called with the number of
+    bytes read.
 
     Raises:
         OSError: a file system failed, or a hashed file is missing.
@@ -244,16 +251,19 @@ def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[s
 
 
 def hashes_of(path: Path) -> dict[str, str]:
-    """Return the hashes in a good checkpoint's manifest.
+    """Return file name -> XXH3-128 from a good checkpoint's manifest.
 
-    Older manifests have them for some files or for none.
+    Older manifests have hashes for some files or for none.
     """
     hashes: dict[str, str] = json.loads((path / MANIFEST).read_text()).get(HASHES, {})
     return hashes
 
 
 def parts_of(path: Path) -> dict[str, dict[str, str]]:
-    """Return the hashes of a good checkpoint's tensors (see PARTS); empty for an older one."""
+    """Return file name -> offset -> hash of a good checkpoint's tensors (see PARTS).
+
+    The result is an empty dictionary for an older checkpoint.
+    """
     with suppress(FileNotFoundError):
         parts: dict[str, dict[str, str]] = json.loads((path / PARTS).read_text())
         return parts
@@ -261,12 +271,12 @@ def parts_of(path: Path) -> dict[str, dict[str, str]]:
 
 
 def find(path: Path) -> Found:
-    """Return the checkpoint at ``path``.
+    """Return the checkpoint at ``path``, which is a step's folder or a run directory.
 
-    ``path`` is a step's folder, or a run directory, of which the newest good checkpoint is taken.
+    For a run directory, return its newest good checkpoint.
 
     Raises:
-        ConfigError: no checkpoint exists, or the folder that is named is damaged.
+        ConfigError: no checkpoint exists, or the given step's folder is damaged.
         OSError: a file system failed.
     """
     if _STEP.search(path.name):
@@ -291,10 +301,12 @@ def find(path: Path) -> Found:
 def newest_good(
     folder: Path, damaged: dict[Path, str], say: Say = lambda text: None
 ) -> Found | None:
-    """Return the newest undamaged checkpoint in ``folder``, judged by sizes and hashes.
+    """Return the newest undamaged checkpoint in ``folder``, or None if it has none.
 
-    damaged: checkpoints to pass over, with what is wrong. Others that are found damaged are added
-    and logged.
+    Sizes and hashes decide if a checkpoint is damaged.
+
+    damaged: checkpoint -> error text of those to pass over. Further damaged ones are added and
+    reported.
 
     Raises:
         ConfigError: a newer version of this code wrote the newest one. Training from an older one
@@ -313,7 +325,7 @@ def newest_good(
 
 
 def flaw(path: Path) -> str | None:
-    """Return what `damage` finds.
+    """Return a description of the damage to a checkpoint folder, or None (see `damage`).
 
     Raises ConfigError if a newer version of this code wrote the checkpoint.
     """
@@ -339,10 +351,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def rewind(step: Path) -> Found | None:
-    """Return the checkpoint of a step after deleting the run's later ones.
+    """Return the checkpoint in a step's folder after deleting all later checkpoints.
 
-    Training will write the later ones again. Returns None, without deleting any, if the checkpoint
-    is missing or damaged.
+    Training will write the later ones again. If the checkpoint of the step is missing or damaged,
+    return None and delete none.
     """
     if damage(step) is not None:
         return None
@@ -354,7 +366,7 @@ def rewind(step: Path) -> Found | None:
 
 
 def newest_before_bad_steps(folder: Path) -> Path | None:
-    """Return the newest undamaged checkpoint whose last step was finite."""
+    """Return the folder of the newest undamaged checkpoint whose last step was finite, or None."""
     for path in newest_first(folder):
         if (
             damage(path) is None
@@ -375,12 +387,14 @@ def publish_step(
 ) -> None:
     """Publish a written folder as a checkpoint, and delete the oldest checkpoints.
 
-    Only the newest ``keep_last`` remain (None: all). The manifest is written last, everything is
-    synced, one rename publishes the folder, and ``latest`` names it. Checkpoints ``in_use`` stay;
-    damaged ones are never deleted, but renamed.
+    Only the newest ``keep_last`` remain (None: all). Checkpoints ``in_use`` also remain. Damaged
+    ones are renamed, never deleted.
 
-    While steps are not finite, the newest checkpoint from before them stays, however many are
-    written later: it may be the last usable one.
+    The manifest is written last, and all files are synced. One rename then publishes the folder,
+    and the file ``latest`` names it.
+
+    During a series of non-finite steps, the newest checkpoint from before the series remains
+    regardless of ``keep_last``, because it may be the last usable one.
     """
     hashes = {path.stem: path for path in temporary.glob(f"*.{HASHES}")}
     taken, parts = dict[str, str](), dict[str, dict[str, str]]()
@@ -424,10 +438,10 @@ def publish_step(
 
 
 def _remove(step: Path) -> None:
-    """Delete a checkpoint under another name.
+    """Rename a checkpoint to a temporary name and delete it.
 
-    So an interrupted deletion is never taken for a damaged checkpoint. A later sweep deletes what a
-    kill or a fault leaves of it.
+    Because of the new name, no search mistakes an incomplete deletion for a damaged checkpoint. A
+    later sweep deletes the remaining files.
     """
     with suppress(OSError):
         leaving = step.rename(step.with_name(f"{WRITING}{step.name}"))
@@ -438,7 +452,7 @@ def _remove(step: Path) -> None:
 def set_aside(step: Path) -> Path:
     """Rename a damaged checkpoint so that no search finds it, and return the new path.
 
-    A person decides what can be recovered from it.
+    The user decides what can be recovered from it.
     """
     names = (
         f"damaged_{step.name}{again}"

@@ -1,13 +1,14 @@
-"""Checkpoints of a run.
+"""Write and read the checkpoints of a run; all ranks call these methods together.
 
-They are written under a temporary name, synced, renamed, and last named in ``latest``. They are
-verified before they are read, and readable at any layout.
+A checkpoint is written under a temporary name, synced and renamed; the file ``latest`` then names
+it. It is verified before it is read, and any layout can read it.
 
 The tensors are in megatron.core.dist_checkpointing's ``torch_dist`` format. The trainer's own state
 is in ``manifest.json``, with every file's size and the hashes of the files that are pickles.
-Reading executes no code: tensors carry none, ``common.pt`` is read by torch with ``weights_only``,
-and ``.metadata``, which the format stores as a pickle, is first checked against its recorded hash
-and then against a list of the few classes it may name (``pretrain.checkpoint.reader``).
+
+Reading executes no code. Tensors contain none. torch reads ``common.pt`` with ``weights_only``. The
+format stores ``.metadata`` as a pickle; its hash is checked first, and it may name only a few
+classes (``pretrain.checkpoint.reader``).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ WEIGHTS_ALONE = "weights"
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method is collective over all ranks."""
+    """The checkpoints of one run. All ranks must call every method together."""
 
     def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
         self.folder, self.config, self.say = folder, config, say
@@ -104,7 +105,10 @@ class Checkpoints:
         )
 
     def enter(self, config: RunConfig) -> None:
-        """Use the configuration of another stage from now on. No checkpoint may be in progress."""
+        """Use the configuration of another stage for all later saves and loads.
+
+        No save may be in progress.
+        """
         self.config, self.queue = config, AsyncCallsQueue()
 
     def sweep(self) -> None:
@@ -124,9 +128,9 @@ class Checkpoints:
             from_rank_0(lambda: self.mirror.fetch() if self.mirror else None)
 
     def accept(self, own: Found) -> Found:
-        """Return the checkpoint as one of this run.
+        """Return ``own`` as a checkpoint in the run directory.
 
-        A fetched one is first moved into the run directory.
+        A checkpoint fetched from the mirror is first moved into the run directory.
         """
         if own.path.parent != self.fetching:
             return own
@@ -136,11 +140,14 @@ class Checkpoints:
         return replace(own, path=self.last)
 
     def newest(self) -> Found | None:
-        """Return the newest good checkpoint, as rank 0 finds it, or None if no checkpoint exists.
+        """Return the newest good checkpoint, or None if no checkpoint exists.
+
+        Rank 0 searches, and all ranks return its result.
 
         Raises:
-            StorageError: checkpoints exist, and none is good. A run never starts from scratch over
-                them.
+            StorageError: checkpoints exist, but all are damaged. The run must not start from
+            scratch
+                and overwrite them.
         """
         found = from_rank_0(self._newest)
         self.last, self.saved = (found.path, found.progress.step) if found else (None, 0)
@@ -160,9 +167,9 @@ class Checkpoints:
         return found
 
     def newest_before_bad_steps(self) -> Path | None:
-        """Return the newest good checkpoint that was not written amid non-finite steps.
+        """Return the folder of the newest good checkpoint whose last step was finite, or None.
 
-        No later one deletes it.
+        Later saves do not delete this checkpoint while the steps are non-finite.
         """
         return from_rank_0(lambda: newest_before_bad_steps(self.folder))
 
@@ -174,14 +181,17 @@ class Checkpoints:
         *,
         needed: bool = True,
     ) -> None:
-        """Write ``step_NNNNNNNN``.
+        """Write the checkpoint ``step_NNNNNNNN``.
 
-        With async_save a later call completes the files and gives them their final name.
+        With async_save a later call completes the files and gives the folder its final name.
+
+        needed: a failure must stop the run. If False, the failure is only reported until
+        ``checkpoint.max_unsaved_steps`` is exceeded.
 
         Raises:
-            StorageError: on all ranks, with rank 0's reason: the file system refuses the files,
-                unless the save is not ``needed`` and ``checkpoint.max_unsaved_steps`` is not
-                reached. Also if the mirror is too far behind.
+            StorageError: on all ranks, with rank 0's reason: the file system refuses the files, or
+            the
+                mirror is too far behind.
             ConfigError: the mirror belongs to another run (see `Mirroring.check`).
         """
         self.complete(blocking=True)
@@ -244,7 +254,7 @@ class Checkpoints:
             published.execute_sync()
 
     def _to_go_back_to(self, step: int) -> set[Path]:
-        """Return the checkpoints that a spike at a step after ``step`` may rewind the run to."""
+        """Return the checkpoints to which a spike at a step after ``step`` may rewind the run."""
         train, interval = self.config.train, self.config.checkpoint.interval
         if train.on_spike != "rewind":
             return set()
@@ -254,7 +264,7 @@ class Checkpoints:
     def rewind(self, engine: Engine, step: int) -> Found | None:
         """Go back to the checkpoint of a step: delete later checkpoints and restore the engine.
 
-        Returns None if no good one exists.
+        Return None if the step has no good checkpoint.
 
         Raises:
             DamagedCheckpoint, StorageError: see `load`.
@@ -267,9 +277,11 @@ class Checkpoints:
         return found
 
     def _go_on_without(self, error: StorageError, *, needed: bool) -> None:
-        """Report a failed save if training may continue.
+        """Report a failed save if training may continue, else raise ``error``.
 
-        Raises ``error`` otherwise. The incomplete files are already deleted.
+        Training may continue if the save is not ``needed`` and at most
+        ``checkpoint.max_unsaved_steps`` steps are unsaved. The incomplete files are already
+        deleted.
         """
         limit, unsaved = self.config.checkpoint.max_unsaved_steps, self.begun - self.saved
         if needed or limit is None or unsaved > limit:
@@ -283,7 +295,7 @@ class Checkpoints:
     def complete(self, *, blocking: bool, needed: bool = False) -> None:
         """Publish asynchronous saves that have finished.
 
-        ``blocking``: wait for all of them. Raises as :meth:`save` does.
+        ``blocking``: first wait for all saves. The exceptions are those of :meth:`save`.
         """
         try:
             self.queue.maybe_finalize_async_calls(blocking=blocking)
@@ -298,13 +310,14 @@ class Checkpoints:
     def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
         """Read ``found`` into the engine, resharded to this run's layout.
 
-        Also restores the random states (see `restore_rng`). If ``found`` is the run's own, its
-        later checkpoints, which are damaged, are renamed. `pretrain.checkpoint.resume` checks that
-        it fits this run's configuration.
+        The random states are restored too (see `restore_rng`). If ``found`` is in this run's
+        directory, its later checkpoints, which are damaged, are renamed.
+        `pretrain.checkpoint.resume` checks separately that the checkpoint fits this run's
+        configuration.
 
         Raises:
             DamagedCheckpoint: on all ranks. Part of the engine may have been overwritten; reading
-                another checkpoint completely repairs that.
+                another checkpoint completely repairs this.
             StorageError: a file system failed.
         """
         longest = max(found.inherited.context_length, self.config.data.seq_length)
@@ -345,9 +358,9 @@ class Checkpoints:
                 set_aside(path)
 
     def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
-        """Exclude ``found`` from what :meth:`newest` returns.
+        """Exclude the damaged checkpoint ``found`` from the results of :meth:`newest`.
 
-        If the mirror has a good copy, that is fetched instead.
+        If the mirror has a good copy, fetch the copy to its place instead.
 
         Raises:
             ConfigError, StorageError: see `Mirroring.fetch`.
@@ -368,9 +381,9 @@ class Checkpoints:
 
 
 def _read_failure(step: Path, error: CheckpointException) -> BaseException:
-    """Return the exception to raise for the ranks' read failures.
+    """Return the exception that all ranks raise after at least one rank failed to read.
 
-    All ranks know all failures and raise the same one.
+    All ranks know all failures, so that each raises the same exception.
     """
     for _, (failure, _) in sorted(error.failures.items()):
         if isinstance(failure, DamagedCheckpoint):
@@ -401,11 +414,11 @@ def _written(final: Path, temporary: Path) -> Iterator[None]:
 def write_tensors(
     state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False
 ) -> AsyncRequest:
-    """Run Megatron's ``dist_checkpointing.save`` in separate steps; all ranks must call it
-    together.
+    """Write the sharded tensors of ``state`` in Megatron's format; all ranks must call it together.
 
-    So one rank's failure reaches all ranks. The small files are written at once, the tensors when
-    the returned request is executed or scheduled.
+    This does the steps of Megatron's ``dist_checkpointing.save`` separately, so that one rank's
+    failure reaches all ranks. The small files are written at once, the tensors when the returned
+    request is executed or scheduled.
 
     Raises:
         ConfigError, StorageError: on all ranks, in this function and at the request's end, if the
@@ -428,10 +441,10 @@ def write_tensors(
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
-    """Write ``common.pt``. Raises OSError.
+    """Write ``common.pt``, the part of the state without tensors. Raises OSError.
 
-    torch serializes into memory: given the path, it would hide the file system's error behind an
-    exception of another type.
+    torch serializes into memory, because with a path it would replace the file system's error by
+    an exception of another type.
     """
     whole = io.BytesIO()
     torch.save(common, whole)
@@ -439,7 +452,7 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
 
 
 def _told_to_all(finish: Callable[[], None]) -> None:
-    """Finish Megatron's save. Raises StorageError on all ranks if one could not write."""
+    """Run ``finish``, the end of Megatron's save. Raise StorageError on all ranks if one failed."""
     why = ""
     try:
         finish()
@@ -447,8 +460,8 @@ def _told_to_all(finish: Callable[[], None]) -> None:
         for rank, (failure, _) in sorted(error.failures.items())[:1]:
             why = f"{_NUMBER.sub('', str(failure))} (rank {rank})"
     except OSError as error:
-        # rank 0's failure at .metadata, before it notifies the other ranks, which wait
-        # (state_dict_saver.py:253, 0.16.1)
+        # Rank 0 failed to write .metadata before it notified the other ranks, which wait for it
+        # (state_dict_saver.py:253, 0.16.1).
         torch.distributed.broadcast(torch.ones(1, dtype=torch.int, device=platform.device()), src=0)
         why = reason(error)
 
@@ -465,9 +478,10 @@ def manifest_of(
     keys: Mapping[str, str],
     inherited: Inherited | None = None,
 ) -> dict[str, Any]:
-    """Return a checkpoint's manifest without its files, which ``publish_step`` adds.
+    """Return a checkpoint's manifest without its list of files, which ``publish_step`` adds.
 
-    inherited: None if the weights come from this run alone.
+    keys: identities of the data (`Contents.keys`). inherited: None if the weights come from this
+    run alone.
     """
     return {
         "format": FORMAT,
@@ -499,7 +513,10 @@ def _layout(config: RunConfig) -> dict[str, Any]:
 
 
 def _without_objects(state: Any) -> Any:
-    """Drop Megatron's empty ``_extra_state`` objects, which would be stored as pickles."""
+    """Return ``state`` without Megatron's empty ``_extra_state`` objects.
+
+    They would be stored as pickles.
+    """
     if isinstance(state, dict):
         return {
             key: _without_objects(value)

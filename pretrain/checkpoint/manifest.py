@@ -1,8 +1,7 @@
-"""Checks of a checkpoint's manifest before any of it is used: keys, types, ranges. The module does
-not import torch.
+"""Check the keys, types and ranges of a checkpoint's manifest before the manifest is used.
 
 A manifest that is valid JSON may still be wrong: edited, damaged, or written by a newer version of
-this code.
+this code. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,17 +32,19 @@ _OPTIONAL = {
 
 
 class NewerVersion(str):
-    """Reason why a checkpoint belongs to a newer version of this code.
+    """Error text for a checkpoint that a newer version of this code wrote.
 
-    It may be good, so this version never uses, renames or deletes it.
+    The checkpoint may be good, so this version never uses, renames or deletes it.
     """
 
 
 def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> str | None:
-    """Return what is wrong with a manifest (a `NewerVersion` if a newer version wrote it), or None.
+    """Return a description of the first fault in a manifest, or None if it is valid.
 
-    progress, inherited: the dataclasses that it contains. step: the one in its folder's name, None
-    if the folder has another name.
+    The result is a `NewerVersion` if a newer version of this code wrote the manifest.
+
+    progress, inherited: the dataclasses of the manifest's sections of these names. step: the step
+    in the name of the manifest's folder, None if the folder has another name.
     """
     if not isinstance(manifest, dict):
         return "is not a mapping"
@@ -77,11 +78,11 @@ def fault(manifest: Any, progress: type, inherited: type, step: int | None) -> s
 def record_fault(
     cls: type, values: Mapping[str, Any], name: str, *, partial: bool = False
 ) -> str | None:
-    """Return what is wrong with the plain values of a dataclass, or None.
+    """Return a description of the first fault in the JSON values of a dataclass, or None.
 
     Integers must be 0 or more.
 
-    partial: no key is required.
+    name: name of the record in the text. partial: True if keys may be missing.
     """
     hints = _hints(cls)
     for item in fields(cls):
@@ -99,7 +100,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return True if a JSON value has the type ``kind``; a tuple is a list in JSON."""
+    """Return True if a JSON value has the type ``kind``. A tuple is represented by a JSON list."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, each) for each in arguments)
@@ -121,10 +122,10 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
-    """Return what is wrong with a configuration's sections, or None.
+    """Return a description of the first fault in a manifest's configuration, or None.
 
-    Also checks the values that are read from the configuration directly. The last argument is True
-    for the manifest of a run, which has all sections.
+    Only sections, and values that this code reads directly from the manifest, are checked. The last
+    argument is True for the manifest of a run, which has all sections.
     """
     if missing := [
         key
@@ -140,7 +141,7 @@ def _config_fault(config: Mapping[str, Any], *, whole: bool) -> str | None:
 
 
 def _section_fault(cls: type, values: Mapping[str, Any], name: str) -> str | None:
-    """Return an error text if a known section is not a mapping, or a single value is one.
+    """Return an error text if a section is not a mapping or a single value is a mapping, else None.
 
     Unknown keys may have any value.
     """
@@ -158,7 +159,7 @@ def _section_fault(cls: type, values: Mapping[str, Any], name: str) -> str | Non
 
 
 def _files_fault(manifest: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the manifest's file sizes and hashes, or None."""
+    """Return a description of the first fault in the manifest's file sizes and hashes, or None."""
     files = manifest["files"]
     if not all(_fits(size, int) for size in files.values()):
         return "has a wrong size in files"

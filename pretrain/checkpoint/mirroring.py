@@ -1,7 +1,7 @@
-"""The run's mirror: ``tools.checkpoint mirror``, a separate process next to rank 0.
+"""Control of the process that copies checkpoints between a run and its mirror.
 
-The training process controls it through its command line and reads its state from
-RUN_DIR/mirror.json.
+The process runs ``tools.checkpoint mirror`` next to rank 0. The training process controls it
+through its command line and reads its state from RUN_DIR/mirror.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GRACE = 30.0
 class Mirroring:
     """Copies between the run directory and its mirror, made by separate processes.
 
-    Only rank 0 has one.
+    Only rank 0 creates an instance.
     """
 
     def __init__(self, settings: CheckpointConfig, url: str, run_dir: Path, say: Say) -> None:
@@ -45,11 +45,10 @@ class Mirroring:
         self.began = 0
 
     def fetch(self, damaged: Collection[str] = ()) -> None:
-        """Copy the mirror's newest good checkpoint to the run directory if it is newer.
+        """Copy the mirror's newest good checkpoint if it is newer than all good local checkpoints.
 
-        It must be newer than all good local checkpoints. The local checkpoints named in ``damaged``
-        do not count as good. If the mirror is not known to belong to this run, the copy stays in
-        the folder FETCHED.
+        The local checkpoints named in ``damaged`` do not count as good. If the mirror is not known
+        to belong to this run, the copy stays in the folder FETCHED of the run directory.
 
         Raises:
             ConfigError: the mirror is not a valid location, or belongs to another run.
@@ -132,9 +131,7 @@ class Mirroring:
             self.process.wait()
 
     def _check_sender(self) -> None:
-        """Raise ConfigError if the sending process has ended because the location is not this
-        run's.
-        """
+        """Raise ConfigError if the sending process found that the mirror belongs to another run."""
         if self.process is not None and self.process.poll() == Exit.WRONG_INPUT:
             raise ConfigError(
                 f"checkpoint.mirror = {self.url} cannot be used by this run (see its message "
@@ -152,9 +149,10 @@ class Mirroring:
 
 
 def take_in(run_dir: Path) -> None:
-    """Move the contents of FETCHED to their places in the run directory.
+    """Move the contents of the folder FETCHED to their final places in the run directory.
 
-    These are a checkpoint, the run's id, and the records that the run directory lacks.
+    The contents are a checkpoint, the run's id, and records; records that the run directory already
+    has are not replaced.
     """
     fetched, folder = run_dir / FETCHED, run_dir / "checkpoints"
     for step in newest_first(fetched):

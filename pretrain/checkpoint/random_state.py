@@ -1,7 +1,7 @@
-"""Random states in a checkpoint, stored as tensors, so that reading them runs no code.
+"""Random states in a checkpoint, stored as tensors, so that reading them executes no code.
 
-A GPU run has other states than a CPU run: also the device's own generator (``cuda``), and states of
-16 instead of 5,056 bytes in Megatron's tracker. The manifest names the kind of device.
+A GPU run has other states than a CPU run: in addition the device's own generator (``cuda``), and
+states of 16 instead of 5,056 bytes in Megatron's tracker. The manifest records the kind of device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _PREFIX, _TRACKER = "rng.", "tracker."
 
 
 def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
-    """Return this rank's random states as uint8 tensors, one slot per (pipeline, tensor) rank."""
+    """Return this rank's random states as sharded uint8 tensors.
+
+    Each (pipeline, tensor) rank has its own slot in every tensor.
+    """
     state = platform.rng_state()
     flat: dict[str, torch.Tensor] = {key: state[key] for key in ("torch", "cuda") if key in state}
     flat |= {f"{_TRACKER}{name}": value for name, value in state["tracker"].items()}
@@ -46,16 +49,19 @@ def rng_tensors(layout: ParallelConfig) -> dict[str, ShardedTensor]:
 
 
 def kind_of(tensors: Mapping[str, object]) -> str:
-    """Return the kind of device, ``cuda`` or ``cpu``, of random states with these names."""
+    """Return the kind of device, ``cuda`` or ``cpu``, to which these random states belong.
+
+    tensors: random states by their names.
+    """
     return "cuda" if "cuda" in tensors else "cpu"
 
 
 def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
-    """Set this rank's random states to those in a checkpoint of the same layout; all ranks must
-    call it together.
+    """Set this rank's random states to those in a checkpoint of the same layout.
 
     If the checkpoint was written on another kind of device, the states are seeded from
-    ``train.seed``, as at the start of a run, and rank 0 reports it.
+    ``train.seed``, as at the start of a run, and rank 0 reports it. All ranks must call it
+    together.
 
     Args:
         read: reads the tensors of a state dictionary from the checkpoint.
@@ -81,9 +87,9 @@ def restore_rng(read: Read, found: Found, config: RunConfig, say: Say) -> None:
 
 
 def _written_on(found: Found) -> str:
-    """Return the kind of device that wrote a checkpoint.
+    """Return the kind of device, ``cuda`` or ``cpu``, on which a checkpoint was written.
 
-    If the manifest is too old to record it, the names of the tensors decide.
+    If the manifest is too old to record it, the names of the stored random states decide.
     """
     if RNG_DEVICE in found.manifest:
         return str(found.manifest[RNG_DEVICE])

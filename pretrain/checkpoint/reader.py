@@ -1,6 +1,6 @@
 """Read a checkpoint's tensors from disk without Megatron.
 
-Tensors of any layout are read one at a time, in one process. Reading executes no code:
+Checkpoints of any layout are read in one process, one tensor at a time. Reading executes no code:
 ``.metadata``, which the format stores as a pickle, may name only a few classes, and tensors are
 read with torch's ``weights_only``. Every tensor's checksum is compared.
 `pretrain.checkpoint.manager` writes checkpoints and reads them into an engine.
@@ -71,12 +71,10 @@ class DamagedCheckpoint(ConfigError):
 
 
 class Weights:
-    """The full (unsharded) weights of a checkpoint of any layout, by their names in the model.
+    """The full (unsharded) weights of a step's folder of any layout, by their names in the model.
 
-    The checkpoint is a step's folder.
-
-    shapes, dtypes: those of every weight, in the order in which they were written. Tensors are on
-    the CPU, in their stored dtype.
+    shapes, dtypes: shape and dtype of every weight, in the order in which they were written.
+    Tensors are on the CPU, in their stored dtype.
 
     Raises:
         ConfigError: ``.metadata`` is missing or damaged, or names a class that no checkpoint of
@@ -146,14 +144,14 @@ class Weights:
 
 
 def read_part(file: IO[bytes], place: Any) -> Tensor:
-    """Return a tensor, or one rank's shard of it, on the CPU.
+    """Read one tensor, or one rank's shard of a tensor, and return it on the CPU.
 
     ``place`` is the `_StorageInfo` from ``.metadata`` that locates it in the open file. Every
-    tensor is a separate zip archive with a checksum for each member. torch compares none of them;
-    this function compares all.
+    tensor is a separate zip archive with a checksum for each member. torch compares none of the
+    checksums; this function compares all.
 
     Raises:
-        DamagedCheckpoint: the bytes differ from what was written.
+        DamagedCheckpoint: the bytes differ from those that were written.
         OSError: a file system failed.
     """
     part, checksum = _unchecked_part(file, place)
@@ -164,7 +162,8 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
 def compare(part: Tensor, checksum: int | str, place: Any) -> None:
     """Raise DamagedCheckpoint unless the bytes of a tensor's storage match a checksum.
 
-    An int is the CRC-32 from the tensor's archive; a string is the XXH3-64 of the bytes.
+    checksum: the CRC-32 from the tensor's archive (int), or the XXH3-64 of the bytes (str). place:
+    location of the tensor, for the error text.
     """
     content = stored(part)
     if (
@@ -174,7 +173,7 @@ def compare(part: Tensor, checksum: int | str, place: Any) -> None:
 
 
 def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
-    """Return a tensor as `read_part` does, and the CRC-32 of its bytes, without comparing it."""
+    """Return a tensor like `read_part`, and its stored CRC-32, without comparing the two."""
     whole = _Stretch(file, place.offset, place.length)
     stretch = cast(IO[bytes], whole)
     try:
@@ -200,7 +199,7 @@ def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
 
 
 def _position(place: Any) -> tuple[str, int]:
-    """Sort key with which each file is read from its beginning to its end."""
+    """Return the sort key by which each file is read from its beginning to its end."""
     return place.relative_path, place.offset
 
 
@@ -224,9 +223,9 @@ def damaged_tensors(step: Path, advance: Callable[[int], None]) -> Iterator[str]
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a step's folder, for Megatron, which runs no code and checks all tensors.
+    """torch's reader of a step's folder with checksums, for Megatron.
 
-    Every tensor is compared with its XXH3-64 or CRC-32.
+    It executes no code, and compares every tensor with its XXH3-64 or CRC-32.
     """
 
     @cached_property
@@ -234,19 +233,19 @@ class CheckedReader(FileSystemReader):
         return read_metadata(Path(self.path) / ".metadata")
 
     def read_metadata(self, *unused: Any, **unused_too: Any) -> Metadata:
-        """Return the metadata, which is read once.
+        """Return the checkpoint's metadata, which is read at the first call and then cached.
 
         Raises ConfigError (see the function `read_metadata`).
         """
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read what this rank needs, each file from its beginning to its end.
+        """Read the tensors that this rank needs, each file from its beginning to its end.
 
-        A thread compares one tensor while the next one is read.
+        A thread compares the checksum of one tensor while the next one is read.
 
         Raises:
-            DamagedCheckpoint: bytes differ from what was written.
+            DamagedCheckpoint: the bytes differ from those that were written.
             OSError: a file system failed.
         """
         with ThreadPoolExecutor(1) as beside:
@@ -266,9 +265,9 @@ class CheckedReader(FileSystemReader):
     def _read(
         self, plan: LoadPlan, planner: LoadPlanner
     ) -> Iterator[tuple[Tensor, int | str, Any]]:
-        """Yield every stored tensor that the plan needs with its checksum and place.
+        """Yield (tensor, checksum, location) for every stored tensor that the plan needs.
 
-        After each yield the tensor is copied to its targets.
+        After each yield, the tensor is copied to its targets.
         """
         known = parts_of(Path(self.path))
         items = sorted(
@@ -298,10 +297,10 @@ class CheckedReader(FileSystemReader):
 def load_full_model_state(
     path: str | Path,
 ) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:
-    """Return the full (unsharded) weights of a checkpoint of any layout on the CPU.
+    """Return (weights, model configuration, manifest) of a checkpoint of any layout.
 
-    Runs in one process. Returns the weights by their names in the model in their stored dtype, the
-    model's configuration, and the checkpoint's manifest.
+    The weights are full (unsharded), by their names in the model, on the CPU, in their stored
+    dtype. One process suffices.
 
     Raises:
         ConfigError: ``path`` has no good checkpoint.
@@ -317,9 +316,9 @@ def load_full_model_state(
 
 
 class _Stretch(io.RawIOBase):
-    """A section of a file, presented as a file, because each section is a separate zip archive.
+    """Section of a file with the interface of a file, because each section is a zip archive.
 
-    failure: the exception that a read raised, which torch hides.
+    failure: the exception that a read raised; torch replaces it by another one.
     """
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
@@ -342,7 +341,10 @@ class _Stretch(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Read as many bytes as are left and fit, directly into ``buffer`` without a copy."""
+        """Read bytes into ``buffer`` without a copy, and return their number.
+
+        As many bytes are read as the section still has and the buffer can contain.
+        """
         view, got = memoryview(buffer).cast("B")[: max(0, self.length - self.position)], 0
         try:
             self.file.seek(self.start + self.position)
@@ -382,7 +384,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the contents of a ``.metadata`` file without executing anything else that it names.
+    """Return the contents of a ``.metadata`` file, which may name only a few classes.
 
     Raises:
         ConfigError: the file is missing or damaged, or names a class that no checkpoint of this

@@ -1,6 +1,6 @@
-"""Rules for what may change when a run resumes: one table with a rule for every configuration key.
+"""Decide which configuration keys may change when a run resumes.
 
-The module does not import torch.
+A table has one rule for every key. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs from that of the attempt that wrote the checkpoint."""
+    """Configuration key whose value has changed since the checkpoint was written."""
 
     key: str
     old: Any
@@ -87,9 +87,10 @@ class Change:
 
     @property
     def rule(self) -> str:
-        """The table's rule for the key.
+        """The table's rule for the key (see the function `rule`).
 
-        A key of a removed section, which has no entry, may change and is printed.
+        A key of a removed section has no entry in the table. It may change, and the change is
+        printed.
         """
         try:
             return rule(self.key)
@@ -101,7 +102,11 @@ class Change:
 
 
 def rule(key: str) -> str:
-    """Return the rule of a dotted key. Raises KeyError if the table has none."""
+    """Return the rule of a dotted key: FREE, the constant for printed changes, or an error text.
+
+    The first two permit a change. An error text refuses it. If the table has no entry for the key,
+    the entry of the nearest enclosing section counts. Raises KeyError if neither exists.
+    """
     words = [word for word in key.split(".") if not word.isdecimal() and word != "N"]
     for length in range(len(words), 0, -1):
         found = RULES.get(".".join(words[:length]))
@@ -111,10 +116,10 @@ def rule(key: str) -> str:
 
 
 def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
-    """Return the differences between the configuration in a checkpoint's manifest and this one.
+    """Return the differences between ``written`` and ``config``, in the order of the keys.
 
-    They have the order of the keys. A key that an older manifest lacks counts as set to today's
-    default, which is the behaviour of the field when unset.
+    written: the configuration in a checkpoint's manifest. A key that an older manifest lacks counts
+    as set to the present default.
     """
     known = (
         {**written, "model": moved(written["model"], ModelConfig.moved)}
@@ -129,11 +134,9 @@ def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
 
 def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
-    """Refuse the changes that the table refuses.
+    """Raise ConfigError if the table refuses any of the changes in ``found``.
 
-    Raises:
-        ConfigError: a key has changed that must not. The message names every such key and the way
-            out.
+    The message names every refused key and the ways to continue.
     """
     ways: dict[str, list[str]] = {}
     for change in found:
@@ -152,9 +155,9 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """Check the model section alone, without its RoPE scaling.
+    """Raise ConfigError if a key of the model section other than its RoPE scaling has changed.
 
-    This is what loading weights from another run requires.
+    This is the condition for loading weights from another run.
     """
     check(
         checkpoint,
@@ -164,7 +167,7 @@ def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig)
 
 
 def shown(value: Any) -> str:
-    """Return a value in the form that YAML uses."""
+    """Return a value as text in the form of a YAML value."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -174,9 +177,9 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of everything that is not a section.
+    """Yield (dotted key, value) for every value that is not a section.
 
-    Lists of sections are numbered by position.
+    Sections in a list are numbered by position.
     """
     if isinstance(values, dict) and values:
         items = list(values.items())

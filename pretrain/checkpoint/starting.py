@@ -1,7 +1,7 @@
-"""Decide how an attempt starts; all ranks must call it together.
+"""Decide at which step and from which checkpoint an attempt starts.
 
-It starts from the run's own newest good checkpoint, from the weights of another checkpoint, or from
-new weights.
+The candidates are the run's own newest good checkpoint, the weights of another checkpoint, and new
+weights. All ranks must call these functions together.
 """
 
 from __future__ import annotations
@@ -38,12 +38,17 @@ _SAME_RUN = re.compile(r"parallel\.|train\.(steps|tokens)$|data\..*\.prefix$")
 
 @dataclass(frozen=True)
 class Start:
-    """A position in the run, and the checkpoint to read for it (None: start with new weights)."""
+    """A position in the run, and the checkpoint from which training continues at that position.
+
+    found: the checkpoint, None to start with new weights. own: True if it is a checkpoint of this
+    run. forked: True if it is the checkpoint at which a fork begins. changed: configuration keys
+    that differ from the checkpoint's.
+    """
 
     progress: Progress
     found: Found | None = None
-    own: bool = False  # True: of this run; its optimizer and random states are read too
-    forked: bool = False  # True: of another run; those are read as well
+    own: bool = False  # its optimizer and random states are read too
+    forked: bool = False  # its optimizer and random states are read too
     # Configuration changes since the checkpoint was written.
     changed: list[Change] = field(default_factory=list)
 
@@ -51,11 +56,11 @@ class Start:
 def find_start(
     parts: Sequence[Part], facts: DataFacts, contents: Contents, checkpoints: Checkpoints
 ) -> tuple[Start, Part]:
-    """Return the start of an attempt and the stage that it is in.
+    """Return the start of an attempt and the stage to which it belongs.
 
     Call it again after `Checkpoints.pass_over` to get the next candidate.
 
-    facts, contents: of the data of all stages.
+    facts, contents: facts about, and identities of, the data of all stages.
 
     Raises:
         ConfigError: the configuration does not fit the checkpoint.
@@ -106,13 +111,13 @@ def find_start(
 def _judged(
     own: Found, changed: Sequence[Change], config: RunConfig, checkpoints: Checkpoints
 ) -> Iterator[None]:
-    """Check a fetched checkpoint more strictly than a local one, and delete a refused one.
+    """Run the block's checks; additionally check a fetched checkpoint, and delete a refused one.
 
-    A fetched checkpoint may belong to another run. Local checkpoints are not checked by this
-    context manager.
+    A fetched checkpoint may belong to another run. It is refused if the block raises an error or if
+    a setting differs that cannot change within a run. For a local checkpoint only the block runs.
 
     Raises:
-        ConfigError: the block's own error, or a setting differs that only another run can have.
+        ConfigError: the block's own error, or the checkpoint belongs to another run.
     """
     fetched, mirror = own.path.parent == checkpoints.fetching, mirror_of(config)
     try:
@@ -167,7 +172,7 @@ def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Conten
 
 
 def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
-    """Return the hash of what decides the samples of the stages up to and including ``part``."""
+    """Return the hash of everything that determines the samples of the stages up to ``part``."""
     held = {
         source.prefix: source.idx_sha256 for source in contents.sources if source.split == "train"
     }
@@ -178,9 +183,9 @@ def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
 
 
 def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Contents) -> None:
-    """Raise ConfigError if stages up to the checkpoint's own have changed.
+    """Raise ConfigError if a stage up to the checkpoint's stage has changed.
 
-    These stages decide which samples it has read.
+    These stages determined the samples that the checkpoint was trained on.
     """
     same = own.progress.stage < len(parts) and own.progress.drawn == _drawn(parts, part, contents)
     if same and (not part.name or part.resumed(own.progress) == own.progress):
@@ -195,8 +200,8 @@ def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Conte
 def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir: Path) -> Start:
     """Return the start of a run that continues from another run's checkpoint.
 
-    The fork continues the parent's order of samples if data, seed and packing are the same;
-    otherwise it draws a new order.
+    If data, seed and packing are those of the parent, the fork continues the parent's order of
+    samples. Otherwise a new order begins.
 
     Raises:
         ConfigError: the checkpoint does not exist, the configuration does not fit it, or no steps
@@ -243,9 +248,10 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
 
 
 def _parent(config: RunConfig, run_dir: Path) -> Found:
-    """Return the checkpoint that a fork begins at.
+    """Return the checkpoint at which a fork begins.
 
-    It is the one that the fork's earlier attempts began at, even if the parent has newer ones.
+    Later attempts of the fork use the same checkpoint as the first, even if the parent has newer
+    ones.
     """
     record, fork = read_fork(run_dir), config.checkpoint.fork
     assert fork is not None
@@ -261,7 +267,10 @@ def _parent(config: RunConfig, run_dir: Path) -> Found:
 
 
 def _check_is_wanted(config: RunConfig, own: Found) -> None:
-    """Raise ConfigError if ``checkpoint.resume`` is none, or the checkpoint has only weights."""
+    """Raise ConfigError if the run must not resume from its checkpoint.
+
+    This is the case if ``checkpoint.resume`` is none, or if the checkpoint has only weights.
+    """
     if config.checkpoint.resume == "none":
         raise ConfigError(
             f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to "
@@ -275,9 +284,10 @@ def _check_is_wanted(config: RunConfig, own: Found) -> None:
 
 
 def _trained_on(found: Found, contents: Contents) -> bool:
-    """Return True if the training data are those of the checkpoint.
+    """Return True if the checkpoint was trained on the present training data.
 
-    An older manifest has one key for training and validation data together, which is then compared.
+    An older manifest has one key for training and validation data together. This key is then
+    compared instead.
     """
     name = "training_data" if "training_data" in found.manifest else "data"
     return bool(found.manifest[name] == contents.keys[name])
@@ -291,7 +301,7 @@ def _check_resumable(
     contents: Contents,
     schedule: Schedule,
 ) -> None:
-    """Raise ConfigError if data, a setting or the length of the run prevent a resume."""
+    """Raise ConfigError if data, a setting or the length of the run prevents a resume."""
     if not _trained_on(found, contents):
         older = (
             ""
@@ -308,7 +318,7 @@ def _check_resumable(
 
 
 def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
-    """Raise ConfigError unless an order of ``samples`` samples begins with the checkpoint's."""
+    """Raise ConfigError unless the checkpoint's order can be extended to ``samples`` samples."""
     drawn = found.progress.order_samples
     longest = longest_order(config, facts, drawn, samples)
     if samples > longest:

@@ -1,8 +1,9 @@
 """Write a checkpoint that contains only weights, in one process, from full tensors.
 
-``checkpoint.load`` starts from it at any layout. The files have the trainer's own format and are
-published by the same function (``publish_step``). No optimizer state, random state or model is
-built. If ``weights`` is a generator, only one weight is in memory at a time.
+A run can start from the checkpoint with ``checkpoint.load`` at any layout. The files have the
+format of the trainer's checkpoints and are published by the same function (``publish_step``). No
+optimizer state, random state or model is built. If ``weights`` is a generator, only one weight is
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def save_weights(
     Args:
         config: the configuration of the run that the weights belong to; its model section fits the
             tensors.
-        content_key: the key of the data that they were trained on, "" if unknown.
+        content_key: the key of the data that the weights were trained on, "" if unknown.
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -90,10 +91,10 @@ def write_weights(
 
 
 def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write the files of torch's format.
+    """Write the files of the ``torch_dist`` format.
 
-    These are the tensors, each a separate archive in one file, and ``.metadata``, which locates
-    them.
+    They are one file that contains each tensor as a separate archive, and ``.metadata``, which
+    locates the tensors.
     """
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}

@@ -1,1 +1,1 @@
-"""Training data: its facts on disk, its index cache, its batches."""
+"""Training data: facts about the files, the index cache, packing, and batches."""

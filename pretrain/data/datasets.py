@@ -1,8 +1,9 @@
-"""Batches from Megatron .bin/.idx files at an exact position.
+"""Read batches from Megatron .bin/.idx files, starting at an exact position.
 
-They use megatron-core's GPTDataset and blends, and an index cache keyed by content. The order of
-training samples is a function of the data, the seed and the number of samples the order was drawn
-for. A checkpoint only needs the position ``n`` in it. This module does not depend on a model.
+Batches are read through megatron-core's GPTDataset and blends, and through an index cache with a
+key that depends on the contents of the files. The order of training samples is a function of the
+data, the seed and the number of samples for which the order was generated. A checkpoint therefore
+records only the position in the order. This module does not depend on a model.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _AHEAD = 16  # micro-batches requested from a store before they are used
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The part of a tokenizer that GPTDataset reads.
+    """The attributes of a tokenizer that GPTDataset reads.
 
     Sequences are cut from one stream without padding, so ``pad`` is not a valid id.
     """
@@ -62,11 +63,11 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The blends of a run.
+    """The training and validation data of a run, opened with its index.
 
-    train_samples: number of samples that the training order was drawn for. cache: folder of the
-    index. built: True if this call built it. reader: reader of the sources in stores. ends:
-    handling of document ends, see `Ends`.
+    train_samples: number of samples for which the training order was generated. cache: folder of
+    the index. built: True if this call built the index. reader: reader of the sources in object
+    stores. ends: handling of document ends, see `Ends`.
     """
 
     train: GPTDataset
@@ -90,11 +91,14 @@ def build_datasets(
     reader: StoreReader,
     needs: Sequence[Mapping[str, int]] = (),
 ) -> Datasets:
-    """Open (and on first use index) the training and validation blends; collective over all ranks.
+    """Open the training and validation blends; build their index at the first use.
 
-    ``contents`` identifies the files' contents: a regenerated .bin at the same path never uses a
-    stale index. ``needs``: for each stage up to this one, source -> tokens; this stage reads
-    documents that the earlier ones left (`stage_documents`).
+    All ranks must call it together.
+
+    ``contents`` identifies the files' contents, so that a regenerated .bin at the same path never
+    uses an outdated index. ``needs``: one mapping from source to tokens for each stage up to the
+    present one. The present stage reads documents that the earlier stages did not read
+    (`stage_documents`).
 
     Raises:
         ConfigError: the index cache's location is invalid or not writable.
@@ -126,10 +130,10 @@ def build_datasets(
 
 @dataclass(frozen=True)
 class Ends:
-    """Effect of a document's end, the token ``eod_id``, on the model.
+    """Effect of the end of a document, the token ``eod_id``, on the model.
 
-    The flags are, in their order: each document is read separately; each document begins at
-    position 0; the prediction after an end counts in the loss.
+    The three flags mean, in this order: each document is read separately; each document begins at
+    position 0; the prediction of the token after an end counts in the loss.
     """
 
     eod_id: int
@@ -150,10 +154,11 @@ class Ends:
         return made if made.apart or made.positions or not made.loss else None
 
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Return the ``context`` for the model's mixers, and remove ends that do not count.
+        """Return the ``context`` for the model's mixers, and update the loss mask of ``batch``.
 
-        They are removed from ``loss_mask`` in place. The batch is on the CPU, the context on
-        ``device``. Returns {} if the mixers need no context.
+        If the prediction after a document's end does not count, its positions are set to 0 in
+        ``batch["loss_mask"]``. The batch is on the CPU, the context on ``device``. Return {} if the
+        mixers need no context.
         """
         # Positions after which no document continues.
         ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0
@@ -172,12 +177,15 @@ class Ends:
 
 
 class PackedGPTDataset(GPTDataset):
-    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first.
+    """Dataset of a source that is packed best-fit (`pretrain.data.packing`).
 
+    document_index and sample_index are the arrays `pieces` and `first` of a `Packing`.
     ``shuffle_index`` contains complete epochs. The rest of a sequence is padding with token 0,
-    whose labels do not count. The first token of a cut document's continuation does not count
-    either if it follows another document's end, since it cannot be predicted. A subclass of which
-    stages read different documents packs only those in ``indices``.
+    whose labels do not count.
+
+    If the continuation of a cut document follows another document in a sequence, its first token
+    does not count as a label either, since it cannot be predicted. A subclass in which each stage
+    reads different documents packs only those in ``indices``.
     """
 
     apart = False
@@ -252,11 +260,14 @@ def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
 
 
 def _apart(base: type[GPTDataset], needs: Sequence[Mapping[str, int]]) -> type[GPTDataset]:
-    """Return the dataset class of a source of which each stage reads other documents."""
+    """Return the dataset class of sources in which each stage reads different documents.
+
+    needs: for each stage up to the present one, the tokens that it reads from each source.
+    """
     taken = [{identity(prefix): tokens for prefix, tokens in need.items()} for need in needs]
 
     class StageGPTDataset(base):
-        """Dataset of the last stage's training documents."""
+        """Dataset of the training documents that the last stage in ``needs`` reads."""
 
         apart = True
 
@@ -287,8 +298,9 @@ def _fill(
     sizes: Sequence[int],
     say: Callable[[str], None],
 ) -> bool:
-    """Build the index unless a complete one exists, and return True if it was built. All ranks must
-    call it together.
+    """Build the index unless a complete one exists, and return True if it was built.
+
+    All ranks must call it together.
     """
     fault = from_rank_0(cache.fault)
     if fault is None:
@@ -311,9 +323,10 @@ def _fill(
 def _open(
     folder: Path, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int]
 ) -> list[Any]:
-    """Return Megatron's datasets of the three splits.
+    """Return Megatron's datasets of training, validation and test.
 
-    All ranks must call it together. The indices are read from the folder or built into it.
+    All ranks must call it together. The indices are read from the folder, or built in it if they
+    are missing.
     """
     return BlendedMegatronDatasetBuilder(
         kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))
@@ -331,7 +344,8 @@ def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | 
 def _ensure_helpers() -> None:
     """Compile Megatron's C++ index builder if it is missing; all ranks must call it together.
 
-    Wheels contain it. After a source install it is compiled once on each host that lacks it.
+    Wheels of Megatron contain the builder. After an installation from source it is compiled once on
+    each host that lacks it.
     """
     # Rank 0 first, then one rank per host, since hosts may share the installation.
     for compiles in (torch.distributed.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"):
@@ -342,9 +356,10 @@ def _ensure_helpers() -> None:
 
 
 def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
-    """Return the tokens of this context-parallel rank and their positions.
+    """Return this context-parallel rank's part of a batch and of the context of its mixers.
 
-    Documents remain those of full sequences.
+    The positions in the context are those of the rank's own tokens. The documents in the context
+    remain those of full sequences.
     """
     cut = (
         parallel_state.get_context_parallel_world_size(),
@@ -357,7 +372,7 @@ def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any
 
 
 def _check_ids(batch: Batch, samples: Sequence[Batch], dataset: GPTDataset) -> None:
-    """Raise ConfigError if a batch on the CPU has an id outside the vocabulary.
+    """Raise ConfigError if a batch on the CPU has a token id outside the vocabulary.
 
     A sharded embedding would silently ignore the id.
     """

@@ -1,7 +1,6 @@
-"""Check that the sources of a blend have different contents. The same tokens under two paths would
-be read twice.
+"""Check that the sources of a blend have different contents.
 
-The module does not import torch.
+The same tokens under two paths would be read twice. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from pretrain.data.facts import SourceFacts, sample_digest
 
 
 def check_distinct(sources: Iterable[SourceFacts]) -> None:
-    """Raise ConfigError if two sources of a split have the same contents, even under different
-    paths.
+    """Raise ConfigError if two sources of a split have the same contents under different paths.
 
     Sources with equal numbers of tokens and documents and equal dtypes are compared by hashes of
     samples of their .idx and .bin files (`sample_digest`). Files of other sources are not read.

@@ -1,6 +1,6 @@
-"""Refuse data whose documents do not end in EOD if the configuration finds documents by that token.
+"""Check that documents end with the EOD token if the configuration depends on it.
 
-No torch, no Megatron.
+The module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fem_common.stores import is_url
 from pretrain.config import RunConfig
 from pretrain.data.facts import HEADER, DataFacts, SourceFacts, sample_ranges
 
-# Of a .bin's sample every eighth block is read, and of the documents that end in it 8 to 15.
+# Every eighth block of a .bin's sample is read, and 8 to 15 of the documents that end in it.
 _EVERY, _DOCUMENTS = 8, 8
 
 
 def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
     """Check the last tokens of about a hundred documents, spread over each source.
 
-    The documents' boundaries are those that the .idx records. Reads no files unless documents are
-    separate, positions restart at documents, or document ends leave the loss.
+    The .idx files define the boundaries of documents. The check reads files only if documents are
+    read separately, positions restart at documents, or document ends do not count in the loss.
 
     Raises:
         ConfigError: a document's last token is not EOD.
@@ -48,10 +48,10 @@ def check_document_ends(config: RunConfig, facts: DataFacts) -> None:
 
 
 def _last_tokens(source: SourceFacts) -> Iterator[tuple[int, int]]:
-    """Yield (document, its last token) for documents in the source's sample and the last one.
+    """Yield (document, its last token) for sampled documents and the last document of a source.
 
-    The documents of the sample end in blocks of `sample_ranges`. Of a .bin in a store only these
-    blocks are local.
+    The sampled documents end in the blocks of `sample_ranges`. For a .bin in an object store, only
+    these blocks are available locally.
     """
     with open(f"{source.local}.idx", "rb") as index, open(f"{source.local}.bin", "rb") as binary:
         count, size = HEADER.unpack(index.read(HEADER.size))[3], os.fstat(binary.fileno()).st_size

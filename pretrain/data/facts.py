@@ -1,9 +1,10 @@
-"""Facts about the data on disk that are known before anything starts.
+"""Read and check facts about the data on disk before training starts.
 
-They are tokens, vocabulary, end-of-document id and identity. They are read from headers and
-manifests: from Megatron's .idx files and data_prep's manifest.json, without torch and Megatron.
-``check_data`` reads a few bytes of each file, in every process and for every plan.
-``check_contents`` reads entire .idx files and samples of .bin files, in one process of a run.
+The facts are numbers of tokens, the vocabulary, the end-of-document id and the identity of the
+contents. They are read from the headers of Megatron's .idx files and from data_prep's
+manifest.json, without torch and Megatron. ``check_data`` reads a few bytes of each file, in every
+process and for every plan. ``check_contents`` reads entire .idx files and samples of .bin files, in
+one process of a run.
 
 Long, because each of its checks has a separate error message.
 """
@@ -46,9 +47,10 @@ MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """One .bin/.idx pair.
+    """Facts about one .bin/.idx pair.
 
-    The optional fields are those that the manifest in its folder records, None without a manifest.
+    The optional fields are recorded in the manifest in the pair's folder; they are None without a
+    manifest. local: local path prefix by which the files are opened.
     """
 
     split: str
@@ -66,10 +68,10 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class SourceContents:
-    """Identity of a pair's contents.
+    """Identity of the contents of a .bin/.idx pair.
 
-    prefix: an absolute path, or a URL. idx_sha256: the .idx's SHA-256. bin: the manifest's SHA-256
-    of the .bin, or without a manifest its size and the hash of a sample.
+    prefix: an absolute path, or a URL. idx_sha256: SHA-256 of the .idx. bin: SHA-256 of the .bin
+    from the manifest; without a manifest, the size and the hash of a sample.
     """
 
     split: str
@@ -86,9 +88,9 @@ class Contents:
 
     @property
     def key(self) -> str:
-        """Hexadecimal identity of all the data, for the index cache and studies.
+        """Hexadecimal identity of all the data, for the index cache and for studies.
 
-        It depends on the contents and the order of the sources.
+        It depends on the contents and on the order of the sources.
         """
         told = "".join(
             f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources
@@ -97,9 +99,10 @@ class Contents:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Identities that a checkpoint's manifest records.
+        """Identities of the data that a checkpoint's manifest records.
 
-        One is that of all sources, the other, for a resume, that of the training sources alone.
+        ``data`` is the identity of all sources. ``training_data`` is that of the training sources
+        only, which a resume compares.
         """
         training = Contents(tuple(source for source in self.sources if source.split == "train"))
         return {"data": self.key, "training_data": training.key}
@@ -109,7 +112,8 @@ class Contents:
 class DataFacts:
     """Facts about all of a run's data.
 
-    ``vocab_size`` and ``eod_id`` are the tokenizer's, None if no file on disk contains them.
+    ``vocab_size`` and ``eod_id`` belong to the tokenizer. They are None if no file on disk contains
+    them.
     """
 
     vocab_size: int | None
@@ -119,16 +123,16 @@ class DataFacts:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Number of tokens of all sources of each split."""
+        """Split -> number of tokens of all its sources."""
         return {
             split: sum(source.tokens for source in self.sources if source.split == split)
             for split in SPLITS
         }
 
     def bytes_per_token(self, split: str = "valid") -> float | None:
-        """Return the mean UTF-8 bytes of text per token of a split.
+        """Return the mean number of UTF-8 bytes of text per token of a split.
 
-        Returns None if no manifest records it or the split has several sources.
+        Return None if no manifest records the bytes, or if the split has several sources.
         """
         sources = [source for source in self.sources if source.split == split]
         if len(sources) != 1 or sources[0].text_bytes is None or not sources[0].tokens:
@@ -138,9 +142,10 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The part of manifest.json that this module reads.
+    """The entries of a manifest.json that this module reads.
 
-    tokenizer: its path, vocab_size, eod_id and sha256. splits: the recorded values of each split.
+    tokenizer: path, vocab_size, eod_id and sha256 of the tokenizer. splits: the recorded values of
+    each split.
     """
 
     path: Path
@@ -163,7 +168,7 @@ class _Tokenizer:
 def check_data(config: RunConfig) -> DataFacts:
     """Read the headers of every source and compare them with the manifests and the configuration.
 
-    Files of sources in stores are copied first, see `bring`.
+    Files of sources in object stores are copied first, see `bring`.
 
     Raises:
         ConfigError: a file is missing, damaged or differs from its manifest; tokenizers differ, the
@@ -204,9 +209,9 @@ def check_data(config: RunConfig) -> DataFacts:
 
 
 def check_contents(facts: DataFacts) -> Contents:
-    """Read all .idx files and samples of all .bin files, and compare them with the manifests.
+    """Compare all .idx files and samples of all .bin files with the manifests.
 
-    A sample consists of 64 blocks of 64 KiB.
+    Return the identity of the contents. A sample consists of 64 blocks of 64 KiB.
 
     Raises:
         ConfigError: a file is not the one that its manifest records.
@@ -244,14 +249,14 @@ def check_contents(facts: DataFacts) -> Contents:
 
 
 def index_bytes(facts: DataFacts) -> int:
-    """Return the size of all .idx files, which ``check_contents`` reads."""
+    """Return the total bytes of all .idx files, which ``check_contents`` reads."""
     return sum(os.path.getsize(source.local + ".idx") for source in facts.sources)
 
 
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
-    """Return the configuration with null values filled in from the data.
+    """Return the configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in.
 
-    These are ``model.vocab_size`` and ``data.tokenizer``.
+    Values that are given in the configuration remain.
     """
     vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     tokenizer = (
@@ -279,7 +284,7 @@ def any_on_disk(config: RunConfig) -> bool:
 
 @contextmanager
 def _place_told(key: str, prefix: str) -> Iterator[None]:
-    """Add the key and the URL of the source to a ConfigError that names only local files."""
+    """Add the source's key and URL to a ConfigError of the block that names only local files."""
     try:
         yield
     except ConfigError as error:
@@ -326,7 +331,7 @@ def _source_facts(
 
 
 def _check_merged(key: str, source: Source) -> None:
-    """Raise ConfigError if data_prep has not finished to write the source's folder."""
+    """Raise ConfigError if data_prep has not finished writing the source's folder."""
     folder = Path(source.prefix).parent
     begun = [name for name in ("plan.json", "shards/*.json") if any(folder.glob(name))]
     if begun:
@@ -337,7 +342,10 @@ def _check_merged(key: str, source: Source) -> None:
 
 
 def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest's entry for the pair."""
+    """Return the manifest's entry for the .bin/.idx pair of a source.
+
+    Raises ConfigError if the manifest has no entry.
+    """
     name = Path(source.prefix).name
     if name not in manifest.splits:
         known = ", ".join(manifest.splits) or "none"
@@ -349,9 +357,9 @@ def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
 
 
 def sample_ranges(size: int) -> list[tuple[int, int]]:
-    """Return [start, end) of blocks spread evenly over a file of ``size`` bytes.
+    """Return [start, end) byte ranges of blocks that are spread evenly over a file.
 
-    They cover a file of up to 4 MiB completely.
+    size: bytes of the file. A file of up to 4 MiB is covered completely.
     """
     block = 1 << 16
     starts = (
@@ -362,7 +370,10 @@ def sample_ranges(size: int) -> list[tuple[int, int]]:
 
 
 def sample_digest(file: Path) -> str:
-    """Return the size and hash of a file's sample, which a copy preserves, unlike a time stamp."""
+    """Return the size and the hash of a file's sample as text.
+
+    Unlike a time stamp, the result is the same for a copy of the file.
+    """
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as stream:
         for start, end in sample_ranges(size):
@@ -386,9 +397,9 @@ def _missing_hint(prefix: str) -> str:
 
 
 def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
-    """Return (dtype, tokens, documents) of an .idx without reading its arrays.
+    """Return (dtype, number of tokens, number of documents) of an .idx file.
 
-    They follow from its header and its last entries.
+    The numbers follow from its header and its last entries; its arrays are not read.
     """
     with index.open("rb") as file:
         header = file.read(HEADER.size)
@@ -473,7 +484,10 @@ def _manifest_tokenizer(key: str, manifest: Manifest) -> _Tokenizer:
 
 
 def _given_tokenizer(folder: Path) -> _Tokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names, from its Hugging Face files."""
+    """Return the tokenizer in ``folder``, the value of ``data.tokenizer``.
+
+    The folder must contain the tokenizer.json of a Hugging Face tokenizer.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
@@ -506,7 +520,7 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
 
 
 def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
-    """Return the tokenizer of all sources, or None without tokenizers.
+    """Return the tokenizer that all sources share, or None if the list is empty.
 
     Raises ConfigError if they differ.
     """

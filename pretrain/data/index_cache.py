@@ -1,9 +1,10 @@
-"""The index cache on disk: one folder for each order of samples, complete or absent.
+"""Folders with index files on disk, one folder for each order of samples.
 
-Handles only files; Megatron writes the contents. ``ROOT/<key>/`` contains Megatron's index files
-and ``complete.json``: the sources they were made from, their sizes and hashes. A folder is built
-under a temporary name and renamed when it is complete, so that two jobs may build the same one at
-once. The module does not import torch.
+A folder is either complete or absent. This module handles only files; Megatron writes their
+contents. ``ROOT/<key>/`` contains Megatron's index files and ``complete.json``, which records the
+sources, and the sizes and hashes of the index files. A folder is built under a temporary name and
+renamed when it is complete, so that two jobs may build the same one at once. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _ABANDONED_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class IndexCache:
-    """The cache of one order of samples.
+    """The folder with the index files of one order of samples.
 
-    identity: JSON values of everything besides the data that decides the order.
+    identity: JSON values of everything except the data that determines the order.
     """
 
     root: Path
@@ -47,7 +48,7 @@ class IndexCache:
 
     @property
     def folder(self) -> Path:
-        """The final path of the complete cache."""
+        """The path of the folder when it is complete: ROOT/<key>."""
         key = json.dumps(
             [
                 FORMAT,
@@ -59,9 +60,9 @@ class IndexCache:
         return self.root / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def fault(self) -> str | None:
-        """Return why the folder cannot be used (it is missing, or what is wrong with it), or None.
+        """Return an error text if the folder is missing or cannot be used, or None.
 
-        Compares sizes, not hashes.
+        Sizes of files are compared, hashes are not.
         """
         complete = self.folder / COMPLETE
         try:
@@ -86,9 +87,10 @@ class IndexCache:
 
     @contextmanager
     def building(self) -> Iterator[Path]:
-        """Yield a private folder to build in.
+        """Yield a private folder in which the index is built.
 
-        Its remains are deleted at the end, and those of killed processes at the start.
+        Its remains are deleted at the end. Folders that killed processes left are deleted at the
+        start.
 
         Raises:
             ConfigError: the location is invalid or not writable, for this code or for the code of
@@ -110,9 +112,9 @@ class IndexCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, built: Path) -> None:
-        """Give a folder with all index files its final name, unless a complete one exists.
+        """Write ``complete.json`` into a folder with all index files, and give it its final name.
 
-        Its ``complete.json`` is written first.
+        If a complete folder of this name exists, that folder remains.
 
         Raises:
             ConfigError: the location is invalid or not writable.
@@ -159,7 +161,7 @@ class IndexCache:
 
 
 def samples_of_splits(config: RunConfig, train_samples: int) -> list[int]:
-    """Return the number of samples of training, validation and test that an order is drawn for."""
+    """Return the number of samples in the order of training, validation and test data."""
     return [
         train_samples,
         config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0,
@@ -177,8 +179,8 @@ def index_cache(
 ) -> IndexCache:
     """Return the cache of this configuration's order of ``train_samples`` samples.
 
-    megatron: the version of megatron-core, which draws the order. needs: for each stage up to this
-    one, source -> tokens; empty without stages.
+    megatron: the version of megatron-core, which generates the order. needs: one mapping from
+    source to tokens for each stage up to the present one; empty without stages.
     """
     weights = [
         [source.weight for source in split] for split in (config.data.train, config.data.valid)
@@ -208,9 +210,9 @@ def index_cache(
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Turn file system errors into one-line errors.
+    """Turn errors of the file system in the block into one-line errors.
 
-    This includes those that Megatron wraps in its own exceptions.
+    This includes file system errors that Megatron wraps in its own exceptions.
     """
     try:
         yield
@@ -230,7 +232,7 @@ def _writing() -> Iterator[None]:
 def _is_abandoned(folder: Path) -> bool:
     """Return True if no process builds in the folder: it is old and its lock is free or missing.
 
-    On a file system without locks a folder never counts as abandoned.
+    On a file system without locks the result is True only if the lock file is missing.
     """
     try:
         if time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
@@ -255,9 +257,9 @@ def _open_lock(path: Path) -> int:
 
 
 def _try_lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Try to lock, and return True if this process now has the lock.
+    """Try to lock a file exclusively, and return True if this process now has the lock.
 
-    Always False on a file system without locks.
+    The result is always False on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,6 +1,7 @@
-"""Compare the training orders of a longer and a shorter run without generating them.
+"""Decide if the training order of a shorter run is the beginning of the order of a longer run.
 
-Uses megatron-core's arithmetic. The module does not import torch.
+The orders are not generated; megatron-core's arithmetic for their lengths suffices. The module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ _APART = 0.80
 
 
 def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tuple[int, bool]]:
-    """Return (number of passes, True if the last pass is shuffled separately) for each training
-    source.
+    """Return the passes over each training source in an order of ``samples`` samples.
 
-    A training order of ``samples`` samples shuffles this number of passes over the documents of the
-    source. If the results for two lengths are equal, the shorter order is the beginning of the
+    Each element is (number of passes over the documents, True if the last pass is shuffled
+    separately). If the results for two lengths are equal, the shorter order is the beginning of the
     longer one.
     """
     length, sources = config.data.seq_length, config.data.train
@@ -48,10 +48,10 @@ def passes_drawn(config: RunConfig, facts: DataFacts, samples: int) -> list[tupl
 
 
 def longest_order(config: RunConfig, facts: DataFacts, drawn: int, wanted: int) -> int:
-    """Return the largest number of samples, from ``drawn`` to ``wanted``, whose order begins with
-    the order of ``drawn`` samples.
+    """Return the largest number of samples up to ``wanted`` to which an order can be extended.
 
-    Return ``drawn`` if ``wanted`` is smaller.
+    drawn: samples of the present order, which must be the beginning of the extended order. Return
+    ``drawn`` if ``wanted`` is smaller.
     """
     # With best-fit packing, each pass has a separate order, so a longer order always begins with a
     # shorter one.

@@ -4,9 +4,10 @@ The algorithm is that of Ding et al. 2024, "Fewer Truncations Improve Language M
 2404.10830). A document that fits into one sequence is never cut.
 
 A sequence of ``length`` tokens and their labels has space for length + 1 tokens. A longer document
-fills sequences alone until its rest fits; each begins with the token that was the previous
-sequence's last label. The last pieces are placed in decreasing order of size, each into the fullest
-sequence that has space. No torch, no Megatron.
+fills sequences alone until its rest fits into one. Each sequence of a document begins with the
+token that was the last label of the previous sequence. The remaining pieces of all documents are
+placed in decreasing order of size, each into the fullest sequence that has space. The module
+imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Placed(NamedTuple):
-    """Placement of ``each`` pieces of ``size`` tokens in each of the sequences [first, end)."""
+    """Placement of ``each`` pieces of ``size`` tokens in every sequence of a range.
+
+    The range contains the sequences with index in [first, end).
+    """
 
     size: int
     first: int
@@ -38,11 +42,11 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """The sequences of one epoch.
+    """The packed sequences of one epoch.
 
-    pieces [pieces, 2]: document, and the number of sequences that the document fills before this
-    piece; in the order of the sequences. first [sequences + 1]: index of each sequence's first
-    piece.
+    pieces [pieces, 2]: for each piece, in the order of the sequences, its document and the number
+    of sequences that the document fills before this piece. first [sequences + 1]: index of each
+    sequence's first piece.
     """
 
     pieces: Int32
@@ -53,8 +57,8 @@ class Packing:
 class Share:
     """Cost of packing a source.
 
-    padding: padding tokens in the ``sequences`` of an epoch. cut: number of the ``documents`` that
-    are longer than one sequence.
+    padding: padding tokens in the ``sequences`` of an epoch. cut: number of documents, out of
+    ``documents``, that are longer than one sequence.
     """
 
     sequences: int
@@ -74,19 +78,19 @@ def cuts(lengths: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
 def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[int, int]]:
     """Place counts[size] pieces of each size from 1 to ``room`` by best-fit-decreasing.
 
-    All pieces of a size are placed at once. Returns their placement, the largest first; the number
-    of sequences; and for each number of free tokens above 0, the sequences that have it.
+    Return the placements, the largest size first; the number of sequences; and a mapping from each
+    number of free tokens above 0 to the number of sequences that have it.
 
-    Each of the sequences with the least sufficient space takes pieces until no more fit, and then
-    has less than half of its former space. So a run of equal sequences is moved at most log2(room)
-    times, and each size adds at most two runs.
+    All pieces of a size are placed at once. Each of the sequences with the least sufficient space
+    takes pieces until no more fit, and then has less than half of its former space. A run of equal
+    sequences is therefore moved at most log2(room) times, and each size adds at most two runs.
     """
     placed, used, runs, spaces = list[Placed](), 0, dict[int, list[range]](), list[int]()
 
     def put(run: range, each: int) -> None:
-        """Place ``each`` pieces, or none, into every sequence of a run.
+        """Place ``each`` pieces into every sequence of a run; ``each`` may be 0.
 
-        All of them have ``space`` free tokens.
+        All sequences of the run have ``space`` free tokens.
         """
         left = space - each * size
         if run and each:
@@ -118,10 +122,11 @@ def best_fit(counts: Sequence[int], room: int) -> tuple[list[Placed], int, dict[
 
 
 def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
-    """Pack an epoch of documents with these numbers of tokens (int32 [documents]).
+    """Pack an epoch of documents.
 
-    The seed decides which pieces of equal size share a sequence, and their order. Documents without
-    tokens are omitted. Uses about 40 bytes per document.
+    lengths: number of tokens of each document, int32 [documents]; documents without tokens are
+    omitted. length: tokens per sequence. seed: determines which pieces of equal size share a
+    sequence, and the order of pieces. The function uses about 40 bytes per document.
     """
     room = length + 1
     # RandomState is numpy's frozen generator.
@@ -150,9 +155,9 @@ def pack(lengths: npt.NDArray[Any], length: int, seed: int) -> Packing:
 
 
 def passes(sequences: int, samples: int, seed: int) -> npt.NDArray[np.uint32]:
-    """Return the order of as many complete epochs as ``samples`` samples need.
+    """Return the order of the sequences for ``samples`` samples, rounded up to complete epochs.
 
-    Each epoch has a separate order, so that a longer run begins with the order of a shorter one.
+    Each epoch is shuffled separately, so that a longer run begins with the order of a shorter one.
     """
     epochs = range(max(1, -(-samples // sequences)))
     return np.concatenate(
@@ -164,7 +169,10 @@ def passes(sequences: int, samples: int, seed: int) -> npt.NDArray[np.uint32]:
 
 
 def share(lengths: npt.NDArray[Any], length: int) -> Share:
-    """Return the cost of `pack` without packing."""
+    """Return the cost that `pack` would have for documents of these lengths.
+
+    The documents are not packed.
+    """
     lengths = lengths[lengths > 0]
     before = cuts(lengths, length)
     _, used, spaces = best_fit(
@@ -176,9 +184,9 @@ def share(lengths: npt.NDArray[Any], length: int) -> Share:
 
 
 def told(data: DataConfig, facts: DataFacts) -> str | None:
-    """Return a line on the cost of packing, or None without packing.
+    """Return a line about the cost of packing, or None if ``data.packing`` is stream.
 
-    The cost is averaged over a blend by its weights. Reads the .idx files.
+    The cost is averaged over a blend by its weights. The function reads the .idx files.
     """
     if data.packing == "stream":
         return None
@@ -204,7 +212,7 @@ def told(data: DataConfig, facts: DataFacts) -> str | None:
 
 
 def document_lengths(prefix: str) -> Int32:
-    """Return the number of tokens of each document of a .idx, memory-mapped."""
+    """Return the number of tokens of each document of an .idx file, int32, memory-mapped."""
     index = Path(f"{prefix}.idx")
     with index.open("rb") as file:
         sequences = HEADER.unpack(file.read(HEADER.size))[3]

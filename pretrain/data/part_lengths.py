@@ -1,12 +1,13 @@
-"""Lengths of the parts of documents in training's sequences.
+"""Lengths of the parts of documents in the training sequences.
 
-They follow from the documents' lengths in .idx files. The module does not import torch.
+A part is the section of a document that is in one sequence. The lengths follow from the documents'
+lengths in .idx files. The module does not import torch.
 
 Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a
 document begins at any position in a sequence that is a multiple of the greatest common divisor of
 all lengths and ``seq_length``. For a document of d tokens and sequences of s, in units of that
-divisor, the expected number of parts is 2 / s for every length below m = min(d, s), and (|d - s| +
-1) / s for length m. With best-fit packing, the parts are counted.
+divisor, the expected number of parts is 2 / s for every length below m = min(d, s), and
+(|d - s| + 1) / s for length m. With best-fit packing, the parts are counted.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _LENGTHS = 1 << 13
 
 @dataclass(frozen=True, eq=False)
 class PartLengths:
-    """Parts of documents in training's sequences.
+    """Distribution of the lengths of the parts of documents in the training sequences.
 
     shares [seq_length + 1]: share of all tokens that are in parts of each length. mean: tokens per
-    document. read: documents whose lengths were read, out of ``documents``.
+    document. read: number of documents, out of ``documents``, whose lengths were read.
     """
 
     shares: npt.NDArray[np.float64]
@@ -41,11 +42,11 @@ class PartLengths:
     documents: int
 
     def mean_over(self, cost: Callable[[int], dict[str, float]]) -> dict[str, float]:
-        """Return the mean of ``cost`` over all tokens, for each of its names.
+        """Return name -> mean of a cost over all tokens.
 
-        ``cost`` maps the length of a part to the costs of one token in it. With many lengths it is
-        evaluated for some and interpolated between them, which is exact if it is linear in the
-        length.
+        ``cost`` returns name -> cost of one token in a part of the given length. If many lengths
+        occur, it is evaluated for some lengths and interpolated between them. This is exact if the
+        cost is linear in the length.
         """
         held = np.flatnonzero(self.shares)
         asked = held
@@ -59,13 +60,13 @@ class PartLengths:
 
 
 def part_lengths_of(config: RunConfig, facts: DataFacts) -> PartLengths:
-    """Return the parts of documents of the training blend.
+    """Return the lengths of the parts of documents for the training blend.
 
-    Each sequence of the .idx counts as a document that an end-of-document token ends, as data_prep
-    writes them.
+    Each sequence of an .idx file counts as a document with an end-of-document token at its end, as
+    data_prep writes them.
 
     Raises:
-        OSError: an .idx cannot be read.
+        OSError: an .idx file cannot be read.
     """
     length, counted = (
         config.data.seq_length,
@@ -89,7 +90,7 @@ def part_lengths_of(config: RunConfig, facts: DataFacts) -> PartLengths:
 def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:
     """Return the share of tokens in parts of each length, [seq_length + 1].
 
-    ``lengths`` [n] are those of the documents.
+    lengths [n]: numbers of tokens of the documents.
     """
     unit = int(np.gcd.reduce(lengths, initial=seq_length))
     sizes, most = lengths // unit, seq_length // unit
@@ -104,9 +105,10 @@ def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np
 
 
 def packed_shares(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:
-    """Return the same shares as `shares_of` for sequences packed best-fit, with padding as a part.
+    """Return the share of tokens in parts of each length for best-fit packing, [seq_length + 1].
 
-    The last token of a full sequence, which is only a label, counts as part of its document.
+    Padding counts as a part. The last token of a full sequence, which is only a label, counts as
+    part of its document.
     """
     before = cuts(lengths, seq_length)
     parts = np.bincount(lengths - before * seq_length, minlength=seq_length + 2)
@@ -119,9 +121,10 @@ def packed_shares(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArra
 
 
 def _some(held: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
-    """Return documents' lengths and the number of all documents.
+    """Return (lengths of a sample of documents, number of all documents).
 
-    The lengths are all, or those of runs of documents spread over the file.
+    A small source is returned completely. The sample of a large source consists of runs of
+    documents spread over the file.
     """
     if len(held) <= _DOCUMENTS:
         return held, len(held)

@@ -1,6 +1,7 @@
 """Choose the documents of a source that a stage reads.
 
-It reads those that earlier stages have left, until all are read. No torch, no Megatron.
+A stage reads documents that earlier stages have not read. When all have been read, they are read
+again in another order. The module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import numpy.typing as npt
 def stage_documents(
     lengths: npt.NDArray[Any], needs: Sequence[int], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the documents of the last stage.
+    """Return the indices of the documents that the last stage in ``needs`` reads.
 
-    Each stage takes the next documents until they have as many tokens as it ``needs``. Documents
-    are taken in random order, with a new order for every pass, so that no document repeats before
-    all others have been read.
+    Each stage takes the next documents until they contain the number of tokens that it needs.
+    Documents are taken in random order, with a new order for every pass, so that no document
+    repeats before all documents have been read.
 
-    lengths: tokens of each document of the source.
+    lengths: tokens of each document of the source. needs: tokens of each stage.
     """
     at, epoch, taken = 0, 0, list[npt.NDArray[np.int64]]()
 

@@ -1,6 +1,6 @@
-"""Copy micro-batches to the device.
+"""Copy micro-batches to the device ahead of their use.
 
-The next one is read and copied while the device still computes.
+The next micro-batch is read and copied while the device still computes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pretrain.data.datasets import Batch
 
 
 class Staged:
-    """Iterator over a stream's batches in their order; `ahead` prepares the next one early.
+    """Iterator over the batches of a stream, with a method that prepares the next batch early.
 
-    On a GPU its copies overlap with the computation (`platform.Copies`).
+    On a GPU the copies overlap with the computation (`platform.Copies`).
     """
 
     def __init__(self, batches: Iterator[Batch]) -> None:
@@ -41,10 +41,10 @@ class Staged:
         return batch
 
     def ahead(self) -> None:
-        """Read the next batch and begin its copies.
+        """Read the next batch and begin to copy it to the device.
 
-        An error is raised only when the batch is requested, so that everything before it can be
-        saved.
+        An error is raised only when the batch is requested, so that the state before it can still
+        be saved.
         """
         if self.waiting is None:
             try:

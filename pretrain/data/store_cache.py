@@ -1,8 +1,9 @@
-"""Local copies of the files of sources in stores: ``CACHE/<hash of the source's folder>/``.
+"""Local copies of the files of sources in object stores.
 
-The module does not import torch. A source with a local path is used directly. The manifest, the
-tokenizer and the .idx are copied completely. The .bin is a sparse file: it contains the blocks of
-the manifest's sample and those that `pretrain.data.store_client` has cached.
+The copies are in ``CACHE/<hash of the source's folder>/``. A source with a local path is used
+directly. The manifest, the tokenizer and the .idx are copied completely. The .bin is a sparse file:
+it contains the blocks of the manifest's sample and the blocks that `pretrain.data.store_client` has
+cached. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PATIENCE = 60.0  # seconds within which a store must answer at the start
 
 
 def store_cache(config: RunConfig) -> Path:
-    """Return the folder of all local copies of files in stores."""
+    """Return the folder that contains all local copies of files in object stores."""
     return (
         Path(config.data.store_cache)
         if config.data.store_cache
@@ -32,7 +33,7 @@ def store_cache(config: RunConfig) -> Path:
 
 
 def local_prefix(prefix: str, cache: Path) -> str:
-    """Return the local path prefix by which the files of a source are opened."""
+    """Return the local path prefix by which the files of the source ``prefix`` are opened."""
     if not is_url(prefix):
         return prefix
     folder, _, name = prefix.rpartition("/")
@@ -40,12 +41,15 @@ def local_prefix(prefix: str, cache: Path) -> str:
 
 
 def identity(prefix: str) -> str:
-    """Return what identifies a source independently of its cache: its URL or absolute path."""
+    """Return the text that identifies a source: its URL or absolute path.
+
+    It does not depend on the folder of local copies.
+    """
     return prefix if is_url(prefix) else os.path.abspath(prefix)
 
 
 def bring(config: RunConfig) -> None:
-    """Copy the small files of all sources in stores, and the sample of each .bin.
+    """Copy the small files of all sources in object stores, and the sample of each .bin.
 
     Outdated copies are replaced.
 

@@ -60,7 +60,7 @@ Answer = TypeVar("Answer")
 
 
 class ObjectStore:
-    """The folder of a source in a store.
+    """An object store's folder that contains the files of a source.
 
     A failing request is retried for ``patience`` seconds. The first failure and the recovery are
     each logged once.
@@ -73,7 +73,7 @@ class ObjectStore:
         self.failing, self.lock = set[int](), threading.Lock()
 
     def insist(self, work: Callable[[], Answer]) -> Answer:
-        """Return the result of ``work``, with retries.
+        """Return the result of ``work``; call it again for ``patience`` seconds if it fails.
 
         Raises:
             StorageError: it still fails after ``patience`` seconds.
@@ -119,7 +119,7 @@ class ObjectStore:
 
 
 class Blocks:
-    """A .bin in a store, of which about ``allowed`` blocks may be cached locally."""
+    """A .bin file in a store, of which about ``allowed`` blocks may be cached locally."""
 
     def __init__(self, store: ObjectStore, local: str, allowed: int) -> None:
         self.store, self.name = store, f"{Path(local).name}.bin"
@@ -129,7 +129,7 @@ class Blocks:
         self.count, self.allowed = blocks_of(self.size), allowed
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return a range, from cached blocks as far as possible.
+        """Return ``length`` bytes from ``offset`` on, from cached blocks as far as possible.
 
         Raises StorageError if the store does not answer.
         """
@@ -175,9 +175,9 @@ def blocks_of(size: int) -> int:
 
 
 def may_keep(number: int, allowed: int, count: int) -> bool:
-    """Return True if block ``number`` of ``count`` may be cached.
+    """Return True if block ``number`` of a file with ``count`` blocks may be cached.
 
-    The allowed blocks are spread evenly (multiples of the golden ratio), and a smaller set is a
+    The ``allowed`` blocks are spread evenly (multiples of the golden ratio), and a smaller set is a
     subset of a larger one.
     """
     return number * _GOLDEN % 2**64 * count < allowed << 64
@@ -186,8 +186,8 @@ def may_keep(number: int, allowed: int, count: int) -> bool:
 def shares(sizes: Sequence[int], room: int) -> list[int]:
     """Return the number of blocks of each .bin that may be cached.
 
-    All files together may use ``room`` bytes. The space for samples and hash tables is subtracted
-    first.
+    sizes: bytes of each .bin. room: bytes that all files together may use. The space for samples
+    and hash tables is subtracted first.
     """
     counts = [blocks_of(size) for size in sizes]
     spare = (room - len(sizes) * (SAMPLE_BLOCKS + 4) * BLOCK - sum(counts) * _HASH) // BLOCK
@@ -195,7 +195,7 @@ def shares(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
-    """Answer requests from stdin on stdout. Does not return."""
+    """Answer the requests that arrive on stdin, in their order, on stdout. Does not return."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -219,10 +219,10 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent ends.
+    """End this process when its parent process ends.
 
-    The end of stdin does not suffice, since a writer process forked by the rank also holds its
-    other end open.
+    The end of stdin is not sufficient, since a writer process that the rank forked keeps the other
+    end of the pipe open.
     """
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -245,7 +245,7 @@ def _answer(answers: SimpleQueue[Future[bytes]], out: BinaryIO) -> None:
 
 
 class Source:
-    """The files of a source: their state in the store, and their local copies."""
+    """The files of a source, with their versions in the store and their local copies."""
 
     def __init__(self, key: str, url: str, cache: Path, patience: float) -> None:
         self.title, self.store, self.name = (
@@ -292,7 +292,11 @@ class Source:
         return info
 
     def _known(self) -> dict[str, str]:
-        """Return file -> its mark when it was copied; for a .bin also the digest of its sample."""
+        """Return file name -> mark that the file had when it was copied (see `_mark`).
+
+        For a .bin, the result also contains the digest of its sample. It is {} without valid
+        copies.
+        """
         with suppress(OSError, ValueError):
             known = json.loads((self.folder / _KNOWN).read_text())
             return known if isinstance(known, dict) else {}
@@ -312,10 +316,10 @@ class Source:
         ) == info.get("size")
 
     def _fetch(self, name: str, info: Mapping[str, Any]) -> None:
-        """Copy a file completely; of a .bin only the sample, with holes for the rest.
+        """Copy a file completely; of a .bin copy only the sample, with holes for the rest.
 
-        If only the sample of an existing .bin is damaged, it is repaired in place, so that its
-        cached blocks remain.
+        If only the sample of an existing .bin is damaged, the file is repaired in place, so that
+        its cached blocks remain.
         """
         file, is_bin, size = self.folder / name, name.endswith(".bin"), info.get("size")
         if size is None:
@@ -359,7 +363,10 @@ class Source:
             self._fetch(f"{path}/{Path(entry['name']).name}", entry)
 
     def _write(self, name: str, target: Path, size: int, parts: Sequence[tuple[int, int]]) -> None:
-        """Fetch these ranges of a file and write them to ``target``, with holes for the rest."""
+        """Fetch the ranges ``parts`` of a file and write them to ``target``.
+
+        The rest of the ``size`` bytes of ``target`` remains a hole.
+        """
         quiet = os.environ.get("LOCAL_RANK", "0") != "0"
         title = f"{self.store.folder}/{name}"
         progress = Progress(
@@ -382,7 +389,7 @@ class Source:
 def _mark(info: Mapping[str, Any]) -> str:
     """Return a hash of the store's information about a file.
 
-    It changes when the file is replaced.
+    The hash changes when the file is replaced in the store.
     """
     return hashlib.sha256(str(sorted(info.items())).encode()).hexdigest()[:16]
 

@@ -1,7 +1,7 @@
-"""Read ranges of .bin files in object stores, for one rank, ahead of their use. The module does not
-import torch.
+"""Read ranges of .bin files in object stores, for one rank, ahead of their use.
 
-The ranges are requested from the process `pretrain.data.store_client`.
+The ranges are requested from a separate process, `pretrain.data.store_client`. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PATIENCE = 600.0  # seconds for which a range is retried
 
 
 class StoreReader:
-    """The client process, which starts with the first request, and the outstanding requests.
+    """Reader that requests ranges from a client process, which starts with the first request.
 
-    For use by one thread.
+    Only one thread may use it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -48,9 +48,9 @@ class StoreReader:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Context in which `read` returns zeros and records the ranges.
+        """Record ranges during the block instead of reading them, and request them at its end.
 
-        They are requested when the context ends.
+        In the block, `read` returns zeros.
         """
         planned = self.planned = list[Range]()
         try:
@@ -128,7 +128,7 @@ class StoredFile:
         self.reader, self.number = reader, reader.urls.index(url)
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
-        """Return ``count`` items [count] from byte ``offset`` on.
+        """Return ``count`` items of type ``dtype`` from byte ``offset`` on, [count].
 
         Raises StorageError (see `StoreReader.read`).
         """

@@ -1,4 +1,4 @@
-"""Engines: the owners of gradients, optimizer and parallel schedule."""
+"""Training engines: each owns the gradients, the optimizer and the parallel schedule of a run."""
 
 from pretrain.engines.engine import (
     AroundUpdate,

@@ -1,7 +1,7 @@
-"""Parts common to all engines.
+"""Functions that all engines share.
 
-They are process groups, the model's layout, groups of parameters, learning rates, and a step's mean
-loss.
+They create process groups, derive the model's layout from the configuration, group parameters, set
+learning rates, and compute the mean loss of a step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def destroy_model_parallel() -> None:
 
 
 def model_layout(config: RunConfig) -> fem_model.Layout:
-    """Return the part of the run's configuration that shapes the model."""
+    """Return the part of the parallel layout on which the structure of the model depends."""
     return fem_model.Layout(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
@@ -93,9 +93,9 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
 
 
 def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | None:
-    """Return the scaling history of this rank's 8-bit maps if train.fp8 is delayed, else None.
+    """Return the scaling history of this rank's 8-bit maps, or None unless train.fp8 is delayed.
 
-    The history is shared by the ranks of its pipeline stage.
+    The ranks of a pipeline stage share the history.
     """
     if config.train.fp8 != "delayed":
         return None
@@ -137,10 +137,10 @@ def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
 def fuse(optimizer: Any) -> None:
     """Make torch's AdamW fused: one pass over weights, gradients and moments, without temporaries.
 
-    Without Transformer Engine and apex, Megatron builds it with torch's default
+    Without Transformer Engine and apex, Megatron builds AdamW with torch's default
     (optimizer/__init__.py:389, 0.16.1), which reads and writes about three times as much. The
-    FusedAdam of those packages remains unchanged. The fused form reads each parameter's step on the
-    parameter's device, so a step that was loaded to another device is moved.
+    FusedAdam of those packages remains unchanged. The fused form reads each parameter's step count
+    on the parameter's device, so a step count that was loaded to another device is moved.
     """
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         return
@@ -157,7 +157,7 @@ MUON: Any = {"muon": True, "is_decoupled_lr": True}
 
 
 def is_muons(parameter: torch.nn.Parameter) -> bool:
-    """Return True if Muon, when it is the optimizer, updates the parameter."""
+    """Return True if the parameter is one that Muon updates when it is the optimizer."""
     spec: Weight = parameter.spec  # type: ignore[attr-defined]
     return spec.orthogonal
 
@@ -170,10 +170,12 @@ def group_overrides(
 ) -> Overrides:
     """Return the settings that differ per group of parameters.
 
-    They are those without weight decay, Muon's, and muP's learning rates for the rest. The
-    scheduler reads a group's max_lr, min_lr and wd_mult; a checkpoint identifies a group by its
-    wd_mult and lr_mult. All ranks must name the same groups. Megatron ensures this: a rank without
-    parameters of a group has it empty.
+    Three kinds of groups have their own settings: parameters without weight decay, parameters that
+    Muon updates, and the remaining parameters whose learning rate muP scales.
+
+    The scheduler reads a group's max_lr, min_lr and wd_mult; a checkpoint identifies a group by its
+    wd_mult and lr_mult. All ranks must have the same groups. Megatron ensures this: a rank without
+    parameters of a group has an empty group.
     """
     undecayed = ParamPredicate("not decayed", lambda parameter: not parameter.spec.decayed)
     overrides: Overrides = {ParamKey(predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
@@ -208,11 +210,10 @@ def _key(what: str, exponent: float, muon: bool, *, decayed: bool) -> ParamKey:
 
 
 def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Parameter) -> bool:
-    """Return True if the parameter's learning rate scales with this power of m.
+    """Return True if muP scales the parameter's learning rate with m to the power ``exponent``.
 
-    If ``muon``, the parameters that Muon updates do not match.
-
-    decayed: only parameters with weight decay match.
+    muon: True to exclude the parameters that Muon updates. decayed: True to exclude parameters
+    without weight decay.
     """
     spec: Weight = parameter.spec  # type: ignore[attr-defined]
     return (
@@ -223,7 +224,7 @@ def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Par
 
 
 class LearningRates:
-    """The learning rate schedule over an optimizer's groups, each with its own peak and floor."""
+    """Learning-rate schedule of an optimizer's groups, each with its own peak and minimum."""
 
     def __init__(self, config: RunConfig, schedule: Schedule, optimizer: Any) -> None:
         ours = config.optimizer
@@ -245,9 +246,9 @@ class LearningRates:
         )
 
     def set(self, samples: int) -> float:
-        """Set every group's learning rate for position ``samples``, and return the schedule's own.
+        """Set every group's learning rate after ``samples`` sequences.
 
-        muP's groups multiply that rate.
+        Return the rate of the schedule. The rates of muP's groups are multiples of this rate.
         """
         self.scheduler.num_steps = self.schedule.rate_position(samples)
         self.scheduler.step(0)
@@ -255,18 +256,18 @@ class LearningRates:
 
 
 def summed_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum of the losses over the tokens that count, their number).
+    """Return (sum of the losses over the counted tokens, number of counted tokens).
 
-    ``losses`` is [b, s], or already their sum (train.loss_chunk).
+    losses: [b, s], or already their sum (train.loss_chunk). A token counts if its loss_mask is 1.
     """
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum() if losses.ndim else losses, mask.sum()
 
 
 def poisoned(total: torch.Tensor) -> torch.Tensor:
-    """Return a summed loss whose gradients are NaN if it is not finite.
+    """Return the summed loss ``total``; if it is not finite, its gradients are NaN.
 
-    The gradients' norm over all ranks is then NaN too.
+    The norm of the gradients over all ranks is then NaN too.
     """
     return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
 
@@ -276,15 +277,15 @@ def summed_over_ranks(
     beside: Iterable[float] = (),
     squares: torch.Tensor | float = 0.0,
 ) -> tuple[float, float, list[float]]:
-    """Reduce a step's results in one all-reduce with one wait of the host.
+    """Sum a step's results over the ranks and return (mean loss, gradient norm, summed numbers).
 
-    The results are equal on each rank.
+    One all-reduce suffices, for which the host waits once. The results are equal on each rank. If
+    no token counts, loss and norm are NaN, so that the step is skipped.
 
-    Returns (mean loss, gradient norm, sums of the additional numbers). The mean is over the tokens
-    of all ranks, from this rank's reports ``[sum, tokens]``, which the pipeline's last stage has.
-    Its tensor-parallel ranks have the same loss, so only the first contributes it. squares: this
-    rank's part of the gradient's squared norm. If no token counts, loss and norm are NaN, so that
-    the step is skipped.
+    reports: ``[sum of losses, tokens]`` of this rank's micro-batches, present only on the last
+    pipeline stage. Its tensor-parallel ranks have the same loss, so only the first contributes it.
+    The mean is over the tokens of all ranks. The second argument: additional numbers to sum.
+    squares: this rank's part of the gradient's squared norm.
     """
     total = torch.zeros(2, dtype=torch.float64, device=platform.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:

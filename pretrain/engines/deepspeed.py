@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO over a Megatron-core model.
 
-Supports stages 0 to 3, offload, tensor and sequence parallelism, but no pipeline. DeepSpeed owns
-gradients, their reduction, clipping and the update. Megatron or this code owns the rest: the model
-and its tensor parallelism, the groups of parameters, the learning rate, and the checkpoint, which
-has the Megatron engine's format (``zero_state``).
+Supported are stages 0 to 3, offload, tensor and sequence parallelism, but not pipelines. DeepSpeed
+owns gradients, their reduction, clipping and the update. Megatron or this code owns the rest: the
+model and its tensor parallelism, the groups of parameters, the learning rate, and the checkpoint,
+which has the Megatron engine's format (``zero_state``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MegatronGroups:
 
 
 class DeepSpeedEngine:
-    """The run's model under DeepSpeed. See :class:`pretrain.engines.Engine`."""
+    """The run's model trained by DeepSpeed. See :class:`pretrain.engines.Engine`."""
 
     def __init__(
         self,
@@ -125,9 +125,8 @@ class DeepSpeedEngine:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
         self.alone = "LOCAL_RANK" not in os.environ
-        os.environ.setdefault(
-            "LOCAL_RANK", "0"
-        )  # DeepSpeed reads it at initialization and in steps
+        # DeepSpeed reads the variable at initialization and in steps.
+        os.environ.setdefault("LOCAL_RANK", "0")
         try:
             self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
         except ConfigError:
@@ -213,7 +212,7 @@ class DeepSpeedEngine:
         return summed_over_ranks(reports)[0]
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return the tensors that the Megatron engine would write for the same state."""
+        """Return model and optimizer as sharded tensors, in the format of the Megatron engine."""
         return self.state.saved()
 
     def restore(self, read: Read, *, model_only: bool = False) -> None:
@@ -228,9 +227,9 @@ class DeepSpeedEngine:
         self._leave_environment()
 
     def _leave_environment(self) -> None:
-        """Remove LOCAL_RANK if this engine has set it.
+        """Remove the environment variable LOCAL_RANK if this engine has set it.
 
-        Other libraries of this process would conclude from it that a launcher runs them.
+        Other libraries in this process would conclude from the variable that a launcher runs them.
         """
         if self.alone:
             os.environ.pop("LOCAL_RANK", None)
@@ -273,18 +272,19 @@ class DeepSpeedEngine:
         return total, tokens.to(total.dtype)
 
     def _loss_scale(self, step: list[Batch]) -> torch.Tensor:
-        """Return the factor of a micro-batch's summed loss that gives a step's mean over tokens.
+        """Return the factor for a micro-batch's summed loss that gives a step's mean over tokens.
 
-        DeepSpeed itself takes the mean over micro-batches and ranks.
+        DeepSpeed additionally divides by the numbers of micro-batches and data-parallel ranks; the
+        factor includes both.
         """
         tokens = torch.stack([batch["loss_mask"].sum() for batch in step]).sum().double()
         torch.distributed.all_reduce(tokens, group=MegatronGroups.get_data_parallel_group())
         return (self.data_parallel * self.micro_batches / tokens).float()
 
     def _grad_norm(self) -> torch.Tensor | float:
-        """Return the gradient's norm in float64.
+        """Return the gradient's norm in float64, NaN if DeepSpeed found an overflow.
 
-        Its square, and the root of that square, are exact in float64.
+        In float64, the square of the norm and the root of this square are exact.
         """
         if self.config.engine.zero_stage == 0:
             return self.norm
@@ -295,9 +295,9 @@ class DeepSpeedEngine:
 
     @contextmanager
     def _updates_looked_at(self) -> Iterator[None]:
-        """Enter ``around_update`` around each step of the inner optimizer.
+        """Enter ``around_update`` around each step of the inner optimizer during the block.
 
-        DeepSpeed has clipped the gradients by then.
+        DeepSpeed has already clipped the gradients when the inner optimizer steps.
         """
         if self.around_update is unobserved:
             yield
@@ -326,9 +326,10 @@ class DeepSpeedEngine:
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
     def _clip(self) -> None:
-        """Clip the gradients of stage 0 and record their norm.
+        """Clip the gradients in stage 0 and record their norm.
 
-        DeepSpeed's own clipping does not return it. A skipped step gets no gradient to update by.
+        DeepSpeed's own clipping does not return the norm. If the step must be skipped, the
+        gradients are set to zero.
         """
         from deepspeed.runtime.utils import clip_grad_norm_
 
@@ -340,7 +341,7 @@ class DeepSpeedEngine:
             self.engine.zero_grad()
 
     def _skips(self, norm: float) -> bool:
-        """Record this step's norm and return True if the step must not update.
+        """Record the gradient norm of the step and return True if the step must not update.
 
         DeepSpeed reports a non-finite norm as -1.
         """
@@ -351,10 +352,10 @@ class DeepSpeedEngine:
 
     @staticmethod
     def _times(started: platform.Moment) -> StepTimes:
-        """Return the time since the step's start, and the time that this rank now waits for others.
+        """Return the seconds since ``started``, and the seconds of a barrier with the other ranks.
 
-        Called after the first forward pass, since the ranks synchronize in many reductions later in
-        the step.
+        Call it after the first forward pass, because later in the step the ranks synchronize in
+        many reductions.
         """
         ready = platform.Moment()
         torch.distributed.barrier()
@@ -366,7 +367,10 @@ class DeepSpeedEngine:
 def _initialized(
     deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, settings: dict[str, Any]
 ) -> Any:
-    """Return DeepSpeed's engine. Raises ConfigError if DeepSpeed refuses the settings."""
+    """Return DeepSpeed's engine for a model and the optimizer ``adam``.
+
+    Raises ConfigError if DeepSpeed refuses the settings.
+    """
     split = [
         parameter
         for parameter in model.parameters()
@@ -395,11 +399,11 @@ def _initialized(
 
 
 def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
-    """Call ``skips`` with the gradient's norm before every step of a ZeRO optimizer.
+    """Make a ZeRO optimizer call ``skips`` with the gradient's norm before every step.
 
-    True replaces the norm by infinity, which skips the step. Each of the three kinds of ZeRO
-    optimizer computes the norm in another function. All ranks of all its groups have the norm by
-    then.
+    If the result is True, the norm is replaced by infinity, so that DeepSpeed skips the step. Each
+    of the three kinds of ZeRO optimizer computes the norm in another function. At that time all
+    ranks have the norm over all groups.
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 
@@ -442,7 +446,7 @@ def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
 def _forget(model: GPTModel) -> None:
     """Remove the model from ZeRO-3's process-wide module stack and cache.
 
-    They would keep it alive after its engine.
+    Both would keep the model in memory after its engine is closed.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -455,11 +459,12 @@ def _forget(model: GPTModel) -> None:
 
 
 def _gather_updates_whole(model: GPTModel) -> None:
-    """Register weights that a mixer or an MLP reads outside their module's call with ZeRO-3.
+    """Register with ZeRO-3 the weights that a mixer or an MLP reads from its submodules.
 
-    They belong to its submodules, or are read later than its own call. ZeRO-3 gathers a module's
-    own parameters only around its own call. In the backward pass it is triggered only by tensors
-    that a module returned, and CEM's preconditioner returns a function.
+    ZeRO-3 gathers a module's own parameters only around the module's own call. An update reads the
+    weights of its submodules without calling them, or later than its own call. In the backward
+    pass, gathering is triggered only by tensors that a module returned, and CEM's preconditioner
+    returns a function.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
@@ -472,11 +477,11 @@ def _gather_updates_whole(model: GPTModel) -> None:
 
 
 def _sum_over_sequence_slices(model: GPTModel) -> None:
-    """Sum the gradients of weights that work on sequence slices over the tensor-parallel ranks.
+    """Sum the gradients of weights that process sequence slices over the tensor-parallel ranks.
 
-    These weights are mostly norms. Under sequence parallelism each rank has the gradient of its
-    slice alone. Megatron sums these after the backward pass. DeepSpeed has sharded and reduced them
-    by then, so each gradient is summed when it is computed.
+    These weights are mostly norms. Under sequence parallelism each rank has only the gradient of
+    its slice. Megatron sums the gradients after the backward pass. By then DeepSpeed has already
+    sharded and reduced them, so this function sums each gradient when it is computed.
     """
     group = parallel_state.get_tensor_model_parallel_group()
 

@@ -1,13 +1,14 @@
-"""DeepSpeed's compiled operations: their folder, their state, and checks of both.
+"""Find, check and compile DeepSpeed's C++ operations ("ops").
 
-The checks run before a run fails or waits forever because of them.
+The checks find faults that would make a run fail or wait forever.
 
-Of DeepSpeed's C++ operations ("ops") training needs one, ``cpu_adam``, if the optimizer is
-offloaded. It is not CUDA: it needs a C++ compiler, no nvcc. torch.utils.cpp_extension compiles it
-at its first use into ``$TORCH_EXTENSIONS_DIR/<op>``, for this exact CPU (-march=native). Compiled
-or not, every start then runs ninja in that folder and meanwhile holds the file ``lock``, which is
-open as long as its owner lives (torch.utils.file_baton). A killed process leaves the file, and
-every later process waits until it is gone. This module imports no torch and no DeepSpeed.
+Training needs one op, ``cpu_adam``, if the optimizer is offloaded. It is not CUDA: it needs a C++
+compiler, but no nvcc. torch.utils.cpp_extension compiles it at its first use into
+``$TORCH_EXTENSIONS_DIR/<op>``, for this exact CPU (-march=native).
+
+Even if the op is compiled, every start runs ninja in that folder. Meanwhile the process keeps the
+file ``lock`` open (torch.utils.file_baton). A killed process leaves the file, and every later
+process waits until the file is deleted. This module imports no torch and no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Literal
 
 from fem_common.signals import signal_name
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> class of DeepSpeed's that builds it
+BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> DeepSpeed class that builds it
 # An op compiles in minutes even on two busy cores, and each finished file changes the folder.
 QUIET_SECONDS = 1800.0
 FIX, BUILD = "python -m launch doctor --fix", "python -m launch doctor --build"
@@ -59,7 +60,7 @@ get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
 
 
 class OpError(RuntimeError):
-    """An op cannot be compiled or loaded; the message is one line."""
+    """Error: an op cannot be compiled or loaded. The message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
@@ -69,13 +70,12 @@ class OpError(RuntimeError):
 
 
 def prepare_environment() -> None:
-    """Set the environment that DeepSpeed reads when it is imported.
+    """Set the environment variables that DeepSpeed reads when it is imported.
 
-    It contains the accelerator, the folder of ops, and ninja's folder. Variables that are already
-    set remain; ninja's folder is appended to PATH. DeepSpeed's logger prints only warnings by
-    default.
+    They select the accelerator, the folder of ops, and a log level of warnings for DeepSpeed.
+    Variables that are already set remain. If ninja is not on PATH, its folder is appended to PATH.
     """
-    # Without it DeepSpeed tries seven kinds, and warns if only the CPU is left.
+    # Without the variable DeepSpeed tries seven kinds of accelerator, and warns if it finds none.
     os.environ.setdefault("DS_ACCELERATOR", _accelerator())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default_directory()))
     # The folder of a virtual environment that is not activated is not on PATH.
@@ -87,9 +87,9 @@ def prepare_environment() -> None:
 def default_directory() -> Path:
     """Return the folder of ops that is used if TORCH_EXTENSIONS_DIR is unset.
 
-    It is in the user's cache, one for each kind of machine and each environment. An op that was
-    compiled with another CPU, libc, Python or torch may crash. ninja recompiles whenever the paths
-    of the sources differ.
+    It is in the user's cache, with a separate folder for each kind of machine and each environment.
+    An op that was compiled with another CPU, libc, Python or torch may crash, and ninja recompiles
+    whenever the paths of the sources differ.
 
     Raises:
         OpError: the user has no home directory.
@@ -115,18 +115,15 @@ def default_directory() -> Path:
 
 
 def extensions_directory() -> Path:
-    """Return the folder of compiled ops.
-
-    It is TORCH_EXTENSIONS_DIR, or the value that `prepare_environment` gives it.
-    """
+    """Return the folder of compiled ops: TORCH_EXTENSIONS_DIR, or `default_directory` if unset."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given else default_directory()
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return what -march=native depends on.
+    """Return a text that differs between CPUs for which -march=native compiles different code.
 
-    This is the architecture and the instruction sets of the first core, sorted.
+    It contains the architecture and the sorted instruction sets of the first core.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
@@ -183,12 +180,12 @@ def _version(distribution: str) -> str:
 
 
 def needed_ops(offload_optimizer: bool) -> list[str]:
-    """Return the ops that training loads."""
+    """Return the names of the ops that training loads."""
     return ["cpu_adam"] * offload_optimizer
 
 
 def op_state(name: str) -> State:
-    """Return the state of an op.
+    """Return the state of an op: ``built``, ``locked`` or ``missing``.
 
     ``locked``: a process compiles or loads it, or was killed while doing so (`stale_lock`
     distinguishes these).
@@ -202,11 +199,12 @@ def op_state(name: str) -> State:
 
 
 def stale_lock(name: str) -> Path | None:
-    """Return the op's lock file if its owner is gone, else None.
+    """Return the op's lock file if the process that created it has ended, else None.
 
-    The result is certain if this process would see the owner: a process of this user on this
-    machine has the file open. If the owner may live on another machine or in another container, a
-    lock counts as stale after `QUIET_SECONDS` without a change in the folder.
+    If this process can see all processes that may own the lock, the answer is certain: it depends
+    on whether a process of this machine has the file open. If the owner may run on another machine
+    or in another container, a lock counts as stale after `QUIET_SECONDS` without a change in the
+    folder.
     """
     lock = extensions_directory() / name / "lock"
     for _ in range(3):  # torch closes the file shortly before it removes it
@@ -221,9 +219,9 @@ def stale_lock(name: str) -> Path | None:
 
 
 def lock_holders(name: str) -> list[int]:
-    """Return the processes of this machine that have the op's lock file open.
+    """Return the ids of the processes of this machine that have the op's lock file open.
 
-    Processes that this user may not see are missing.
+    Processes that this user may not inspect are missing.
     """
     try:
         held = (extensions_directory() / name / "lock").stat()
@@ -242,9 +240,9 @@ def lock_holders(name: str) -> list[int]:
 
 
 def remove_stale_lock(name: str) -> Path | None:
-    """Remove the op's lock file if `stale_lock` finds its owner gone.
+    """Remove the op's lock file if `stale_lock` finds that its owner has ended.
 
-    Returns the file, or None if none was removed.
+    Return the path of the removed file, or None.
     """
     lock = stale_lock(name)
     if lock is not None:
@@ -253,7 +251,7 @@ def remove_stale_lock(name: str) -> Path | None:
 
 
 def _owner_would_be_seen(lock: Path) -> bool:
-    """Return True if a living owner of the lock would be visible to this process."""
+    """Return True if this process could see the lock's owner, were the owner still running."""
     if os.geteuid() not in (0, lock.stat().st_uid) or not Path("/proc/self/fd").exists():
         return False
     kind, shared = file_system(lock)
@@ -264,9 +262,9 @@ def _owner_would_be_seen(lock: Path) -> bool:
 
 
 def _linked(folder: Path, library: str) -> bool:
-    """Return True if ninja finished the library.
+    """Return True if ninja has completely linked the library.
 
-    A killed ninja may also leave the file, but no entry in its log.
+    A killed ninja may also leave the file, but then its log has no entry for the library.
     """
     try:
         log = (folder / ".ninja_log").read_text(encoding="utf-8", errors="replace")
@@ -278,9 +276,9 @@ def _linked(folder: Path, library: str) -> bool:
 
 
 def _came_with_deepspeed(name: str) -> bool:
-    """Return True if DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1).
+    """Return True if DeepSpeed was installed with the op already compiled (DS_BUILD_OPS=1).
 
-    It must be compiled for the accelerator that DeepSpeed would use.
+    The op must have been compiled for the accelerator that DeepSpeed would use.
     """
     found = find_spec("deepspeed")
     if found is None or found.origin is None:
@@ -305,10 +303,10 @@ def _came_with_deepspeed(name: str) -> bool:
 
 
 def check_ops(offload_optimizer: bool) -> str | None:
-    """Return one line on what would prevent training from starting and how to fix it, or None.
+    """Return one line about an obstacle to training with these ops and its remedy, or None.
 
     An op that is not compiled yet is no obstacle: the first start compiles it, in one to five
-    minutes. Another version of the CUDA toolkit than torch's is no obstacle either: none of the ops
+    minutes. Another version of the CUDA toolkit than torch's is no obstacle either, because no op
     that training needs is compiled by nvcc.
     """
     if find_spec("deepspeed") is None:
@@ -320,12 +318,15 @@ def check_ops(offload_optimizer: bool) -> str | None:
 
 
 def compiler() -> str:
-    """Return the C++ compiler that torch calls."""
+    """Return the command of the C++ compiler that torch calls."""
     return (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
 
 
 def lacks_compiler() -> str | None:
-    """Return what is missing for compiling C++ for Python and how to install it, or None."""
+    """Return a text about the missing compiler or header and its installation, or None.
+
+    Python's C++ extensions need both.
+    """
     if shutil.which(compiler()) is None:
         return (
             f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or "
@@ -338,7 +339,10 @@ def lacks_compiler() -> str | None:
 
 
 def lacks_ninja() -> str | None:
-    """Return how to install ninja if it is neither on PATH nor next to the interpreter, or None."""
+    """Return a text about installing ninja, or None if ninja is available.
+
+    It is available if it is on PATH or next to the interpreter.
+    """
     beside = Path(sys.executable).parent
     if shutil.which("ninja") or os.access(beside / "ninja", os.X_OK):
         return None
@@ -346,9 +350,9 @@ def lacks_ninja() -> str | None:
 
 
 def cannot_write(directory: Path) -> str | None:
-    """Return why the folder of ops cannot be used and how to fix it, or None.
+    """Return an error text with the remedy if the folder of ops cannot be used, else None.
 
-    Creates the folder if it is missing.
+    The folder is created if it is missing.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -362,9 +366,9 @@ def cannot_write(directory: Path) -> str | None:
 
 
 def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None) -> float:
-    """Compile an op and load it once, in a separate process.
+    """Compile an op, load it once in a separate process, and return the seconds that this took.
 
-    Returns the seconds, which are few if it was compiled already.
+    An op that is already compiled takes only a few seconds.
 
     waiting: called about once per second with the seconds so far.
 
@@ -434,7 +438,7 @@ def _wait(child: subprocess.Popen[bytes], name: str, waiting: Callable[[], None]
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Stop the child after an interrupt, with time to remove its lock."""
+    """Terminate the child process, with ten seconds to remove its lock."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         try:

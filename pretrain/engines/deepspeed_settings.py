@@ -1,7 +1,7 @@
-"""Translate the run's configuration for DeepSpeed, and list what DeepSpeed cannot do.
+"""Translate the run's configuration for DeepSpeed, and list the unsupported settings.
 
-No torch, no deepspeed. The typed keys override DeepSpeed's file (``engine.deepspeed.file``), and
-the run's other sections override both. Every difference is logged.
+The typed keys override DeepSpeed's file (``engine.deepspeed.file``), and the run's other sections
+override both. Every difference is logged. The module imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ZERO = (
 
 
 def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield an error text for everything that the run's engine cannot do.
+    """Yield an error text for each setting that the run's engine does not support.
 
     Each text names the nearest setting that works. Only the configuration is examined.
 
@@ -133,7 +133,7 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def read_file(config: RunConfig) -> dict[str, Any]:
-    """Return the mapping in ``engine.deepspeed.file``, empty without a file.
+    """Return the mapping in the file ``engine.deepspeed.file``; {} if no file is set.
 
     Raises:
         ConfigError: the file does not exist, is not JSON, or has a top-level key that this engine
@@ -169,7 +169,8 @@ def deepspeed_config(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return DeepSpeed's configuration, and log lines about settings without effect.
 
-    These are keys of the user's file that the run overrides, and settings that only Megatron uses.
+    The lines are about keys of the user's file that the run overrides, and about settings that only
+    Megatron uses.
 
     parameters: number of elements of one rank's model, the upper limit of a useful bucket size.
     """
@@ -235,7 +236,8 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (key, the file's value, the run's value) for each key that the run overrides.
 
-    The file's value "auto" leaves the decision to the run and is no difference.
+    theirs: the user's file. ours: the part that the run decides. The file's value "auto" leaves the
+    decision to the run and is no difference.
     """
     found = []
     for key in _OURS:

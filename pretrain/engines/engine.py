@@ -1,6 +1,6 @@
-"""Engines: the owners of gradients, optimizer and parallel schedule.
+"""Interface of training engines, which own the gradients, the optimizer and the parallel schedule.
 
-The trainer uses only the interface defined in this module.
+The trainer uses only this interface.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a step on one rank, in seconds."""
+    """Times of a step on one rank, in seconds: computing, and waiting for other ranks."""
 
     # Forward and backward passes, until the gradients of all ranks are needed.
     busy: float
@@ -54,13 +54,14 @@ def unobserved(parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
 
 
 class Engine(Protocol):
-    """A model, its optimizer and its layout.
+    """A model with its optimizer on this rank's part of the parallel layout.
 
-    around_update: context manager around every update, entered when the gradients of all ranks are
-    summed (default: `unobserved`). DeepSpeed updates one group of parameters after another, so it
-    enters once per group, and not if the gradient is not finite. scales: scaling history of the
-    8-bit maps from earlier steps, stored in checkpoints next to ``sharded_state``
-    (train.fp8=delayed).
+    around_update: context manager around every update (default: `unobserved`). It is entered when
+    the gradients are summed over all ranks. DeepSpeed updates one group of parameters after
+    another, so it enters once per group; it does not enter if the gradient is not finite.
+
+    scales: scaling history of the 8-bit maps from earlier steps (train.fp8=delayed), None
+    otherwise. Checkpoints store it next to ``sharded_state``.
     """
 
     around_update: AroundUpdate
@@ -77,11 +78,12 @@ class Engine(Protocol):
     ) -> StepResult:
         """Take one optimizer step over ``global_batch_size`` sequences.
 
-        The learning rate is the schedule's at ``samples_after``. ``timed``: also return this rank's
-        times, which waits for the device and changes no number. ``unwanted``: decides by loss and
-        gradient norm if the update is skipped. The remaining callable returns additional numbers,
-        which are summed over the ranks in the loss's all-reduce. It is called once, before the
-        update, except under DeepSpeed without ``unwanted``, which calls it afterwards.
+        The learning rate is the schedule's rate after ``samples_after`` sequences. ``timed``: also
+        return this rank's times, for which the host waits for the device; no result changes.
+        ``unwanted``: function of loss and gradient norm that returns True to skip the update. The
+        remaining callable returns additional numbers, which are summed over the ranks in the loss's
+        all-reduce. It is called once, before the update; DeepSpeed without ``unwanted`` calls it
+        after the update.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -103,14 +105,14 @@ class Engine(Protocol):
     def restore(
         self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False
     ) -> None:
-        """Load a checkpoint.
+        """Load a checkpoint; with ``model_only`` load only the weights.
 
-        ``read`` returns a dictionary of sharded tensors with their values, and may be called
-        repeatedly.
+        ``read`` fills a dictionary of sharded tensors with their values and returns it. It may be
+        called repeatedly.
         """
 
     def close(self) -> None:
-        """Release what keeps the model, and with it its process groups and their threads, alive.
+        """Release the references that keep the model and its process groups in memory.
 
-        Call it after the last use.
+        Call it after the last use of the engine.
         """

@@ -1,6 +1,6 @@
-"""Megatron-core's own engine: its DDP, its distributed optimizer, its pipeline schedules.
+"""Engine that uses Megatron-core's DDP, distributed optimizer and pipeline schedules.
 
-Independent of run directory and logger.
+It does not depend on the run directory or the loggers.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class MegatronEngine:
     def restore(self, read: Read, *, model_only: bool = False) -> None:
         """Load the weights, then the optimizer.
 
-        With model_only the optimizer's main parameters are copied from the weights.
+        With ``model_only`` the optimizer's fp32 weights are copied from the model's weights.
         """
         asked = self._model_state()
         if not model_only and self.split is None:
@@ -194,9 +194,10 @@ class MegatronEngine:
                 fuse(each.optimizer)
 
     def close(self) -> None:
-        """Remove this engine from the model's configuration.
+        """Remove the reference to this engine from the model's configuration.
 
-        DDP's hooks hold that from C++, so that no collector finds the reference cycle.
+        DDP's hooks refer to the configuration from C++, so that the garbage collector does not find
+        the reference cycle.
         """
         self.settings.finalize_model_grads_func = None
 
@@ -210,9 +211,9 @@ class MegatronEngine:
         }
 
     def _whole_parts(self) -> Iterator[Held]:
-        """Yield every parameter of this rank with its gradient.
+        """Yield every parameter of this rank with its gradient and optimizer tensors.
 
-        Only for the optimizer that is not split.
+        Use it only for the optimizer that is not split over the ranks.
         """
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
@@ -283,7 +284,7 @@ class MegatronEngine:
     def _let_muon_update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
         """Replace AdamW by Muon.
 
-        Muon gets the tensors that Megatron has created for this rank's part of each parameter.
+        Muon updates the tensors that Megatron has created for this rank's part of each parameter.
         """
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
         optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype)
@@ -357,9 +358,9 @@ class MegatronEngine:
     def _run(
         self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool
     ) -> list[torch.Tensor]:
-        """Run all micro-batches of a step through the pipeline.
+        """Run all micro-batches of a step through the pipeline and return their reports.
 
-        The last stage returns their reports ``[sum of losses, tokens]``.
+        A report is ``[sum of losses, tokens]``. Only the last pipeline stage has reports.
         """
         streams: Any = batches
         if len(self.chunks) > 1:
@@ -379,8 +380,8 @@ class MegatronEngine:
     def _squares(self) -> torch.Tensor | float:
         """Return this rank's part of the gradient's squared norm in float64.
 
-        Replicas of a gradient that is not split count once. Upstream's own norm (clip_grads.py:54,
-        0.16.1) needs a separate all-reduce in fp32, for which the host waits.
+        A gradient that several data-parallel ranks have completely counts once. Upstream's own norm
+        (clip_grads.py:54, 0.16.1) needs a separate all-reduce in fp32, for which the host waits.
         """
         gradients = [
             one
@@ -407,8 +408,8 @@ class MegatronEngine:
 def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
     """Make every layer wait for all its weights before its forward pass.
 
-    Megatron waits for the weights of each module that is called, but an update reads the weights of
-    its submodules without calling them.
+    Megatron waits only for the weights of each module that is called, but an update reads the
+    weights of its submodules without calling them.
     """
 
     def wait(layer: torch.nn.Module, _: Any) -> None:
@@ -421,9 +422,9 @@ def _gather_layers_whole(chunk: DistributedDataParallel) -> None:
 
 
 def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Parameter, int, int]]:
-    """Yield (rank, parameter, start, numel) of the distributed optimizer.
+    """Yield (rank, parameter, start, numel) for each range that a data-parallel rank updates.
 
-    Each data-parallel rank has an equal share of each bucket.
+    The distributed optimizer gives each data-parallel rank an equal share of each bucket.
     """
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
@@ -438,9 +439,9 @@ def _shares(optimizer: Any, replicas: int) -> Iterator[tuple[int, torch.nn.Param
 
 
 class _SplitState:
-    """The state of Megatron's distributed optimizer.
+    """State of Megatron's distributed optimizer, read in place on this rank.
 
-    Megatron's own checkpoint functions gather it (distrib_optimizer.py:1404, 0.16.1).
+    Megatron's own checkpoint functions gather the state (distrib_optimizer.py:1404, 0.16.1).
     """
 
     def __init__(self, optimizer: Any, models: list[GPTModel]) -> None:
@@ -454,14 +455,17 @@ class _SplitState:
         }
 
     def held(self) -> Iterator[Held]:
-        """Return this rank's parts of the parameters, also of a new optimizer."""
+        """Return this rank's parts of the parameters with their optimizer tensors.
+
+        Missing state of a new optimizer is initialized first.
+        """
         self._prepare()
         return (part for part, _ in self._parts())
 
     def parts(self) -> Iterator[Held]:
         """Return the parts as `held` does, with their gradients.
 
-        Those of a new optimizer have no moments.
+        Missing state is not initialized: the parts of a new optimizer have no moments.
         """
         return (replace(part, gradient=main.grad) for part, main in self._parts())
 
@@ -475,7 +479,7 @@ class _SplitState:
                 yield Held(place, elements.start, len(elements), tensors), state["param"]
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups without their parameters, with their step."""
+        """Return the optimizer's groups, each with its step count and without its parameters."""
         self._prepare()
         groups: list[dict[str, Any]] = self.optimizer.state_dict()["optimizer"]["param_groups"]
         return groups
@@ -520,15 +524,16 @@ class _Replay:
 
 
 def _whole(state: dict[str, Any]) -> Any:
-    """Return the model's part of a state in the form that the plain optimizer requires."""
+    """Return the model's weights from a state in the form that the plain optimizer requires."""
     return state["model0"] if len(state) == 1 else dict(state)
 
 
 def _divide(model: list[Any], tokens: torch.Tensor) -> None:
     """Divide the gradients by the step's number of tokens, at least 1.
 
-    The pipeline's last stage provides that number. Upstream (finalize_model_grads.py:495, 0.16.1)
-    checks on the host if tokens exist, for which it waits in every step.
+    tokens: this rank's number; the pipeline's last stage sends it to the other stages, and it is
+    summed over the data-parallel ranks. Upstream (finalize_model_grads.py:495, 0.16.1) checks on
+    the host if tokens exist, for which it waits in every step.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.broadcast(
@@ -554,9 +559,10 @@ def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, A
 def _loss(
     batch: Batch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return (sum of losses, number of tokens, report).
+    """Return (sum of losses, number of tokens, report) of a micro-batch.
 
-    Megatron divides gradients by the tokens of the entire step at any layout.
+    The report contains [sum of losses, tokens]. Megatron divides gradients by the tokens of the
+    entire step at any layout.
     """
     total, tokens = summed_loss(losses, batch)
     return (

@@ -2,17 +2,19 @@
 
 The update of a linear map is its orthogonalized momentum.
 
-A weight's shape defines its maps (``fem_megatron.shape.Weight.maps``): for a packed projection each
-slice of each head. The elements that a rank updates, which may be full parameters, their
-tensor-parallel parts, or Megatron's or ZeRO's ranges of flattened ones, are cut into stretches of
-maps. A map that is completely on one rank costs no transfer. A map that is cut has an owner among
-the ranks that hold some of it: the owner receives the other ranks' stretches, orthogonalizes the
-map and sends the results back. So an element moves twice at most, in the dtype of the iteration.
-ROUND elements of maps per rank are in progress at a time.
+A weight's shape defines its linear maps (``fem_megatron.shape.Weight.maps``). A packed projection
+has one map for each slice of each head. A rank updates full parameters, tensor-parallel parts of
+them, or ranges of flattened parameters (Megatron's or ZeRO's). These elements are divided into
+stretches; a stretch is a rank's contiguous part of one map.
+
+A map that is completely on one rank needs no transfer. A map that is divided among ranks has one of
+them as its owner. The owner receives the other ranks' stretches, orthogonalizes the map and sends
+the results back. An element is therefore sent at most twice, in the dtype of the iteration. At most
+ROUND elements per rank are in progress at a time.
 
 torch's own iteration computes only in bfloat16 and on one matrix: fp32 runs would differ between
-layouts by its rounding, and each map of a head would be a separate product. Megatron-core's needs a
-package that is not available for Python 3.11, and refuses the distributed optimizer.
+layouts by its rounding, and each map of a head would be a separate product. Megatron-core's Muon
+needs a package that is not available for Python 3.11, and refuses the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ Group = torch.distributed.ProcessGroup
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Return about U V^T of each x = U S V^T, [n, rows, columns] in any dtype.
+    """Return approximately U V^T for each matrix x = U S V^T of a batch.
 
-    Takes five quintic Newton-Schulz steps. The result has singular values from 0.7 to 1.2.
+    x: [n, rows, columns] in any dtype. The function takes five quintic Newton-Schulz steps. The
+    result has singular values from 0.7 to 1.2.
     """
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
@@ -58,8 +61,8 @@ class Part:
 
     It consists of ``numel`` elements of the flattened parameter from ``start`` on.
 
-    number: the parameter's index among all of this pipeline stage. flat: the optimizer's tensor
-    that contains the elements from ``offset`` on.
+    number: index of the parameter, equal on all ranks of this pipeline stage. flat: the optimizer's
+    tensor that contains the part, from its element ``offset`` on.
     """
 
     number: int
@@ -72,11 +75,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a linear map that one rank updates, described equally on all ranks.
+    """Contiguous part of a linear map that one rank updates, described equally on all ranks.
 
-    map: parameter, copy (the tensor-parallel rank for a weight that each rank holds completely,
-    else 0), first row. shape: of the full map. box: the tensor-parallel rank's part of the map
-    (row, column, rows, columns), of which the stretch has the elements [start, start + numel).
+    map: (parameter, copy, first row). The copy is the tensor-parallel rank for a weight that each
+    rank has completely, else 0. shape: of the full map. box: the tensor-parallel rank's part of the
+    map as (row, column, rows, columns). The stretch consists of the elements
+    [start, start + numel) of the flattened box.
     """
 
     map: tuple[int, int, int]
@@ -87,7 +91,10 @@ class Stretch:
 
 
 def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
-    """Yield (stretch, its offset in the part) of a part on this tensor-parallel rank."""
+    """Yield (stretch, its offset in the part) for each map that a part of a parameter overlaps.
+
+    rank: the tensor-parallel rank that has the part.
+    """
     spec: Weight = part.parameter.spec  # type: ignore[attr-defined]
     rows, columns = part.parameter.shape[-2:]
     split = None if spec.split is None else spec.split - len(spec.shape)
@@ -114,7 +121,7 @@ def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
 class LocalStretch:
     """Location of a stretch on this rank, and the scale of its update.
 
-    It consists of the elements [low, high) of the optimizer's tensor ``flat``.
+    The stretch consists of the elements [low, high) of the optimizer's tensor ``flat``.
     """
 
     flat: Tensor
@@ -123,16 +130,17 @@ class LocalStretch:
     scale: float
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of a tensor with flat's size."""
+        """Return the elements [low, high) of ``tensor``, which has the size of ``flat``."""
         return tensor.view(-1)[self.low : self.high]
 
 
 class Muon(torch.optim.AdamW):
     """Muon for the groups marked ``muon``, AdamW for the other groups.
 
-    Call ``connect`` before its first step. Muon's state is AdamW's first moment, ``exp_avg``: B =
-    momentum B + (1 - momentum) G; the update is orthogonal((1 - momentum) G + momentum B), which is
-    Nesterov's. dtype: of the iteration. All ranks of the group given to ``connect`` take each step
+    Call ``connect`` before the first step. Muon's state is AdamW's first moment, ``exp_avg``,
+    written B, with gradient G: B = momentum B + (1 - momentum) G. The update is
+    orthogonal((1 - momentum) G + momentum B), which is Nesterov's form. dtype: of the
+    Newton-Schulz iteration. All ranks of the group given to ``connect`` must take each step
     together.
     """
 
@@ -210,7 +218,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every group by the method that it is marked with.
+        """Update each group by its method, Muon or AdamW.
 
         DeepSpeed's ZeRO passes one group at a time.
         """
@@ -249,7 +257,7 @@ Key = tuple[int, int, int]
 
 
 class _Exchange:
-    """Owner of each map, and the transfers to and from the owners.
+    """Assignment of each map to an owner rank, and the transfers to and from the owners.
 
     ``table``: the stretches of each rank, the same list on every rank of ``group``.
     """
@@ -263,8 +271,8 @@ class _Exchange:
                 holders.setdefault(one.map, set()).add(number)
         work = {key: newton_schulz_flops(*shape) for key, shape in shapes.items()}
         load, self.owner = [0.0] * self.size, dict[Key, int]()
-        # First the maps on only one rank, then the largest; each is assigned to that of its ranks
-        # with the least work.
+        # Assign the maps that are on one rank first, then the other maps, the largest first. The
+        # owner is the rank with the least work among the ranks that have stretches of the map.
         for key in sorted(shapes, key=lambda key: (len(holders[key]) > 1, -work[key], key)):
             self.owner[key] = min(holders[key], key=lambda number: (load[number], number))
             load[self.owner[key]] += work[key]
@@ -277,9 +285,10 @@ class _Exchange:
     def made(
         self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor
     ) -> dict[Stretch, Tensor]:
-        """Orthogonalize the maps of a round: map this rank's stretches to their updates.
+        """Orthogonalize the maps of a round and return this rank's stretches with their updates.
 
-        Tensors have the dtype and device of ``empty``.
+        some: the stretches of each rank in this round. mine: this rank's stretches with their
+        momentum. Tensors have the dtype and device of ``empty``.
         """
         others = [number for number in range(self.size) if number != self.rank]
         theirs = {
@@ -324,7 +333,7 @@ _Ways = dict[int, list[Stretch]]  # rank -> stretches to send to it or to receiv
 
 
 def _rounds(shapes: dict[Key, tuple[int, int]], room: int) -> Iterator[set[Key]]:
-    """Yield the maps of each round: at most ``room`` elements together, or one larger map."""
+    """Yield the maps of each round: together at most ``room`` elements, or one larger map."""
     keys, left = set[Key](), room
     for key in sorted(shapes):
         if keys and left < math.prod(shapes[key]):
@@ -355,7 +364,7 @@ def _assembled(found: dict[Stretch, Tensor]) -> dict[Key, Tensor]:
 
 
 def _cut(whole: Tensor, one: Stretch) -> Tensor:
-    """Return a stretch of a full map, flat."""
+    """Return the elements of the stretch ``one`` of a full map as a flat tensor."""
     row, column, rows, columns = one.box
     return whole[row : row + rows, column : column + columns].reshape(-1)[
         one.start : one.start + one.numel

@@ -1,13 +1,15 @@
-"""This rank's part of a model's optimizer as Megatron's sharded tensors.
+"""Express this rank's part of an optimizer as Megatron's sharded tensors.
 
-It is written without gathering and read in place.
+The parts are written without gathering and read in place.
 
-Both optimizers that are split over data-parallel ranks (Megatron's distributed one, DeepSpeed's
-ZeRO) give a rank ranges of flattened parameters. A range of a tensor of n dimensions consists of at
-most 2n - 1 boxes: the rest of a row, complete rows, the beginning of another row. Each box is
-contiguous in memory and is written as a shard of the full tensor, ``optimizer.state.<one of
-STATE>.<weight's name>`` in fp32. So the names and shapes are those of the model, and any engine at
-any layout reads any other's checkpoint: of every tensor the shards that overlap its own boxes.
+Both optimizers that are split over data-parallel ranks (Megatron's distributed optimizer and
+DeepSpeed's ZeRO) give a rank ranges of flattened parameters. A range of a tensor of n dimensions
+consists of at most 2n - 1 boxes: the rest of a row, complete rows, the beginning of another row.
+Each box is contiguous in memory and is written as a shard of the full fp32 tensor
+``optimizer.state.<one of STATE>.<weight's name>``.
+
+The names and shapes are therefore those of the model. Any engine at any layout can read the
+checkpoint: from every tensor it reads the shards that overlap its own boxes.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ Read = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Held:
-    """This rank's part of a parameter.
+    """This rank's part of a parameter, with its optimizer tensors.
 
     It consists of ``numel`` elements of the flattened parameter from ``start`` on.
 
-    place: the parameter's place in the checkpoint, with the replica id of this part. tensors: the
-    optimizer's tensors by their names in STATE, as far as it has them; flat, fp32, at least
-    ``numel`` long, views into the optimizer's own. gradient: likewise, during an update, already
-    multiplied by ``clipped``.
+    place: location of the parameter in the checkpoint, with the replica id of this part. tensors:
+    the optimizer's existing tensors by their names in STATE. They are flat fp32 views of the
+    optimizer's own, at least ``numel`` long. gradient: a tensor of the same form during an update,
+    already multiplied by ``clipped``; None otherwise.
     """
 
     place: ShardedTensor
@@ -59,7 +61,7 @@ class Held:
 def places(
     model: GPTModel, group: torch.distributed.ProcessGroup
 ) -> dict[torch.nn.Parameter, ShardedTensor]:
-    """Return every parameter's place in the checkpoint, without its values.
+    """Return each parameter's location in the checkpoint: a sharded tensor without values.
 
     Call it before the parameters are sharded.
     """
@@ -73,7 +75,7 @@ def places(
 
 
 def only_here(place: ShardedTensor) -> ShardedTensor:
-    """Return the place with the replica id 0, for data that no other data-parallel rank holds."""
+    """Return the location with replica id 0, for data that only this data-parallel rank has."""
     return (
         replace(place, replica_id=(*place.replica_id[:-1], 0))
         if isinstance(place.replica_id, tuple)
@@ -82,9 +84,10 @@ def only_here(place: ShardedTensor) -> ShardedTensor:
 
 
 def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a checkpoint's optimizer section.
+    """Return the optimizer section of a checkpoint.
 
-    It contains this rank's parts as shards to write, and the groups without their parameters.
+    It contains the parts ``held`` of this rank as shards to write, and the parameter groups without
+    their parameters.
     """
     held = list(held)
     largest = largest_part(held)
@@ -99,10 +102,10 @@ def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[
 def read_optimizer(
     read: Read, held: Iterable[Held], beside: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint's optimizer into this rank's parts, in place.
+    """Read the optimizer of a checkpoint into the parts ``held`` of this rank, in place.
 
-    Returns everything that was read, including the groups (`optimizer_state`). Other entries can be
-    read in the same call.
+    Return everything that was read, including the groups (`optimizer_state`). The last argument
+    contains further entries to read in the same call.
     """
     asked = {number: _state(one, one.numel) for number, one in enumerate(held)}
     targets = {
@@ -121,12 +124,15 @@ def read_optimizer(
 
 
 def largest_part(held: Iterable[Held]) -> int:
-    """Return the number of elements of the largest shard to write of a rank's parts."""
+    """Return the largest number of elements that one shard of a rank's parts may have."""
     return max(_SMALLEST_PART, sum(one.numel for one in held) // _PARTS_OF_A_RANK)
 
 
 def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
-    """Return the shards of each optimizer tensor, none with more than ``largest`` elements."""
+    """Return name -> shards of each optimizer tensor of a part.
+
+    No shard has more than ``largest`` elements.
+    """
     named = {
         name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}")
         for name in held.tensors
@@ -140,9 +146,10 @@ def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
 def parts(
     place: ShardedTensor, start: int, flat: torch.Tensor, largest: int
 ) -> dict[int, ShardedTensor]:
-    """Return the elements from ``start`` on of the flattened tensor at ``place`` as shards.
+    """Return the elements of ``flat`` as shards of the tensor at ``place``.
 
-    The shards are views into ``flat``.
+    start: position of the first element in the flattened tensor. The shards are views into
+    ``flat``, each with at most ``largest`` elements.
     """
     assert not place.prepend_axis_num
     found, position = {}, 0

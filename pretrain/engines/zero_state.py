@@ -52,8 +52,9 @@ class ZeroState:
         return self.engine.optimizer.optimizer if self.stage else self.engine.optimizer
 
     def prepare(self) -> None:
-        """Initialize the optimizer's missing state with zeros, which AdamW otherwise does at its
-        first step.
+        """Initialize the optimizer's missing state with zeros.
+
+        AdamW would otherwise do this at its first step.
         """
         for flat in self.flat():
             state = self.adam.state[flat]
@@ -62,7 +63,8 @@ class ZeroState:
                 state.update({name: torch.zeros_like(flat) for name in self._moments(flat)})
 
     def connect(self, model: ModelConfig) -> None:
-        """If the optimizer is Muon, set the parts of its weights that this rank updates.
+        """Give Muon the parts of its weights that this rank updates; no effect with AdamW.
+
         All ranks must call it together.
         """
         if isinstance(self.adam, Muon):
@@ -94,8 +96,9 @@ class ZeroState:
         return {"model0": weights, "optimizer": optimizer_state(held.values(), self.groups())}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups in the form that Megatron's optimizer stores:
-        without parameters, with the step.
+        """Return the optimizer's parameter groups in the form that Megatron's optimizer stores.
+
+        Each group has its step count and no parameters.
         """
         defaults = {
             key: value
@@ -119,7 +122,9 @@ class ZeroState:
 
     @torch.no_grad()
     def restore(self, read: Read, *, model_only: bool) -> None:
-        """Read the checkpoint's weights, about PIECE elements at a time, and its optimizer state in
+        """Read the weights and the optimizer state of a checkpoint.
+
+        About PIECE elements of the weights are read at a time. The optimizer state is read in
         place.
 
         model_only: read only the weights, and also copy them to the fp32 weights.
@@ -147,11 +152,11 @@ class ZeroState:
             self._replay(int(steps))
 
     def _replay(self, steps: int) -> None:
-        """Repeat the steps of DeepSpeedCPUAdam on tensors with one element, to restore its bias
-        correction.
+        """Restore the bias correction of DeepSpeedCPUAdam by repeating its steps.
 
-        The correction is a running product inside the optimizer, which is not in the checkpoint.
-        Without the exact product, the last bits of every update would differ.
+        The steps are taken on one-element tensors. The correction is a running product inside the
+        optimizer, which is not in the checkpoint. Without the exact product, the last bits of every
+        update would differ.
         """
         adam: Any = self.adam
         group = adam.param_groups[0]
@@ -182,7 +187,7 @@ class ZeroState:
         yield piece
 
     def flat(self) -> list[torch.Tensor]:
-        """Return the tensors that the optimizer updates on this rank."""
+        """Return the flat tensors of this rank that the optimizer updates."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)

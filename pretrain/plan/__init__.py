@@ -1,4 +1,4 @@
-"""Planning: the parameters, FLOPs and memory that a run needs, from its configuration alone.
+"""Planning: compute parameters, FLOPs and memory of a run from its configuration alone.
 
 The module does not import torch.
 """

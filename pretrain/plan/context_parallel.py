@@ -1,4 +1,4 @@
-"""Context parallelism of a run: communication scheme, bytes sent and checks.
+"""Plan and check the context parallelism of a run: communication scheme and bytes sent.
 
 All values are derived from the configuration alone. The module does not import torch.
 """
@@ -18,8 +18,9 @@ from pretrain.plan.memory import training_of
 
 
 def split_kinds_of(config: RunConfig) -> dict[str, SplitKinds]:
-    """Return mixer -> communication scheme of its reads across ranks; {} without context
-    parallelism.
+    """Return mixer -> communication scheme of its reads across context-parallel ranks.
+
+    The result is {} without context parallelism.
 
     Raises:
         ValueError: a mixer cannot be split; the message names the width.
@@ -60,7 +61,7 @@ def split_bytes(
 
 
 def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
-    """Yield the plan's lines about context parallelism; no lines without it."""
+    """Yield the plan's lines about context parallelism; without it, yield no lines."""
     kinds, size = split_kinds_of(config), config.parallel.context_parallel_size
     if kinds:
         reads = ", ".join(
@@ -73,7 +74,7 @@ def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
 
 
 def finer_splits(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, int]]:
-    """Yield (run, number of processes) with two, four, ... times the context-parallel size.
+    """Yield (configuration, number of processes) with 2, 4, ... times the context-parallel size.
 
     The number of processes stays the same if possible; otherwise it grows by the same factor.
     """
@@ -96,7 +97,10 @@ def finer_splits(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig
 
 
 def check_split(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield the mistakes in the run's context parallelism, each with the nearest valid value."""
+    """Yield an error text for each mistake in the run's context parallelism.
+
+    Each text names the nearest valid value.
+    """
     layout = config.parallel
     length = config.data.seq_length
     size = config.parallel.context_parallel_size

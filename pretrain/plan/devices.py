@@ -1,4 +1,4 @@
-"""Peak performance and memory of devices by their names.
+"""Tables of the peak performance and the memory of devices, indexed by parts of their names.
 
 The module does not import torch.
 """
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 def peak_tflops(device: str) -> float | None:
-    """Return the dense bf16 peak of a device by its name, or None if it is not listed.
+    """Return the dense bf16 peak of a device in TFLOP/s, or None if it is not listed.
 
-    ``NVIDIA H100 80GB HBM3`` finds ``H100``.
+    device: full name; ``NVIDIA H100 80GB HBM3`` matches the entry ``H100``.
     """
     return _of_device(DEVICE_PEAK_TFLOPS, device)
 
 
 def memory_gib(device: str) -> int | None:
-    """Return the memory of a device by its name, or None if it is not listed."""
+    """Return the memory of a device in GiB by its name, or None if it is not listed."""
     return _of_device(DEVICE_MEMORY_GIB, device)
 
 

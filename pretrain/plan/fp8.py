@@ -1,4 +1,4 @@
-"""8-bit matrix products of a run (train.fp8) and their checks, from its configuration alone.
+"""Checks and cost of a run's 8-bit matrix products (train.fp8), from its configuration alone.
 
 The module does not import torch.
 """
@@ -18,7 +18,10 @@ TILE = 16  # every size of a GPU's 8-bit product must be a multiple of this
 
 
 def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield the mistakes that prevent 8-bit products: no suitable product, or a wrong size."""
+    """Yield an error text for each setting that prevents 8-bit products.
+
+    Examples are a model without suitable products, or a size that is not a multiple of TILE.
+    """
     layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
     if train.fp8 == "none":
         return
@@ -62,7 +65,10 @@ def eight_bit(block: BlockShape) -> Weights:
 
 
 def forward_flops(model: ModelConfig) -> float:
-    """Return the 8-bit FLOPs of a token's forward pass; each map is applied once per iteration."""
+    """Return the FLOPs per token of the forward pass that are 8-bit products.
+
+    A linear map counts once for each iteration of its block.
+    """
     return sum(
         2.0 * block.recurrence * sum(weight.size for weight in eight_bit(block).values())
         for block in model.blocks()
@@ -70,8 +76,9 @@ def forward_flops(model: ModelConfig) -> float:
 
 
 def told(config: RunConfig, forward: float) -> str:
-    """Return a line with the share of 8-bit FLOPs in the ``forward`` pass and the memory of delayed
-    scaling.
+    """Return the plan's line about 8-bit products.
+
+    It contains their share of the ``forward`` FLOPs, and the memory of delayed scaling.
     """
     model, train = config.model, config.train
     line = (

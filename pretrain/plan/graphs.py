@@ -1,4 +1,4 @@
-"""Requirements and memory of train.cuda_graphs, from the configuration alone.
+"""Checks and memory of CUDA graphs (train.cuda_graphs), from the configuration alone.
 
 The module does not import torch.
 """
@@ -15,8 +15,9 @@ _OWN = 3
 
 
 def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield the settings that CUDA graphs of layers do not support, each with the nearest valid
-    setting.
+    """Yield an error text for each setting that CUDA graphs of layers do not support.
+
+    Each text names the nearest valid setting.
     """
     if not config.train.cuda_graphs:
         return
@@ -82,8 +83,9 @@ def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def graph_bytes(config: RunConfig, hidden_state: float) -> int:
-    """Return the additional bytes that CUDA graphs use on a rank until the end of the run,
-    including weight gradients.
+    """Return the additional bytes that CUDA graphs use on a rank until the end of the run.
+
+    They include the memory of weight gradients. The result is 0 without CUDA graphs.
 
     hidden_state: bytes of the hidden state of a micro-batch.
     """

@@ -1,4 +1,4 @@
-"""Memory of one rank in bytes, from the configuration alone.
+"""Compute the memory of one rank in bytes from the configuration alone.
 
 The module does not import torch. The terms were found by measurement of this code.
 
@@ -8,10 +8,18 @@ bf16, 4 for the fp32 main weights. In fp32 the main weights are the weights them
 the distributed optimizer. The distributed optimizer divides the optimizer part by the data-parallel
 size.
 
-Memory that autograd keeps of one layer, per token. e: bytes of the training precision; D: hidden
-size; t: tensor-parallel size; s: t under sequence parallelism, else 1; per rank, all divided by t:
-P packed projection width, q query width, d value width, F MLP width; H_c: conditioner width. Terms
-with a factor 4 are fp32 in either precision.
+The table lists the bytes per token that autograd keeps of one layer. Its symbols are:
+
+    e             bytes of the training precision; terms with a factor 4 are always fp32
+    D, t          hidden size, tensor-parallel size
+    s             t under sequence parallelism, else 1
+    P, q, d, F    widths of the packed projection, the queries, the values and the MLP, divided by t
+    k, d_k        width of the keys, divided by t; width of a key of one head
+    w, o          widths of the values that the attention reads and of its output, divided by t
+    H_c           width of the conditioner
+    L, G          options of the FEM mixer (`fem_megatron.mixers.fem.shape`); its tensors mu, F, Z,
+                  lambda, g, beta, c, v and U are defined in `fem_megatron.mixers.fem.layer` and
+                  `kernels.fem_attention.accelerated`
 
     norms         e 2D/s         the inputs of the two RMSNorms
                   (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)
@@ -37,17 +45,22 @@ with a factor 4 are fp32 in either precision.
     out_proj      e d            its input (in fp32 without L and G this is the attention's output)
     MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
 
-The table covers the FEM over the softmax prior, attention and the SwiGLU MLP; it is implemented by
-their shapes (``Shape.kept_bytes``), on a GPU for every prior (``PriorShape.read_bytes``). Every
-other mixer is estimated from measured memory per channel of its width (``Kept``), on a CPU or with
-a GPU's kernels, and the plan reports that it is an estimate. With train.recompute = selective an
-MLP keeps its input, and a read keeps its arguments; on a CPU an estimate does not change, so it is
-too high. On a GPU the peak is within 15% of the rehearsed peak (tests/pretrain/test_rehearsal.py).
-With train.fp8 a linear map keeps its input in 8 bits, for the full sequence, in addition to other
-copies of that input; estimates do not change. With train.cuda_graphs the workspace includes the
-graphs' own memory (`pretrain.plan.graphs`); activations do not change. With
-train.offload_activations the layers' activations are on the host, except for one layer; on a CPU
-that is the same memory.
+The table covers the FEM over the softmax prior, attention and the SwiGLU MLP. It is implemented by
+their shapes (``Shape.kept_bytes``), on a GPU for every prior (``PriorShape.read_bytes``). The
+memory of every other mixer is estimated from measurements per channel of its width (``Kept``), made
+on a CPU or with a GPU's kernels, and the plan reports that it is an estimate. On a GPU the peak is
+within 15% of the rehearsed peak (tests/pretrain/test_rehearsal.py).
+
+Effects of the training options:
+
+- train.recompute = selective: an MLP keeps only its input, and the attention only its arguments. On
+  a CPU an estimate does not change, so it is too high.
+- train.fp8: a linear map keeps its input in 8 bits, for the full sequence, in addition to other
+  copies of the input. Estimates do not change.
+- train.cuda_graphs: the workspace includes the memory of the graphs (`pretrain.plan.graphs`).
+  Activations do not change.
+- train.offload_activations: the activations of all layers but one are on the host. On a CPU, host
+  and device memory are the same.
 """
 
 from __future__ import annotations
@@ -86,7 +99,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Peak on the device, without the host's memory."""
+        """Peak bytes on the device, without the host's memory."""
         return (
             self.weights
             + self.gradients
@@ -106,8 +119,9 @@ def stage_memory(
     cuda: bool,
     muons: int = 0,
 ) -> StageMemory:
-    """Return the memory of a rank of a pipeline stage with ``parameters`` parameters, of which Muon
-    updates ``muons``.
+    """Return the memory of one rank of a pipeline stage.
+
+    parameters: number of parameters of the rank. muons: number of these that Muon updates.
     """
     layout, bf16 = config.parallel, config.train.precision == "bf16"
     if config.engine.name == "deepspeed":
@@ -141,7 +155,7 @@ def stage_memory(
 
 
 def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> int:
-    """Return the bytes of the copy that `TensorNorms` makes of the fp32 weights of a rank."""
+    """Return the bytes that `TensorNorms` uses for its copy of a rank's fp32 weights."""
     if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
         return 0
     split = (
@@ -189,8 +203,9 @@ def _zero_stage_memory(
 def zero_variants(
     config: RunConfig, own: StageMemory, data_parallel: int, *, cuda: bool
 ) -> dict[str, StageMemory]:
-    """Return name -> memory of every ZeRO stage and offload that the run could use; ``own`` is the
-    memory of the run itself.
+    """Return name -> memory of every ZeRO stage and offload that the run could use.
+
+    own: memory of the run itself, which contains the numbers of parameters of the rank.
     """
     rank = {"parameters": own.parameters, "data_parallel": data_parallel, "muons": own.muons}
     return {
@@ -200,8 +215,9 @@ def zero_variants(
 
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
-    """Return term -> bytes per token that autograd keeps of one layer on one rank (see the table
-    above).
+    """Return term -> bytes per token that autograd keeps of one layer on one rank.
+
+    The terms are those of the table above.
     """
     e, split, training = _element(config), _sequence_split(config), training_of(config, cuda=cuda)
     again = training.again
@@ -219,7 +235,7 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
 
 
 def training_of(config: RunConfig, *, cuda: bool) -> Training:
-    """Return the training settings in the form that shapes take."""
+    """Return the training settings in the form that the methods of shapes require."""
     layout, train = config.parallel, config.train
     return Training(
         element=_element(config),
@@ -235,8 +251,9 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
 
 
 def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
-    """Return True if a mixer or MLP of the model is outside the table, so that its activations are
-    an estimate.
+    """Return True if the activations of the model are an estimate.
+
+    This is the case if a mixer or MLP of the model is not covered by the table above.
     """
     return any(
         ESTIMATE in layer_activations(config, block, cuda=cuda) for block, _ in config.model.kinds
@@ -244,8 +261,9 @@ def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
-    """Return term -> bytes per token that autograd keeps of the final norm, the output layer and
-    the loss on the last stage.
+    """Return term -> bytes per token that autograd keeps on the last stage after the layers.
+
+    The terms are the final norm, the output layer and the loss.
     """
     e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
     softmax = WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size
@@ -273,8 +291,8 @@ def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
 def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
     """Return the bytes of activations on a rank of ``stage`` at the peak.
 
-    These are its layers' activations for every micro-batch in flight, and on the last stage those
-    of the loss.
+    These are the activations of its layers for every micro-batch in flight. On the last stage, the
+    activations of the loss are added.
     """
     stages = config.parallel.pipeline_model_parallel_size
     per_token = (
@@ -290,8 +308,9 @@ def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda
 
 
 def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
-    """Return the bytes of layer activations that a rank of ``stage`` keeps on the host at the peak
-    (train.offload_activations).
+    """Return the bytes of layer activations that a rank of ``stage`` keeps on the host at the peak.
+
+    They are 0 without train.offload_activations.
     """
     per_token = (
         _layers_activations(config, stage, data_parallel, cuda=cuda)
@@ -302,7 +321,7 @@ def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, 
 
 
 def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
-    """Return the bytes per token of a rank's layers, for every micro-batch in flight."""
+    """Return the bytes per token of a rank's layer activations for all micro-batches in flight."""
     layout, layers = config.parallel, 0.0
     for block, count in config.model.kinds:
         again = config.train.recompute == "full"
@@ -316,8 +335,9 @@ def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cu
 
 
 def _offloads(config: RunConfig, *, cuda: bool) -> bool:
-    """Return True if activations are offloaded to another memory; on a CPU, device and host memory
-    are the same.
+    """Return True if activations are offloaded from a GPU to the host.
+
+    On a CPU, device and host memory are the same.
     """
     return config.train.offload_activations and cuda
 
@@ -335,10 +355,10 @@ def beside_told(
     *,
     cuda: bool,
 ) -> Iterator[str]:
-    """Yield lines about memory that the table of all stages does not show.
+    """Yield lines about memory that the table of all stages does not show separately.
 
-    These are offloaded activations, and the copy of the weights for tensor norms, which the table
-    includes.
+    These are the offloaded activations, and the copy of the weights for tensor norms, which the
+    table includes.
     """
     ranks = min(world_size, RANKS_OF_A_NODE)
     sizes = [
@@ -358,19 +378,19 @@ def beside_told(
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
-    """Return the bytes of short-lived tensors at the peak.
+    """Return the bytes of short-lived tensors at the peak of the backward pass.
 
-    The peak is the backward pass of the loss (last stage) or of a layer, when the tensors of the
-    loss have been freed.
+    On the last stage, the peak is the backward pass of the loss or, after the tensors of the loss
+    have been freed, that of a layer. On other stages it is that of a layer.
 
     Loss: in bf16 the logits in addition to their fp32 softmax, and the weight gradient of the
     output layer before it is added to the fp32 buffer. With train.loss_chunk both passes run
     together, one chunk at a time: the logits and softmax of the chunk, or their gradient and its
     weight gradient, in addition to the accumulated weight gradient and all hidden states.
 
-    Layer: the gradients inside its MLP or its mixer, the weight gradient of fc1, under recompute
-    its own activations, on a CPU in bf16 the same amount again; and the temporary memory of its
-    mixer (``Shape.moment_bytes``).
+    Layer: the gradients inside its MLP or its mixer, the weight gradient of fc1, and the temporary
+    memory of its mixer (``Shape.moment_bytes``). Recompute adds the activations of the layer that
+    are computed again. On a CPU, bf16 adds the size of all its activations.
     """
     model = config.model
     train = config.train

@@ -1,4 +1,4 @@
-"""Cost of Muon, from the configuration alone: FLOPs of its Newton-Schulz iteration.
+"""Compute the cost of Muon, the FLOPs of its Newton-Schulz iteration, from the configuration.
 
 The module does not import torch.
 """
@@ -20,7 +20,7 @@ TENSORS = 6
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
-    """Return the FLOPs of making one map orthogonal.
+    """Return the FLOPs of orthogonalizing one [rows, columns] map.
 
     Each of the STEPS iterations computes X X^T, its square, and a product with X. With a the
     smaller and b the larger side, this is 4 a^2 b + 2 a^3 per iteration.
@@ -30,7 +30,7 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
 
 
 def step_flops(weights: Iterable[Weight]) -> float:
-    """Return the FLOPs of one optimizer step for all maps of these unsharded weights."""
+    """Return the FLOPs of one optimizer step for all linear maps of these unsharded weights."""
     return sum(
         newton_schulz_flops(rows, one.shape[-1])
         for one in weights
@@ -43,7 +43,7 @@ def told(config: RunConfig, weights: Iterable[Weight], data_parallel: int, train
     """Return the plan's line about Muon.
 
     training: FLOPs of the forward and backward passes of a step. If the optimizer is not split,
-    every rank repeats its work.
+    every data-parallel rank repeats all of Muon's work, and the line counts every repetition.
     """
     split = (
         config.engine.zero_stage > 0

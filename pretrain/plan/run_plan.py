@@ -1,7 +1,8 @@
-"""Plan of a run, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size.
+"""Compute the plan of a run from its configuration alone.
 
-Memory is computed in ``pretrain.plan.memory``; ``render`` formats the plan for the console.
-Parameter names and shapes are those of the built model. The module does not import torch.
+The plan contains parameters, FLOPs per token, steps and the size of checkpoints. Memory is computed
+in ``pretrain.plan.memory``; ``render`` formats the plan for the console. Parameter names and shapes
+are those of the built model. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -116,11 +117,11 @@ def forward_flops(
     """Return component -> FLOPs of one token's forward pass.
 
     Only matrix products are counted; a multiply-add counts as two. Attention is counted over the
-    causal half: a token reads (seq_length + 1) / 2 keys on average. Each mixer's own products are
-    in its ``Shape.flops``.
+    causal half: a token reads (seq_length + 1) / 2 keys on average. ``Shape.flops`` returns each
+    mixer's own products.
 
-    part_lengths: documents that are read separately, each counted by its own length; padding
-    tokens are not counted.
+    part_lengths: lengths of the documents if they are read separately; each is then counted by its
+    own length, and padding tokens are not counted.
     """
     flops: dict[str, float] = {}
     for block, count in model.kinds:
@@ -139,17 +140,18 @@ def _block_flops(
 
 
 def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
-    """Return the bytes of one sequence's decoding state after ``length`` tokens.
+    """Return the bytes of one sequence's decoding state after ``length`` tokens, in all layers.
 
-    The sum is over all layers; ``element``: bytes of an activation.
+    element: bytes of an activation.
     """
     return sum(block.state_bytes(length, element) for block in model.blocks())
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Return the model FLOPs of training on one token, over full sequences.
+    """Return the model FLOPs of training on one token of a full sequence.
 
-    These are the forward pass plus twice as much for the backward pass; recompute is not counted.
+    They are three times the FLOPs of the forward pass, since the backward pass counts twice as
+    much. Recompute is not counted.
     """
     return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
 
@@ -157,7 +159,7 @@ def flops_per_token(config: RunConfig) -> float:
 def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
     """Return component -> FLOPs per token that recompute adds.
 
-    These are the parts of the layers' ``forward`` pass that run twice.
+    forward: FLOPs of the forward pass. The result contains those components that run twice.
     """
     once = {
         "none": set(forward),
@@ -199,7 +201,7 @@ class Plan:
 
     @property
     def dense_flops(self) -> float:
-        """FLOPs like ``train_flops``, but over full sequences."""
+        """Training FLOPs per token over full sequences, even if documents are read separately."""
         return flops_per_token(self.config)
 
     @property
@@ -228,7 +230,7 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint."""
+        """Size of one checkpoint in bytes."""
         return checkpoint_bytes(self.config)
 
     @property
@@ -252,11 +254,11 @@ class Plan:
 
     @property
     def save_memory(self) -> int:
-        """Bytes of host memory for a save, on the rank with the most data.
+        """Bytes of host memory that the rank with the most data uses for a save.
 
-        This is a copy of its part; on a GPU it is 1/32 larger, because the staging blocks are not
-        completely filled. Up to 2.2% of the blocks of `fem_megatron.megatron.staging` stay empty
-        for models of 1.3B to 70B parameters.
+        The rank copies its part of the checkpoint. On a GPU the copy is 1/32 larger, because the
+        staging blocks are not completely filled. Up to 2.2% of the blocks of
+        `fem_megatron.megatron.staging` stay empty for models of 1.3B to 70B parameters.
         """
         ranks = self.data_parallel * self.config.parallel.context_parallel_size
         parts = 33 if self.cuda else 32
@@ -267,7 +269,7 @@ class Plan:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the rank that needs most memory."""
+        """Peak device bytes of the rank that needs most memory."""
         return max(stage.total for stage in self.memory)
 
 
@@ -322,8 +324,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def stored_bytes(config: RunConfig) -> int:
-    """Return the bytes that a checkpoint contains per parameter: the weight and the optimizer's
-    fp32 state.
+    """Return the bytes per parameter in a checkpoint: the weight and the fp32 optimizer state.
 
     The weight has the training precision. Megatron's distributed optimizer stores its fp32
     parameters with the two moments in either precision; the plain optimizer stores them only in
@@ -527,8 +528,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
 
 
 def _zero_lines(plan: Plan) -> Iterator[str]:
-    """Yield the memory of the same rank under every ZeRO stage and offload; the run's own is
-    marked.
+    """Yield the memory of the same rank under every ZeRO stage and offload.
+
+    The line of the run's own stage is marked.
     """
     (own,) = plan.memory
     host = plan.cuda

@@ -1,4 +1,4 @@
-"""Memory of one rank under DeepSpeed's ZeRO in bytes, from the configuration alone.
+"""Compute the memory of one rank under DeepSpeed's ZeRO in bytes from the configuration alone.
 
 P: parameters of the rank; d: data-parallel ranks; e: bytes of the training precision; b: elements
 of a reduction bucket. All optimizer state of ZeRO is fp32: a copy of the weights and Adam's two
@@ -16,15 +16,20 @@ In stage 2 the 4b more in bf16 are the converted gradients. In stage 3 with gloo
 updates g elements at a time, the smaller of P/d and sub_group_size, and flattens their gradients
 first.
 
-Gradients marked * exist from the start; the others appear while activations are freed, unless a
-step has several micro-batches. Stage 3 always holds a bucket, 4b, and L unsharded elements in
-addition to the activations: L is the smaller of P and max_live_parameters (and max_reuse_distance);
-beyond L, DeepSpeed gathers a parameter again for every use. Offload keeps the 12 P / d and two 4 P
-/ d of gradients on the host and a bucket, eb in stages 1 and 2, on the device; offloaded parameters
-are the e P / d of stage 3, on the host.
+Gradients marked * exist from the start. Other gradients appear while activations are freed, unless
+a step has several micro-batches.
 
-On a CPU this is within 15% of the measured memory of processes (tests/pretrain/test_memory.py,
-docs/engines.md); it was not measured on a GPU. The module does not import torch.
+Stage 3 always uses a bucket (4b) and L unsharded elements in addition to the activations. L is the
+smallest of P, max_live_parameters and max_reuse_distance. Beyond L, DeepSpeed gathers a parameter
+again for every use.
+
+If the optimizer is offloaded, its state (12 P / d) and two copies of the gradients (4 P / d each)
+are on the host, and a bucket (eb in stages 1 and 2) is on the device. If the parameters of stage 3
+are offloaded, they (e P / d) are on the host too.
+
+On a CPU the result is within 15% of the measured memory of processes
+(tests/pretrain/test_memory.py, docs/engines.md); it was not measured on a GPU. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """Bytes of a rank's device memory, and of the host's memory if that is separate.
+    """Bytes of a rank's device memory, and of host memory if the device is a GPU.
 
     bucket: used all the time. fresh: the part of the gradients, on device or host, that appears
     during the backward pass. forward: used in addition to the activations. reduction: used in
@@ -63,8 +68,9 @@ class ZeroMemory:
         return self.bucket + max(self.forward, self.reduction)
 
     def peak(self, activations: int) -> int:
-        """Return the peak of the device, given the ``activations`` of the model including their
-        workspace.
+        """Return the peak bytes of the device.
+
+        activations: bytes of the model's activations, including their workspace.
         """
         steady = self.weights + self.gradients - self.fresh + self.optimizer + self.bucket
         return steady + max(activations + self.forward, self.fresh + self.reduction)
@@ -79,10 +85,10 @@ def zero_memory(
     cuda: bool,
     muons: int = 0,
 ) -> ZeroMemory:
-    """Return the ZeRO memory of a rank with ``parameters`` parameters, of which Muon updates
-    ``muons``.
+    """Return the memory under ZeRO of a rank with ``parameters`` parameters.
 
-    ``engine`` may differ from the run's engine. On a CPU the host's memory counts as the device's.
+    muons: number of parameters that Muon updates. ``engine`` may differ from the run's engine. On a
+    CPU the host's memory counts as the device's.
     """
     e = 2 if config.train.precision == "bf16" else WIDE
     stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
@@ -125,7 +131,8 @@ def zero_memory(
 def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
     """Return (name, settings) of every ZeRO stage and offload that the run could use.
 
-    The stages fit the run's precision, and the settings include its bucket sizes.
+    Stages that do not fit the run's precision or optimizer are absent. The settings include the
+    run's bucket sizes.
     """
     found = []
     for stage in (0, 1, 2, 3):
@@ -144,7 +151,7 @@ def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
 
 
 def zero_name(engine: EngineConfig) -> str:
-    """Return the name of a stage with its offload."""
+    """Return the name of a ZeRO stage with its offload, for example ``stage 3, all offloaded``."""
     offloaded = ""
     if engine.offload_parameters:
         offloaded = ", all offloaded"

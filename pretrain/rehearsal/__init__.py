@@ -1,3 +1,5 @@
-"""Rehearsal of a step of one rank without its machine: the training code runs on meta tensors in a
-fake process group.
+"""Rehearsal of a training step of one rank on any machine.
+
+The training code runs on meta tensors in a simulated process group, so that memory and collectives
+are known without the run's machine.
 """

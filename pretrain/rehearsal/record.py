@@ -1,8 +1,7 @@
-"""Recorder of the memory and collectives of a rank's steps: `Recorder` intercepts every dispatched
-torch operation.
+"""Record the memory and the collectives of a rank's steps.
 
-It can also record a real run without changing it, so that the collectives of both can be compared
-call by call.
+`Recorder` intercepts every dispatched torch operation. It can also record a real run without
+changing it, so that the collectives of both can be compared call by call.
 """
 
 from __future__ import annotations
@@ -41,10 +40,11 @@ update, or before the step."""
 
 @dataclass
 class Held:
-    """Memory of a tensor from its creation to its release, in ticks of the recorder (gone is None:
-    still allocated).
+    """Memory of a tensor from its creation to its release.
 
-    part: part of the model.
+    phase, part, operation, place: phase of the step, part of the model, operation and source line
+    that created it. born, gone: ticks of the recorder at the creation and the release; gone is None
+    while the memory is allocated.
     """
 
     bytes: int
@@ -59,8 +59,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective call. group: numbers of the ranks; bytes: size of this rank's largest tensor;
-    peer: of a send or receive.
+    """A collective call.
+
+    group: ranks of the process group. bytes: size of this rank's largest tensor. peer: the other
+    rank of a send or receive, else None.
     """
 
     phase: str
@@ -72,7 +74,7 @@ class Collective:
 
 @dataclass
 class StepTrace(Trace):
-    """Trace with the phases of a step.
+    """Trace of a rank's operations that also records the phase of the step.
 
     ``stage`` is ``setup``, ``forward`` (including the backward pass), ``reduction`` or ``update``.
     """
@@ -84,13 +86,14 @@ class StepTrace(Trace):
 
     @property
     def phase(self) -> str:
-        """Phase of the operation that runs now."""
+        """Phase of the step to which the running operation belongs."""
         running = torch._C._current_graph_task_id() != -1
         return BACKWARD if running and self.stage == FORWARD else self.stage
 
     def launched(self, kernel: Any, given: dict[str, Any]) -> None:
-        """Ignore the launch of a Triton kernel, so that its arguments, tensors of the step, can be
-        released.
+        """Ignore the launch of a Triton kernel.
+
+        Recording it would keep its arguments, tensors of the step, in memory.
         """
 
     def add(self, name: str, moved: float, kind: str = "pointwise", flops: float = 0.0) -> None:
@@ -100,8 +103,9 @@ class StepTrace(Trace):
 
 
 class Recorder(Dispatched):
-    """Recorder of all collectives, and of the memory of tensors on one device: meta tensors, or CPU
-    tensors in a real run.
+    """Recorder of all collectives, and of the memory of all tensors on one device.
+
+    These are meta tensors in a rehearsal, or CPU tensors in a real run.
     """
 
     trace: StepTrace
@@ -124,8 +128,9 @@ class Recorder(Dispatched):
         return out
 
     def fused(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function so that it counts as one kernel; its intermediate tensors are not
-        recorded.
+        """Return ``function`` wrapped so that a call counts as one kernel.
+
+        Its intermediate tensors are not recorded.
         """
 
         def call(*args: Any) -> Any:
@@ -162,7 +167,10 @@ class Recorder(Dispatched):
                     self.tick += 1
 
     def known(self, tensors: Any, kind: str) -> None:
-        """Set the holder (one of HOLDERS) of these tensors' memory, unless it is already set."""
+        """Set the holder of the memory of these tensors, unless it is already set.
+
+        kind: the holder, one of HOLDERS.
+        """
         for t in tree_leaves(tensors):
             if (
                 isinstance(t, Tensor)

@@ -1,4 +1,4 @@
-"""Output of a rehearsal as text, JSON and figure."""
+"""Write the results of a rehearsal as text, JSON or a figure."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def _by_part(rank: Rank) -> dict[str, int]:
 
 
 def _largest(rank: Rank) -> list[tuple[str, str, int, int]]:
-    """Return (holder, place of creation, tensors, bytes) of the places with the most memory at the
-    peak.
+    """Return the places in the code whose tensors use most memory at the peak.
+
+    Each element is (holder, place of creation, number of tensors, bytes).
     """
     sizes, numbers = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each in rank.peak.held:
@@ -97,8 +98,9 @@ def _largest(rank: Rank) -> list[tuple[str, str, int, int]]:
 
 
 def _sent(rank: Rank) -> list[tuple[tuple[str, str, str], int, int]]:
-    """Return ((phase, kind, group), calls, total bytes) of collectives over several ranks, in the
-    order of the step.
+    """Return ((phase, kind, group), calls, total bytes) of the collectives between ranks.
+
+    They have the order of the step. Collectives of a single rank are omitted.
     """
     calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for each in rank.collectives:
@@ -114,7 +116,7 @@ def _sent(rank: Rank) -> list[tuple[tuple[str, str, str], int, int]]:
 
 
 def as_json(told: Rehearsal) -> dict[str, Any]:
-    """Return all numbers as a JSON value; sizes are in bytes, of one rank."""
+    """Return all numbers of a rehearsal as a JSON value; sizes are in bytes per rank."""
     return {
         "name": told.config.name,
         "device": told.device,
@@ -160,9 +162,7 @@ def _planned(stage: StageMemory) -> dict[str, int]:
 
 
 def draw(told: Rehearsal, file: Path) -> None:
-    """Write ``file`` as a PNG figure of the memory by holder through the step, for each kind of
-    rank.
-    """
+    """Write a PNG figure of the memory by holder during the step, one panel per kind of rank."""
     figure = new_figure((9.0, 1.0 + 2.6 * len(told.ranks)))
     room = memory_gib(told.device)
     for axes, rank in zip(
@@ -190,8 +190,9 @@ def draw(told: Rehearsal, file: Path) -> None:
 
 
 def _through_the_step(rank: Rank) -> tuple[list[int], list[list[float]]]:
-    """Return (ticks from the beginning of the step, GiB of each of HOLDERS), a few thousand points
-    at most.
+    """Return (ticks from the beginning of the step, GiB of each holder at each tick).
+
+    The holders have the order of HOLDERS. The result has a few thousand ticks at most.
     """
     changes = [(each.born, holder(each), each.bytes) for each in rank.held]
     changes += [

@@ -1,6 +1,4 @@
-"""Rehearsal of steps: each kind of rank is set up and runs two steps, of which the second is
-reported.
-"""
+"""Rehearse steps: set up each kind of rank, run a few steps and report the last one."""
 
 from __future__ import annotations
 
@@ -49,8 +47,10 @@ from pretrain.signals import STOP
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of a rank. phase, part: the phase of the step and the part of the model in which
-    it occurs.
+    """Peak memory of a rank.
+
+    phase, part: phase of the step and part of the model at the peak. held: the memory of all
+    tensors that are allocated at the peak.
     """
 
     bytes: int
@@ -59,7 +59,7 @@ class Peak:
     held: list[Held]
 
     def by_holder(self) -> dict[str, int]:
-        """Return the bytes by HOLDERS."""
+        """Return holder -> bytes for each of HOLDERS."""
         found = dict.fromkeys(HOLDERS, 0)
         for each in self.held:
             found[holder(each)] += each.bytes
@@ -70,8 +70,8 @@ class Peak:
 class Rank:
     """Recording of the last rehearsed step of one rank.
 
-    begin, end: its ticks; groups: names of the process groups by their ranks; seconds: duration of
-    the rehearsal.
+    begin, end: first and last tick of the step. groups: ranks -> name of each process group.
+    seconds: duration of the rehearsal.
     """
 
     stage: int
@@ -111,16 +111,14 @@ class Rank:
 
     @property
     def moved(self) -> float:
-        """Bytes that the step's kernels read and write in the device's memory
-        (`fem_megatron.trace`).
-        """
+        """Bytes that the step's kernels read and write in device memory (`fem_megatron.trace`)."""
         return sum(launch.bytes for launch in self.launches)
 
     def flops(self, *, backward: bool) -> float:
-        """Return the FLOPs of all matrix products of torch and of the attention kernel in one of
-        the passes.
+        """Return the FLOPs of matrix products in the forward or the backward pass.
 
-        Products within Triton kernels are unknown and not included.
+        These are the products of torch and of the attention kernel. Products within Triton kernels
+        are unknown and not included.
         """
         return sum(launch.flops for launch in self.launches if launch.backward == backward)
 
@@ -134,7 +132,7 @@ def holder(held: Held) -> str:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Rehearsal of a run on one device: the plan, and each kind of rank by its pipeline stage."""
+    """Results of the rehearsal of a run on one device: the plan, and each rehearsed rank."""
 
     config: RunConfig
     device: str
@@ -143,8 +141,9 @@ class Rehearsal:
 
     @property
     def excess(self) -> str | None:
-        """Error text if the rank with the highest peak needs more memory than the device has, else
-        None.
+        """Error text if the rank with the highest peak needs more memory than the device has.
+
+        The value is None if the memory suffices or the memory of the device is unknown.
         """
         room, most = memory_gib(self.device), max(self.ranks, key=lambda rank: rank.peak.bytes)
         if room is None or most.peak.bytes <= room * 2**30:
@@ -157,11 +156,10 @@ class Rehearsal:
 
 
 def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
-    """Rehearse the first, middle and last pipeline stage on ``device`` (h100, h200 or cpu), one
-    after another.
+    """Rehearse the first, middle and last pipeline stage on a simulated device, one after another.
 
-    All run in this process. Raises ConfigError for offloading, and if DeepSpeed is selected but not
-    installed.
+    device: h100, h200 or cpu. All stages run in this process. Raises ConfigError for offloading,
+    and if DeepSpeed is selected but not installed.
     """
     if config.train.offload_activations:
         raise ConfigError(
@@ -179,9 +177,7 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
 
 
 def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stage: int) -> Rank:
-    """Rehearse the first rank of a pipeline stage: set it up, run the steps, and return the record
-    of the last one.
-    """
+    """Rehearse the first rank of a pipeline stage and return the record of the last step."""
     began = time.monotonic()
     # The number replaces values read from tensors, among others the squared norm of the gradient.
     trace = StepTrace(number=(1 + 2 * config.optimizer.clip_grad) ** 2)
@@ -212,7 +208,7 @@ def recorded_steps(
 ) -> Rank:
     """Run a few steps of an engine and return the record of the last one.
 
-    The recorder works with a rehearsal and with a real engine.
+    The engine may belong to a rehearsal or to a real run.
     """
     trace, deepspeed = recorder.trace, engine.config.engine.name == "deepspeed"
     _name_parts(engine, trace)
@@ -249,8 +245,9 @@ def recorded_steps(
 
 
 def _follow(engine: Any, recorder: Recorder) -> None:
-    """Set the phase of the trace when Megatron's schedule reduces the gradients; the update
-    follows.
+    """Make Megatron's schedule set the phase of the trace.
+
+    The phase is the reduction while gradients are reduced, and the update afterwards.
     """
     trace, reduce = recorder.trace, engine.settings.finalize_model_grads_func
 
@@ -278,8 +275,9 @@ def _tell(engine: Any, recorder: Recorder) -> None:
 
 
 def _groups() -> dict[tuple[int, ...], str]:
-    """Return ranks -> name of this rank's process groups, with the abbreviations of the
-    configuration.
+    """Return ranks -> name of each process group of this rank.
+
+    The names are the abbreviations that the configuration uses.
     """
     named = {
         "TP x DP": parallel_state.get_amax_reduction_group(with_context_parallel=True),
@@ -317,8 +315,9 @@ def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _name_parts(engine: Any, trace: StepTrace) -> None:
-    """Set the trace's part of the model by hooks: a layer by its number, embedding, final norm,
-    output layer.
+    """Register hooks that set the trace's part of the model.
+
+    A part is a layer with its number, the embedding, the final norm or the output layer.
     """
     for model in engine.models:
         parts = {f"layer {layer.layer_number}": layer for layer in model.decoder.layers}
@@ -340,7 +339,10 @@ def _engine_on_paper(config: RunConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def _built_without_numbers() -> Iterator[None]:
-    """Build the model directly with meta tensors, instead of moving it from the host."""
+    """Build models directly with meta tensors during the block.
+
+    They are otherwise built on the host and then moved.
+    """
     build = fem_model.build
 
     def built(*args: Any, **named: Any) -> Any:

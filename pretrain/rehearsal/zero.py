@@ -1,8 +1,7 @@
-"""DeepSpeed's ZeRO in a rehearsal: its own set-up and step on meta tensors, and the holders of its
-tensors.
+"""Run DeepSpeed's ZeRO in a rehearsal, on meta tensors.
 
-This module contains every replacement of a DeepSpeed function, each with its reason and the place
-upstream (0.19.8).
+DeepSpeed's own set-up and step are used; this module sets the holders of its tensors. It contains
+every replacement of a DeepSpeed function, each with its reason and its location upstream (0.19.8).
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from pretrain.rehearsal.record import (
 
 
 def prepare(config: RunConfig) -> None:
-    """Import DeepSpeed, which detects the device of this machine, before another device is
-    simulated.
+    """Import DeepSpeed before another device is simulated.
+
+    The import detects the device of this machine.
 
     Raises:
         ConfigError: DeepSpeed is not installed, or the run uses offloading or Muon.
@@ -56,8 +56,9 @@ def prepare(config: RunConfig) -> None:
 
 @contextmanager
 def on_paper() -> Iterator[None]:
-    """Run DeepSpeed within `fem_megatron.megatron.paper.machine`, and restore its process-wide
-    state at the end.
+    """Make DeepSpeed work within `fem_megatron.megatron.paper.machine` during the block.
+
+    DeepSpeed's process-wide state is restored at the end.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -86,8 +87,9 @@ def _gpu() -> Any:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     class Gpu(CUDA_Accelerator):
-        """CUDA accelerator without profiler ranges, which a torch without CUDA lacks
-        (cuda_accelerator.py:248).
+        """CUDA accelerator without profiler ranges.
+
+        A torch without CUDA lacks these ranges (cuda_accelerator.py:248).
         """
 
         range_push = range_pop = lambda *_, **__: None
@@ -96,10 +98,10 @@ def _gpu() -> Any:
 
 
 def _alike(utils: Any) -> dict[str, Any]:
-    """Return replacements of ZeRO-3's comparisons of the module order with rank 0 (zero/utils.py:81
-    and 99).
+    """Return name -> replacement of the functions by which ZeRO-3 compares ranks.
 
-    They send and read like the originals, but always report equality.
+    The originals compare the order of the modules with rank 0 (zero/utils.py:81 and 99). The
+    replacements send and read like the originals, but always report equality.
     """
     length, numbers = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0
 
@@ -140,7 +142,7 @@ def follow(engine: Any, recorder: Recorder) -> None:
 
 
 def _gradient_told(engine: Any, recorder: Recorder) -> Callable[[Any], None]:
-    """Return a hook for a parameter whose gradient exists.
+    """Return a hook for a parameter, called when its gradient exists, that sets the holders.
 
     DeepSpeed's own hook has run before it and may have moved the gradient into a bucket.
     """
@@ -159,7 +161,8 @@ def _buckets(optimizer: Any) -> list[Any]:
 def tell(engine: Any, recorder: Recorder) -> None:
     """Set the holders of the memory that exists now.
 
-    The first holder counts: in stage 0 the optimizer updates the weights directly.
+    Only the first holder set for a tensor counts: in stage 0 the optimizer updates the weights
+    directly.
     """
     optimizer = engine.engine.optimizer
     parameters = list(engine.model.parameters())

@@ -18,7 +18,7 @@ _NICENESS = 19
 
 
 def main(words: list[str]) -> int:
-    """Replace this process by the command.
+    """Replace this process by the command, run at low priority.
 
     Return 127 if the command cannot be started, 0 if the parent has ended.
     """

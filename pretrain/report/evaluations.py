@@ -1,9 +1,8 @@
-"""Evaluation during training: a callback that runs ``tools.evaluate`` on checkpoints and passes its
-scores to the loggers.
+"""Run ``tools.evaluate`` on checkpoints during training, and pass the scores to the loggers.
 
-It exists only on rank 0 and uses the evaluation through its command line and its output files. One
-evaluation runs at a time; one more, the newest that is due, waits. A failed evaluation does not
-stop training.
+The callback exists only on rank 0. It uses the evaluation through its command line and its output
+files. One evaluation runs at a time; the newest further checkpoint that is due waits. A failed
+evaluation does not stop training.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _END_SECONDS = 10.0  # between SIGTERM and SIGKILL
 
 
 class CheckpointView(Protocol):
-    """Part of ``pretrain.checkpoint.manager.Checkpoints`` that evaluations use."""
+    """Interface of ``pretrain.checkpoint.manager.Checkpoints`` that evaluations use."""
 
     folder: Path
     last: Path | None
@@ -71,7 +70,7 @@ class _Running:
 class Evaluations(Callback):
     """Callback that starts, monitors and reports evaluations.
 
-    It must be the first callback, because it still uses the other loggers when it ends.
+    It must be the first callback, because it still uses the other loggers when training ends.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Evaluations(Callback):
         received: list[int],
         step: int = 0,
     ) -> None:
-        """Start the newest evaluation that is due and has not ended in an earlier attempt.
+        """Start the newest due evaluation that has not ended in an earlier attempt.
 
         ``folder``: the run directory; ``steps``: number of the last step; ``received``: list that
         receives stop signals; ``step``: the last finished step.
@@ -126,7 +125,10 @@ class Evaluations(Callback):
             self._leave()
 
     def _look(self) -> None:
-        """Update the state once; errors of files and processes are reported, not raised."""
+        """Report a finished evaluation, and start the next one that is due.
+
+        Errors of files and processes are reported, not raised.
+        """
         try:
             self._take()
             if self.checkpoints.last != self.seen:
@@ -195,7 +197,10 @@ class Evaluations(Callback):
         self._note_use()
 
     def _take(self) -> None:
-        """Report the running evaluation if it has ended; terminate it if it is too slow."""
+        """Report the running evaluation if it has ended.
+
+        Terminate it if its time limit is exceeded.
+        """
         running = self.running
         if running is None:
             return
@@ -237,8 +242,9 @@ class Evaluations(Callback):
         self._write(line)
 
     def _leave(self) -> None:
-        """Terminate the running evaluation, and report unfinished evaluations with the commands
-        that run them.
+        """Terminate the running evaluation, and report unfinished evaluations.
+
+        Each report contains the command that runs the evaluation.
         """
         undone = [self.running.checkpoint] if self.running is not None else []
         if self.running is not None:
@@ -273,8 +279,9 @@ class Evaluations(Callback):
         return self.folder / FOLDER / checkpoint.name
 
     def _averaged(self, checkpoint: Path) -> list[Path]:
-        """Return the checkpoints whose average is evaluated with this one; empty until enough
-        checkpoints exist.
+        """Return the newest checkpoints up to ``checkpoint`` whose average is evaluated with it.
+
+        Their number is settings.merge. The list is empty if too few checkpoints exist.
         """
         older = (
             path
@@ -285,8 +292,9 @@ class Evaluations(Callback):
         return found if len(found) == self.settings.merge else []
 
     def _note_use(self) -> None:
-        """Mark the checkpoints that are read, or will be read, as in use, so that they are not
-        deleted.
+        """Mark the checkpoints that evaluations read, now or next, as in use.
+
+        Checkpoints in use are not deleted.
         """
         used = [self.running.checkpoint] if self.running else []
         used += [self.waiting[1]] if self.waiting else []
@@ -304,10 +312,10 @@ class Evaluations(Callback):
 
 
 def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return the environment of an evaluation process.
+    """Return the environment variables of an evaluation process.
 
-    It lacks the variables of a rank, sets the number of threads, and hides all GPUs if the device
-    is the CPU.
+    The variables of a rank are removed, the number of threads is set, and all GPUs are hidden if
+    ``device`` is the CPU.
     """
     kept = {
         name: value
@@ -322,10 +330,10 @@ def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
 
 
 def _scores(out: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Return label -> {value, stderr, metric} from every result file of an evaluation; other files
-    are ignored.
+    """Return label -> {value, stderr, metric} from every result file of an evaluation.
 
-    Files older than the checkpoint are ignored too: they belong to weights that a rewind discarded.
+    Other files are ignored. Files older than the checkpoint are ignored too, because they belong to
+    weights that a rewind discarded.
     """
     found = {}
     for file in sorted(out.glob("*/[!.]*.json")):
@@ -351,7 +359,7 @@ def _with_error(score: Mapping[str, Any]) -> str:
 
 
 def _fault(code: int | None, log: Path) -> str:
-    """Return how the process ended, with the last line of its log."""
+    """Return a text with the exit code or signal of a process and the last line of its log."""
     if code is not None and code < 0:
         return f"ended by {signal_name(-code)}"
     with suppress(OSError):
@@ -371,10 +379,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ended(file: Path) -> set[int]:
-    """Return the steps whose evaluation ended, successfully or not, in this attempt or an earlier
-    one.
+    """Return the steps whose evaluation ended, successfully or not, in any attempt.
 
-    A line for an earlier step than the previous lines (after a rewind) removes the later steps.
+    file: JSON lines with one line per ended evaluation. After a rewind, a line for an earlier step
+    than the previous lines removes the later steps.
     """
     found = set[int]()
     with suppress(OSError):

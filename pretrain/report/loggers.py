@@ -26,11 +26,13 @@ Say = Callable[[str], None]
 
 
 class Callback:
-    """Interface of loggers: events of the training loop. The methods of this class are empty."""
+    """Interface of loggers: one method per event of the training loop.
+
+    The methods of this class are empty.
+    """
 
     def on_restart(self, step: int) -> None:
-        """Called when training continues after ``step``: at the start, after a resume and after a
-        rewind.
+        """Called when training continues after ``step``: at the start, a resume or a rewind.
 
         Records of later steps become invalid.
         """
@@ -42,21 +44,21 @@ class Callback:
         """Called after a validation."""
 
     def on_values(self, step: int, values: dict[str, float]) -> None:
-        """Called with further values of a step, as ``diagnostics/layer_03/mixer/step_norm`` or
-        ``ranks/slowest_ratio``.
+        """Called with further values of a step.
 
-        Values of an evaluation during training, as ``evaluation/ARC-C``, arrive after the records
-        of later steps.
+        Names are, for example, ``diagnostics/layer_03/mixer/step_norm`` or ``ranks/slowest_ratio``.
+        Values of an evaluation during training, for example ``evaluation/ARC-C``, arrive after the
+        records of later steps.
         """
 
     def on_message(self, text: str) -> None:
         """Called with a message for the user."""
 
     def on_alert(self, title: str, text: str) -> None:
-        """Called with a reason to inspect the run soon: a spike, a failed save, or the error that
-        ends training.
+        """Called with a reason to inspect the run soon.
 
-        The text is also printed elsewhere.
+        Examples are a spike, a failed save, or the error that ends training. The text is also
+        printed separately.
         """
 
     def on_end(self) -> None:
@@ -116,9 +118,10 @@ class Console(Callback):
 
 
 class JsonLines(Callback):
-    """Logger of every step and validation, one JSON object per line, in ``metrics.jsonl``.
+    """Logger that writes one JSON object per step or validation to ``metrics.jsonl``.
 
-    After a resume the last line of a step is valid. A number that is not finite is null.
+    If a step has several lines after a resume, the last line is valid. A number that is not finite
+    is null.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -242,11 +245,10 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 
 @contextmanager
 def kernels_told(say: Say) -> Iterator[None]:
-    """Pass on the log records of the kernels inside the block: the chosen implementations and the
-    reasons.
+    """Print the log records of the kernels during the block with the given function.
 
-    Without a GPU all reasons are the same, so the choices of a step are combined into one line
-    without reasons.
+    The records name the chosen implementations and the reasons. Without a GPU all reasons are the
+    same, so the choices of a step are combined into one line without reasons.
     """
     chosen: dict[str, list[str]] = {}
 

@@ -1,4 +1,4 @@
-"""Metrics of a run in progress: throughput, utilisation, memory, remaining time."""
+"""Compute metrics of a run in progress: throughput, utilisation and remaining time."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ class StepRecord:
 
 
 class Meter:
-    """Meter that computes rates and the ETA from the times of steps.
+    """Meter that computes rates and the remaining time (ETA) from the times of steps.
 
-    The ETA is the number of remaining steps times a running mean, in which the slow first steps
-    lose weight, plus the remaining pauses ("save", "validation") times the mean duration of their
-    kind. A kind that has not occurred yet counts as
-    0. Pauses are not part of the step time. dense_flops: FLOPs per token over full sequences, if
-      ``flops_per_token`` counts
-    documents separately.
+    The ETA is the number of remaining steps times a running mean of the step time, plus the
+    remaining pauses ("save", "validation") times the mean duration of their kind. In the running
+    mean the slow first steps lose weight. A kind of pause that has not occurred yet counts as 0 s.
+    Pauses are not part of the step time.
+
+    dense_flops: FLOPs per token over full sequences, if ``flops_per_token`` counts documents
+    separately.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Meter:
         self.last = now
 
     def measure(self, steps_left: int, pauses_left: Mapping[str, int]) -> dict[str, Any]:
-        """Return the fields of the record that depend on time. pauses_left: number of remaining
-        pauses of each kind.
+        """Return the fields of the step's record that depend on time.
+
+        pauses_left: number of remaining pauses of each kind.
         """
         now = time.monotonic()
         seconds, self.last = now - self.last, now
@@ -98,7 +100,7 @@ class Meter:
         }
 
     def _spent(self, rate: float, flops_per_token: float) -> tuple[float, float | None]:
-        """Return the TFLOP/s per process at ``rate`` tokens/s, and the share of the peak."""
+        """Return (TFLOP/s per process at ``rate`` tokens/s, share of the device's peak or None)."""
         tflops = rate * flops_per_token / self.world_size / 1e12
         return tflops, tflops / self.peak_tflops if self.peak_tflops else None
 

@@ -1,4 +1,4 @@
-"""Layer diagnostics at an interval, computed on all ranks and gathered on rank 0."""
+"""Compute layer diagnostics at an interval on all ranks and gather them on rank 0."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def blocks_of(models: Iterable[nn.Module]) -> dict[int, Block]:
 
 
 class Observer:
-    """`pretrain.report.loggers.Watch` of the first micro-batch of every ``interval``-th step (0:
-    never).
+    """Layer diagnostics of the first micro-batch of every ``interval``-th step (0: never).
 
-    Only the first data-parallel replica observes. Its tensor-parallel ranks compute together, and
-    each pipeline stage observes its own layers.
+    It is a `pretrain.report.loggers.Watch`. Only the first data-parallel replica observes. Its
+    tensor-parallel ranks compute together, and each pipeline stage observes its own layers.
     """
 
     def __init__(self, models: Iterable[nn.Module], interval: int) -> None:
@@ -51,7 +50,7 @@ class Observer:
 
 
 def together(*watches: Watch) -> Watch:
-    """Combine several watches into one whose dictionary contains the values of all."""
+    """Return one watch that runs several watches and combines their values in one dictionary."""
 
     @contextmanager
     def watch(step: int) -> Iterator[dict[str, float]]:
@@ -66,8 +65,9 @@ def together(*watches: Watch) -> Watch:
 
 
 def _from_every_stage(found: dict[str, float]) -> dict[str, float]:
-    """Gather the values of all pipeline stages on the first stage, in the order of the layers;
-    other stages return {}.
+    """Return the values of all pipeline stages on the first stage, in the order of the layers.
+
+    Other stages return {}. All stages must call it together.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     first = parallel_state.get_pipeline_model_parallel_first_rank()

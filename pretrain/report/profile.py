@@ -1,5 +1,6 @@
-"""Traces of single steps with torch's profiler, for configured steps and ranks and for ranks that
-received SIGUSR2.
+"""Trace single steps with torch's profiler.
+
+A rank traces the configured steps, and its next step after it received SIGUSR2.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Profiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[list[str]]:
-        """Trace the step if requested; the yielded list then receives one line per file, written or
-        failed.
+        """Run the block as a step, and trace it if requested.
+
+        The yielded list then receives one line per file, written or failed.
         """
         told: list[str] = []
         asked, self.received.profile = self.received.profile, False
@@ -62,9 +64,9 @@ class Profiler:
 
 
 def _written(what: str, path: Path, write: Callable[[Path], object]) -> str:
-    """Write a file and return a line with its path, or with the error, which does not end the run.
+    """Write a file and return a line with its path, or with the error if writing failed.
 
-    A partially written file is removed.
+    An error does not end the run. A partially written file is removed.
     """
     try:
         path.parent.mkdir(exist_ok=True)

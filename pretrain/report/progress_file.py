@@ -1,6 +1,6 @@
-"""State of the run in ``progress.json`` in the run directory, for external monitoring programs.
+"""Write and read the state of the run in ``progress.json`` in the run directory.
 
-The module does not import torch.
+External monitoring programs read the file. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ _LONGEST_MESSAGE = 1000
 
 
 class ProgressFile:
-    """Writer of ``progress.json``, which is replaced atomically at every change of state and at
-    every checkpoint.
+    """Writer of ``progress.json``.
+
+    The file is replaced atomically at every change of state and at every checkpoint. Rank 0 writes
+    it. If rank 0 is killed or crashes in a library, the file keeps its last state.
 
     Keys: format, state, step, steps, consumed_tokens, total_tokens, checkpoint (the newest complete
     one, relative to the run directory), signal (the signal that stopped the run), message (one
     line), time (Unix seconds), pid, host, world_size. ``step`` is the last finished step at the
-    time of writing; metrics.jsonl has newer steps between checkpoints. Rank 0 writes the file. If
-    rank 0 is killed or crashes in a library, the file keeps its last state.
+    time of writing; metrics.jsonl has newer steps between checkpoints.
     """
 
     def __init__(self, folder: Path | None, schedule: Schedule, world_size: int) -> None:
-        """``folder``: the run directory; None on ranks that do not write."""
+        """Create the writer.
+
+        ``folder``: the run directory; None on ranks that do not write.
+        """
         self.folder, self.schedule, self.world_size = folder, schedule, world_size
         self.told: tuple[str | None, Path | None] = None, None  # state and checkpoint in the file
         self.step = self.consumed_samples = 0
@@ -46,7 +50,7 @@ class ProgressFile:
         self.step, self.consumed_samples, self.checkpoint = step, consumed_samples, checkpoint
 
     def tell(self, state: str, *, signal: str | None = None, message: str | None = None) -> None:
-        """Write the file.
+        """Write the file with this state.
 
         A message of several lines becomes one line, and secret values from the environment are
         replaced by ***.
@@ -91,8 +95,9 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """Return the content of ``progress.json`` in a run directory, or None if it is missing or
-    invalid.
+    """Return the content of ``progress.json`` in a run directory.
+
+    Return None if the file is missing or invalid.
     """
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))

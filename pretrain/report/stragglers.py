@@ -1,11 +1,11 @@
-"""Detection of slow ranks: at an interval, every rank's time in a step is compared on rank 0.
+"""Detect slow ranks: at an interval, rank 0 compares the times of all ranks in one step.
 
-The compared time is the time from the beginning of a step until its gradients are to be reduced:
-data, forward and backward passes. Until then a rank does not wait for other data-parallel replicas,
-but ranks of one replica wait for each other: tensor-parallel ranks in every layer, pipeline stages
-in every micro-batch. A slow device therefore makes its entire replica slow, and the step times
-identify the replica, not the rank. Pipeline stages differ in their times, so a rank is compared
-only with ranks of the same stage.
+The compared time begins with a step and ends when its gradients are to be reduced. It includes
+data, forward and backward passes. During this time a rank does not wait for other data-parallel
+replicas, but ranks of one replica wait for each other: tensor-parallel ranks in every layer,
+pipeline stages in every micro-batch. A slow device therefore makes its entire replica slow, and the
+step times identify the replica, not the rank. Pipeline stages differ in their times, so a rank is
+compared only with ranks of the same stage.
 
 Within a replica, and if only one replica exists, a second measure distinguishes the ranks: the time
 of a small matrix product that each rank computes alone. It detects only slow computation on a
@@ -43,7 +43,7 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The slowest rank, with the measurements behind the comparison."""
+    """The slowest rank, with the measurements that were compared."""
 
     rank: int
     host: str
@@ -56,7 +56,7 @@ class Slowest:
     by: str  # measure of `ratio`: "step", or "matmul" with a single replica
 
     def message(self, limit: float) -> str:
-        """Return one line for the console."""
+        """Return one line for the console, given the ``limit`` from which a rank counts as slow."""
         who = f"slowest rank {self.rank} on node {self.host}"
         times = f"{self.ratio:.2f} times the median of {self.compared} ranks"
         against = f"({self.seconds:.3g} s against {self.median:.3g} s)"
@@ -125,12 +125,16 @@ def find_slowest(
 
 
 class Stragglers:
-    """Comparison of the ranks at every ``interval``-th step (0: never), written to ``ranks.jsonl``;
-    collective.
+    """Comparison of the ranks at every ``interval``-th step (0: never), written to ``ranks.jsonl``.
+
+    All ranks must call its methods together.
     """
 
     def __init__(self, interval: int, limit: float, folder: Path | None) -> None:
-        """``folder``: the run directory; None on ranks that do not write."""
+        """Gather the positions of all ranks.
+
+        ``folder``: the run directory; None on ranks that do not write.
+        """
         self.interval, self.limit, self.folder = interval, limit, folder
         here = RankPosition(
             host.node(),
@@ -188,8 +192,9 @@ class Stragglers:
 
 @torch.no_grad()
 def matmul_seconds() -> float:
-    """Return the seconds of a small matrix product on this rank's device, the best of a few; uses
-    no random numbers.
+    """Return the seconds of a small matrix product on this rank's device.
+
+    The fastest of a few products counts. No random numbers are used.
     """
     size, times, dtype = (
         (2048, 8, torch.bfloat16) if platform.has_cuda() else (256, 1, torch.float32)

@@ -1,4 +1,4 @@
-"""Norms of every parameter's weight, gradient, update and moments, over all ranks."""
+"""Compute the norms of every parameter's weight, gradient, update and moments over all ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ KINDS = ("weight", "gradient", "update", *MOMENTS)
 
 
 class TensorNorms:
-    """`pretrain.report.loggers.Watch` of every ``interval``-th step (0: never).
+    """Norms of all parameters at every ``interval``-th step (0: never).
 
-    It returns values named ``tensors/<name of the parameter>/<one of KINDS>``: the gradient of the
-    step, which is the mean over its tokens before clipping; and after the step the weight, the
-    update |w_after - w_before| of the optimizer's fp32 weight, and the optimizer's moments. During
-    the step a rank has a copy of the weights that it updates. The squares of a part are summed in
-    fp32: numbers below 1e-19 count as zero.
+    It is a `pretrain.report.loggers.Watch`. The values are named
+    ``tensors/<name of the parameter>/<one of KINDS>``. They are the norms of the step's gradient,
+    which is the mean over its tokens before clipping; of the weight after the step; of the update
+    |w_after - w_before| of the optimizer's fp32 weight; and of the optimizer's moments after the
+    step.
+
+    During the step a rank has a copy of the weights that it updates. The squares of a part are
+    summed in fp32: numbers below 1e-19 count as zero.
     """
 
     def __init__(self, engine: Engine, interval: int) -> None:
@@ -52,7 +55,7 @@ class TensorNorms:
 class _Sums:
     """Sums of squares of tensor elements over all ranks, each element counted on one rank.
 
-    An `AroundUpdate`.
+    An instance is an `AroundUpdate`: a context manager around the optimizer's update.
     """
 
     def __init__(self, rows: dict[str, int]) -> None:
@@ -93,8 +96,9 @@ class _Sums:
             )
 
     def norms(self) -> dict[str, float]:
-        """Return ``<name>/<kind>`` -> norm on rank 0, with a single read by the host; {} on other
-        ranks. All ranks must call it together.
+        """Return ``<name>/<kind>`` -> norm on rank 0, {} on other ranks.
+
+        The host reads the device once. All ranks must call it together.
         """
         torch.distributed.all_reduce(self.sums)
         if torch.distributed.get_rank():
@@ -109,8 +113,9 @@ class _Sums:
 
     @torch.no_grad()
     def _add(self, kind: str, found: dict[str, tuple[Tensor, float]]) -> None:
-        """Add the squared norms of ``found``: name -> (flat tensor, factor by which its norm is
-        divided).
+        """Add the squared norms of the tensors in ``found`` to the sums of ``kind``.
+
+        found: name of the parameter -> (flat tensor, factor by which its norm is divided).
         """
         if not found:
             return
@@ -126,8 +131,9 @@ class _Sums:
 
 
 def _spoken_for(parts: Iterable[Held]) -> list[Held]:
-    """Return the parts that this rank reports: a part that several ranks have is reported by one of
-    them.
+    """Return the parts that this rank must report.
+
+    If several ranks have the same part, only one of them reports it.
     """
     return [one for one in parts if is_main_replica(one.place.replica_id)]
 
@@ -137,8 +143,9 @@ def _param(held: Held) -> Tensor:
 
 
 def _rows(engine: Engine) -> dict[str, int]:
-    """Return the row number of every parameter of the model, the same on every rank; collective
-    over the pipeline.
+    """Return parameter name -> row number for every parameter of the model.
+
+    The result is the same on every rank. All pipeline stages must call it together.
     """
     mine = [
         global_name(chunk, name) for chunk in engine.models for name, _ in chunk.named_parameters()
