@@ -101,8 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Write the checkpoint, time loads from the page cache and from the disk, and print a row for
-    each.
+    """Write the checkpoint, time its loads from the page cache and from the disk, and print both.
 
     Return 0.
 

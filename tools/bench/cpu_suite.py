@@ -59,10 +59,9 @@ FULL = Effort((128, 512, 1024), 4, 256, 512, 0.5)
 
 
 def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, float]]:
-    """Time all sides alternately and return, by side, the least (forward, forward + backward)
-    seconds.
+    """Time all sides alternately and return name -> (forward, forward + backward) seconds.
 
-    sides: name -> function that times the side once.
+    sides: name -> function that times the side once. The least time of each side counts.
     """
     found: dict[str, tuple[float, float]] = {}
     for _ in range(ROUNDS):
@@ -103,7 +102,7 @@ def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
 
 
 def models(effort: Effort) -> Iterator[dict[str, Any]]:
-    """Yield a row for each model: the seconds of its training step, and the ratio to the
+    """Yield a row for each model: seconds of its training step, and their ratio to the
     Transformer's.
 
     The Transformer is timed before each model.

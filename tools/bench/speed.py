@@ -24,9 +24,11 @@ MOST_SETS = 8  # maximum sets of inputs, used in turn
 class Speed:
     """Timings, FLOPs and bytes of one implementation at one size.
 
-    forward, both: timings of forward, and of forward + backward. flops, bytes: (forward, forward +
-    backward). In the forward pass each input is read once and each
-        result is written once. The backward pass moves the same bytes again, and the gradients.
+    forward, both: timings of forward, and of forward + backward.
+    flops, bytes: (forward, forward + backward).
+
+    The forward pass reads each input once and writes each result once. The backward pass moves the
+    same bytes again, and the gradients.
     """
 
     forward: Timing

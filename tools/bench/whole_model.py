@@ -39,10 +39,11 @@ WITHOUT = FemConfig(conditioner=False, free_energy=False, temperature=False, gat
 class Scale:
     """Sizes that the compared models share, and the batch of one step.
 
-    model: configuration without the mixer, which each compared model replaces. tokens: length of a
-    sequence. batch: number of sequences. documents: average tokens per document; documents do not
-    attend to each other. 0: one document per
-        sequence.
+    model: configuration without the mixer, which each compared model replaces.
+    tokens: length of a sequence.
+    batch: number of sequences.
+    documents: average tokens per document, where documents do not attend to each other; 0: one
+        document per sequence.
     """
 
     about: str
@@ -132,9 +133,7 @@ VARIANTS: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
 
 
 class Fused(OneProcess):
-    """`Parallel` interface of one process that uses the fused kernels of a training run if
-    possible.
-    """
+    """`Parallel` interface of one process, with the fused kernels of a training run if possible."""
 
     def swiglu(self, packed: Tensor) -> Tensor:
         """Implement `fem_megatron.parallel.Parallel.swiglu` with the fused kernel."""

@@ -18,7 +18,7 @@ from tools.machine.checks import examine
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each check when it ends, and the progress of compilations. Return 0."""
+    """Print each check when it ends, and the progress of compilations to stderr. Return 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.machine", allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now")
     parser.add_argument(

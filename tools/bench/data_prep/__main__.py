@@ -91,8 +91,9 @@ class Bench:
         print(f"[{time.monotonic() - self.began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     def text(self, name: str) -> corpus.Corpus:
-        """Return the corpus ``name``. With --corpus, the only corpus is that of the user, named
-        "given".
+        """Return the corpus ``name``.
+
+        With --corpus, the only corpus is that of the user, named "given".
         """
         found = next((one for one in self.results.corpora if one.name == name), None)
         if found is None:
@@ -153,9 +154,7 @@ class Bench:
         return peers.make_kit(style, folder)
 
     def encoding(self) -> None:
-        """Measure every pipeline, and the steps of a data_prep worker, on every pair from
-        ``pairs``.
-        """
+        """Measure every pipeline, and the steps of a data_prep worker, on every pair of `pairs`."""
         python = peers.environment(self.peers_at, self.cache)
         self.tell(
             "peers: "

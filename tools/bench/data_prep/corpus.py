@@ -75,10 +75,10 @@ class Corpus:
 def make(name: str, megabytes: float, cache: Path, given: Path | None = None) -> Corpus:
     """Return the corpus ``name``, made or from the cache.
 
-    name: "prose", "code", or "given" for the parquet file or folder ``given``. megabytes:
-    approximate maximum of its text. cache: folder of the corpora. The result of an earlier call
-    with the same arguments and sources is
-        used again.
+    name: "prose", "code", or "given" for the parquet file or folder ``given``.
+    megabytes: approximate maximum of its text.
+    cache: folder of the corpora, in which earlier results with the same arguments and sources
+        are found.
 
     Documents that data_prep would not write are left out: empty documents, and documents over its
     limit. Raises UserError if the text is too short.

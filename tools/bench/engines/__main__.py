@@ -79,8 +79,8 @@ class Bench:
                 self.once(name, launches[number + 1 :])
 
     def ended(self, name: str) -> bool:
-        """Return True if the variant ``name`` is not started again: it failed or reached its time
-        limit.
+        """Return True if the variant ``name`` failed or reached its limit, so that it is not
+        restarted.
         """
         return name in self.cannot or any(
             is_partial(self.job, answers) for answers in self.answers.get(name, ())

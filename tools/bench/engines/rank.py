@@ -46,17 +46,20 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
     """Build the engine of ``job``, train, and write the measurements into ``answer``.
 
-    answer: filled with these keys:
-        building: seconds for building the engine. untimed: seconds of each step before the timed
-        steps. seconds: seconds of each timed step. peak_bytes: device memory after the warm-up:
-        that of CUDA's allocator, or on a CPU the growth
-            of the resident set.
-        host_bytes: growth of the host's memory, on CUDA only.
-    write: called after the engine is built and after every step.
+    ``write()`` is called after the engine is built and after every step. The keys of ``answer``
+    are:
+
+    building: seconds for building the engine.
+    untimed: seconds of each step before the timed steps.
+    seconds: seconds of each timed step.
+    peak_bytes: device memory after the warm-up (CUDA's allocator, or on a CPU the growth of the
+        resident set).
+    host_bytes: growth of the host's memory, on CUDA only.
 
     Raises:
         ConfigError: DeepSpeed's ops cannot be compiled or loaded, or DeepSpeed refuses its
-        settings. RuntimeError: a step was skipped.
+        settings.
+        RuntimeError: a step was skipped.
     """
     from pretrain.engines.building import initialize_distributed, initialize_model_parallel
     from pretrain.run import make_engine

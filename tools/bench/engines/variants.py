@@ -74,11 +74,13 @@ SETTLING = 1  # steps between the warm-up and the timed ones, in which the alloc
 class Job:
     """Training of one variant on ``ranks`` processes.
 
-    variant: key of VARIANTS. size: key of SIZES ("cpu" or "gpu"), which contains the model and the
-    batch. warmup: number of steps during which memory is measured. steps: number of timed steps
-    after the warm-up. model: model used instead of that of ``size``: a name in configs/model or the
-    path of a YAML file. overrides: ``section.key=value`` settings, applied to the model and the
-    run. limit: seconds after which the ranks are ended.
+    variant: key of VARIANTS.
+    size: key of SIZES ("cpu" or "gpu"), which contains the model and the batch.
+    warmup: number of steps during which memory is measured.
+    steps: number of timed steps after the warm-up.
+    model: replaces the model of ``size``; a name in configs/model or the path of a YAML file.
+    overrides: ``section.key=value`` settings, applied to the model and the run.
+    limit: seconds after which the ranks are ended.
     """
 
     variant: str
@@ -245,8 +247,9 @@ def launch(
     The progress callback is called with a line when the engine is built and after every step, and
     with the end of the ranks' log after a failure.
 
-    partial: called with the answers so far after every timed step. logs: folder. The ranks' log is
-    written to MODEL-VARIANT.log in it unless all steps were completed.
+    partial: called with the answers so far after every timed step.
+    logs: folder for the ranks' log, MODEL-VARIANT.log, which is written unless all steps were
+        completed.
 
     At the job's limit the ranks are ended, and the answers so far are returned if they contain a
     timed step (`is_partial`).

@@ -37,9 +37,7 @@ KEPT = "all outcomes so far are recorded; --resume continues"
 
 @dataclass
 class Progress:
-    """Callback that records outcomes, prints every gap (missing result), and the progress at
-    intervals.
-    """
+    """Callback that records outcomes, and prints gaps (missing results) and the progress."""
 
     clock: Clock
     record: Record
@@ -201,10 +199,10 @@ def _record(folder: Path, *, resumed: bool) -> Record:
 
 
 def _check_same(record: Record, device: str, options: argparse.Namespace) -> None:
-    """Raise UserError if the record is from another device, or if only one of the runs is a dry
-    run.
+    """Raise UserError if the record cannot be resumed.
 
-    A dry run is a run with small sizes, for a machine without a GPU.
+    It must be from the same device, and both runs must be dry runs or none. A dry run uses small
+    sizes, and can run without a GPU.
     """
     for session in record.sessions:
         if session["machine"]["device"] != device:

@@ -347,9 +347,7 @@ def _trainer() -> Iterator[Task]:
 
 
 def _features() -> Iterator[Task]:
-    """Yield runs of three steps: one for each setting that no other task covers, and for each
-    mixer.
-    """
+    """Yield runs of three steps, one for each mixer and each setting that no other task covers."""
     mixers = [
         f"model.mixer={name}"
         for name, mixer in MIXERS.items()
@@ -382,9 +380,7 @@ def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _throughput(*, dry: bool) -> Iterator[Task]:
-    """Yield runs of the Megatron engine on random tokens that measure tokens/s, MFU, and peak
-    memory.
-    """
+    """Yield runs of the Megatron engine on random tokens: tokens/s, MFU, and peak memory."""
     for number, name in enumerate(THROUGHPUT):
         job = engines.Job(
             "megatron",
@@ -447,7 +443,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
 def sides(op: str) -> tuple[str, ...]:
     """Return the implementations of an operation that are timed.
 
-    These are "auto", "reference", and each faster implementation if there are several.
+    These are "auto", "reference", and each faster implementation if the operation has several.
     """
     faster = [name for name in implementations(op) if name not in ("reference", *WITHOUT_GRADIENTS)]
     return ("auto", *(faster if len(faster) > 1 else ()), "reference")

@@ -31,11 +31,12 @@ GONE = 3
 
 
 class Worker:
-    """Handle of a worker process. The process is started for the first task, and again after a
-    loss.
+    """Handle of a worker process.
+
+    The process is started for the first task, and again if it was lost.
 
     tool: run the process under this tool of compute-sanitizer, whose messages are written to a
-    separate file.
+        separate file.
     """
 
     def __init__(

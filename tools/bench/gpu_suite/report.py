@@ -148,17 +148,13 @@ def _by_side(results: Results) -> dict[tuple[str, str, str], list[dict[str, Any]
 
 
 def _share(finding: dict[str, Any]) -> float:
-    """Return the error of a finding (one checked result) divided by its bound; infinity if it is
-    NaN.
-    """
+    """Return a checked result's error divided by its bound; infinity if the error is NaN."""
     error = finding["error"]
     return float(error / finding["bound"]) if error == error else math.inf
 
 
 def trainer(results: Results) -> str:
-    """Return a table of the trainer's runs, with their agreement with the runs they are compared
-    to.
-    """
+    """Return a table of the trainer's runs and their agreement with the runs they are compared to."""
     rows = []
     for outcome in results.of_kind("train"):
         rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])
@@ -248,10 +244,10 @@ def operations(results: Results) -> str:
 
 
 def engines(results: Results) -> str:
-    """Return a table of FEM's attention relative to standard attention by the same attention
-    engine.
+    """Return a table of FEM's attention relative to standard attention by the same engine.
 
-    Standard attention has the key and value widths (d_k, 2 d_v).
+    An engine is an implementation of attention. Standard attention has the key and value widths
+    (d_k, 2 d_v).
     """
     rows = []
     for name, workload in WORKLOADS.items():

@@ -99,10 +99,9 @@ class Record:
     immediately.
 
     sessions: {"machine", "minutes", "dry", "planned": names of the tasks, "cannot": name ->
-    reason},
-        in the order of the starts.
-    outcomes: task name -> outcome; the last outcome of a task counts. damaged: number of unreadable
-    lines, for example the last line of a killed process.
+        reason}, in the order of the starts.
+    outcomes: task name -> outcome; the last outcome of a task counts.
+    damaged: number of unreadable lines, for example the last line of a killed process.
     """
 
     folder: Path
@@ -278,9 +277,7 @@ class Results:
         return {name: self.baselines[key] for name, key in keys.items() if key in self.baselines}
 
     def best(self, workload: str, tokens: int) -> tuple[str, Side] | None:
-        """Return (name, costs) of the baseline with the fastest forward + backward; None without
-        any.
-        """
+        """Return (name, costs) of the baseline with the fastest forward + backward, or None."""
         found = self.against(workload, tokens)
         return min(found.items(), key=lambda item: item[1].both) if found else None
 
@@ -297,11 +294,10 @@ class Results:
         )
 
     def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Side]]:
-        """Yield (engine, time ratio to standard attention, own costs) for the workload's attention
-        engines.
+        """Yield (engine, ratio, costs of the workload) for the workload's attention engines.
 
-        Only engines by which both the workload and standard attention were timed are included. The
-        ratio is that of forward + backward.
+        The ratio is the time of forward + backward, divided by that of standard attention by the
+        same engine. Engines by which only one of the two was timed are left out.
         """
         for name, side in self.against(workload, tokens).items():
             engine = BASELINES[name].engine
@@ -317,8 +313,7 @@ class Results:
     def model_ratio(
         self, scale: str, variant: str, *, recompute: bool = False, base: str = BASELINE
     ) -> float | None:
-        """Return the time of a model's training step relative to that of the model ``base``, per
-        token.
+        """Return the time of a model's training step relative to the model ``base``, per token.
 
         Return None if one of them was not measured.
         """
@@ -404,8 +399,7 @@ class Results:
         ]
 
     def _trainer_ratio(self, scale: str) -> float | None:
-        """Return the time of FEM's step in the trainer relative to the Transformer's, both per
-        token.
+        """Return the time per token of FEM's training runs relative to the Transformer's.
 
         Return None if one of them was not measured.
         """
@@ -428,8 +422,7 @@ class Results:
         return [tokens for tokens in LENGTHS if (workload, implementation, tokens) in self.ops]
 
     def engine_table(self) -> list[Entry]:
-        """Return the table from which ``kernels.fem_attention`` selects the fastest attention
-        engine.
+        """Return the table from which ``kernels.fem_attention`` selects the attention engine.
 
         Each entry contains the microseconds of forward + backward of FEM's attention by each
         engine.

@@ -81,10 +81,11 @@ def write_data(folder: Path) -> None:
 
 
 def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Perform one task of the kind "train" in the suite's working folder, in at most ``limit``
-    seconds.
+    """Perform one task of the kind "train" in the suite's working folder.
 
     `tools.bench.gpu_suite.plan` defines the tasks.
+
+    limit: seconds that the task may take.
 
     Returns {"losses": {step: loss}, "tokens_per_second", "good"}. A run that is compared with
     another run also has {"worst": largest relative difference of a loss, "bound", "equal": True if

@@ -54,8 +54,7 @@ def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
 
 
 def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check one implementation in one case and return its findings: errors and bounds of the
-    results.
+    """Check one implementation in one case and return errors and bounds of its results.
 
     The case's float64 results are cached for the next task of the same case.
     """

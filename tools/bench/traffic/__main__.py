@@ -181,7 +181,7 @@ def steps_table(steps: list[Step]) -> str:
 def mixers_table(steps: list[Step]) -> str:
     """Return a table with a row for each mixer.
 
-    The columns are the KiB per token and layer in each pass, and the ratio of the step time per
+    The columns include the KiB per token and layer in each pass, and the ratio of the step time per
     token to the Transformer's.
     """
     base, rows = steps[0], []

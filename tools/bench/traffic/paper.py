@@ -133,9 +133,7 @@ class Step:
     parameters: int
 
     def seconds(self, roof: Roof) -> dict[str, float]:
-        """Return the seconds of the step on a GPU by category: kinds of kernels, "ends",
-        "optimizer".
-        """
+        """Return category -> seconds of the step: kinds of kernels, "ends", "optimizer"."""
         spent: dict[str, float] = {}
         for part in self.layers:
             for name, time in part.seconds(roof).items():
@@ -148,9 +146,7 @@ class Step:
         return sum(self.seconds(roof).values())
 
     def per_token(self, of: Callable[[Trace], float]) -> float:
-        """Return the mean over all layers of the number ``of(trace)``, divided by the tokens of the
-        step.
-        """
+        """Return the mean over all layers of ``of(trace)``, divided by the tokens of the step."""
         layers = sum(part.count for part in self.layers)
         return (
             sum(part.count * of(part.trace) for part in self.layers)
@@ -241,8 +237,9 @@ Made = tuple[Callable[[], Tensor], Sequence[Tensor]]
 def layer_trace(
     shape: BlockShape, hidden: int, tokens: int, batch: int, *, causal: bool = True
 ) -> Trace:
-    """Return the trace of forward and backward of a block, for bfloat16 input [tokens, batch,
-    hidden].
+    """Return the trace of a block's forward and backward pass.
+
+    The input is bfloat16 [tokens, batch, hidden].
     """
 
     def make(parallel: OneProcess) -> Made:

@@ -112,7 +112,7 @@ class Draw:
 class Baseline:
     """Computation that an operation is compared with.
 
-    inputs(draw, size): its input tensors by name.
+    inputs(draw, size): dictionary of its input tensors.
     call(inputs): its outputs.
     flops(size): matrix FLOPs of a forward and of a backward pass.
     engine: this project's implementation that runs on the same attention engine, or None.
@@ -131,12 +131,15 @@ class Baseline:
 class Workload:
     """Operation as a layer of this project calls it.
 
-    name: name of the workload. op: name of the operation (``kernels.implementations``).
-    inputs(draw, size): its input tensors by name. call(inputs, implementation): its outputs.
-    flops(size): minimum matrix FLOPs of a forward and of a backward pass (a multiply-add counts as
-        two); 0 without matrix products.
-    heads, key, value: shape in the 1.3B model. small: (heads, key, value) for a CPU. baselines:
-    name in ``BASELINES`` -> function from the workload's size to the size of the baseline
+    name: name of the workload.
+    op: name of the operation (``kernels.implementations``).
+    inputs(draw, size): dictionary of its input tensors.
+    call(inputs, implementation): its outputs.
+    flops(size): minimum matrix FLOPs of a forward and of a backward pass (a multiply-add counts
+        as two); 0 without matrix products.
+    heads, key, value: shape in the 1.3B model.
+    small: (heads, key, value) for a CPU.
+    baselines: name in ``BASELINES`` -> function from the workload's size to the baseline's size
         with the same amount of data.
     """
 
@@ -152,8 +155,9 @@ class Workload:
     baselines: Mapping[str, Callable[[Size], Size]] = field(default_factory=dict)
 
     def size(self, tokens: int, total: int) -> Size:
-        """Return the production shape: ``total`` tokens in sequences of ``tokens``, at least one
-        sequence.
+        """Return the production shape.
+
+        It has ``total`` tokens in sequences of ``tokens``, but at least one sequence.
         """
         return Size(max(1, total // tokens), tokens, self.heads, self.key, self.value)
 
@@ -213,9 +217,7 @@ def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
 
 
 def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
-    """Return a call of torch's causal attention, restricted to ``backends`` unless the list is
-    empty.
-    """
+    """Return a call of torch's causal attention, restricted to ``backends`` if there are any."""
 
     def call(inputs: Inputs) -> Outputs:
         with sdpa_kernel(backends) if backends else nullcontext():
