@@ -102,8 +102,7 @@ def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
 
 
 def models(effort: Effort) -> Iterator[dict[str, Any]]:
-    """Yield a row for each model: seconds of its training step, and their ratio to the
-    Transformer's.
+    """Yield a row for each model: its step time, and the ratio to the Transformer's.
 
     The Transformer is timed before each model.
     """

@@ -35,7 +35,7 @@ PACKAGES = (
 )
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
-VOCABULARY = 32000  # of a model whose configuration leaves it to the data
+VOCABULARY = 32000  # vocabulary size of a model whose configuration leaves it to the data
 
 
 def model_file(name: str) -> Path:

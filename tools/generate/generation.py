@@ -196,7 +196,10 @@ def generate(
 
 
 def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return (ids, mask), both [b, t], of rows that end at the same position; mask is 0 at padding."""
+    """Return (ids, mask), both [b, t], of rows that are padded on the left.
+
+    The mask is 0 at padding and 1 elsewhere.
+    """
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])

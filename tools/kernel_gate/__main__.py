@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
 def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
     """Return (module, name) of the kernels that the call selects.
 
-    Raises UserError if the arguments contradict each other or select nothing, or without Triton.
+    Raises UserError if Triton is missing, the arguments contradict each other, or they select no
+    kernel.
     """
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
@@ -154,7 +155,7 @@ def _whole(asked: argparse.Namespace) -> bool:
 def _same(recorded: str, found: str, whole: bool) -> bool:
     """Return True if the recorded text of docs/kernels.md agrees with the text of this build.
 
-    whole: compare the entire texts; otherwise compare only the modules that were built.
+    If the last argument is False, only the modules that were built are compared.
     """
     was, is_now = sections(recorded), sections(found)
     return (

@@ -44,7 +44,7 @@ COUNTS = {
     "valid_batch",
 }
 COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
-ARCHITECTURES = (90, 80, 100)  # every kernel must pass on the first
+ARCHITECTURES = (90, 80, 100)  # all checks apply to the first one
 TOGETHER = 8  # builds that a process disassembles in one call
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # most bytes per block
 ALLOWED = {
@@ -84,7 +84,7 @@ class Build:
         return getattr(importlib.import_module(self.module), self.kernel)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments and options (name -> value) with which the JIT compiles this build."""
+        """Return name -> value of the arguments and options with which the JIT compiles this build."""
         given = {name: argument(kind, name in self.aligned) for name, kind in self.types}
         return {**dict(self.constants), **given, "num_warps": self.warps, "num_stages": self.stages}
 
@@ -161,8 +161,7 @@ def reports(builds: Sequence[Build], arch: int) -> list[Report]:
 
 
 def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
-    """Return the compilers' report and, on sm_90, the machine code, which the report does not
-    include.
+    """Return the compilers' report and, on sm_90, the machine code to disassemble.
 
     The code is b"" on other architectures and if the build did not compile.
     """
@@ -551,7 +550,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def _unsuited(found: Report) -> bool:
-    """Return True if a build failed, spills registers, or needs more shared memory than available."""
+    """Return True if a build failed, spills registers, or needs too much shared memory."""
     return bool(
         found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch]
     )

@@ -24,7 +24,7 @@ _INTEGERS = {"u1": (False, True), "i32": (16, 17), "i64": (2**40, 2**40 + 1)}
 
 @dataclass(frozen=True)
 class Pointer:
-    """Replacement of a tensor, with the properties that the JIT reads: dtype and address in bytes."""
+    """Replacement of a tensor that has what the JIT reads: dtype and address in bytes."""
 
     dtype: torch.dtype
     address: int

@@ -103,7 +103,9 @@ def launched(only: Collection[str] = ()) -> list[Build]:
     The launches are those of the layers and of the operations' cases. All implementations are
     included except the reference.
 
-    only: operations to which the cases and the kernels in layers are restricted; empty: all.
+    only: operations. Other cases, and kernels of other operations in layers, are left out; if
+    empty,
+        everything is included.
     """
     found: dict[str, Build] = {}
     layers = (

@@ -66,8 +66,8 @@ def _zero(config: RunConfig) -> str:
     return f"ZeRO {zero_name(config.engine)}" if config.engine.name == "deepspeed" else ""
 
 
-# In the order in which they are set. After the last axis of a section, the checks run that do not
-# read a section of a later axis.
+# Axes in the order in which they are set. After the last axis of a section, the checks that do not
+# read a section of a later axis are run.
 AXES = (
     Axis("parallel.tensor_model_parallel_size", lambda config, gpus: (1, 2, 4, 8), _tensor),
     Axis(

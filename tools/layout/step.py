@@ -25,7 +25,7 @@ from pretrain.plan.context_parallel import split_bytes
 from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import Plan, computed_again
 
-NODE = 8  # GPUs
+NODE = 8  # GPUs of a node
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,10 @@ def _launches(plan: Plan, machine: Machine) -> float:
 
 
 def _again(plan: Plan, machine: Machine) -> float:
-    """Return the share of the pointwise work of a layer's forward pass that is recomputed, 0 to 1."""
+    """Return the share (0 to 1) of a layer's forward kernels that are recomputed.
+
+    Matrix products do not count.
+    """
     return float(machine.rest["again"][plan.config.train.recompute])
 
 

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries may write to stdout; their output goes to stderr
+    os.dup2(2, 1)  # redirect the output of libraries to stderr
     for check in examine(
         given.build,
         given.fix,

@@ -87,7 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of the output for the selected step, sample or document. Raises ConfigError."""
+    """Return the rows of the output for the selected step, sample or document.
+
+    Raises ConfigError.
+    """
     records = read_run(given.run_dir)
     if given.find is None and given.document is None:
         record, samples = (

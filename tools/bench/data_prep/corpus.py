@@ -42,7 +42,7 @@ ROWS_PER_GROUP = 1000  # as in FineWeb-Edu
 # Enough for all the text that data_prep's self-check reads, which counts as start-up as well.
 TINY_DOCUMENTS = 256
 DOCSTRING = re.compile(r'^[ \t]*[rRuU]?("""|\'\'\')(.*?)\1[ \t]*$', re.MULTILINE | re.DOTALL)
-# Nearly the same text at the head of thousands of files.
+# Start of licence notices, nearly the same text in thousands of files.
 NOTICE = re.compile(r"copyright|licen[sc]e", re.IGNORECASE)
 COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 
@@ -196,7 +196,7 @@ def python_files() -> list[Path]:
 
 
 def sources(files: list[Path]) -> Iterator[Piece]:
-    """Yield (name, text) of each readable source, without sources of very long lines (data tables)."""
+    """Yield (name, text) of each readable source, except data tables (very long lines)."""
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")

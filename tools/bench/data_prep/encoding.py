@@ -61,7 +61,7 @@ class Comparison:
         return next(side for side in self.sides if side.name == pipeline.name)
 
     def ratio(self, over: Pipeline, under: Pipeline) -> Spread:
-        """Return the ratio of the rates of the pipelines ``over`` and ``under``, over the rounds."""
+        """Return the ratio of the rates of ``over`` and ``under``, over the rounds."""
         return Spread.of(
             [a / b for a, b in zip(self.side(over).rates, self.side(under).rates, strict=True)]
         )

@@ -22,8 +22,8 @@ from tools.bench.data_prep.processes import Usage, run
 
 DOCUMENTS, TOKENS = 97_000_000, 101_700_000_000  # FineWeb-Edu's 100 billion tokens
 SAMPLE, VOCAB_SIZE = 4096, 32_000
-CHUNK = 4_000_000  # documents
-SIGMA = 1.0  # of the lognormal lengths
+CHUNK = 4_000_000  # documents that are generated at once
+SIGMA = 1.0  # parameter of the lognormal distribution of lengths
 HEADER = struct.Struct("<9sQBQQ")
 UINT16 = 8
 CONFIG = "configs/run/demo_transformer.yaml"

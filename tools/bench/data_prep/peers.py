@@ -27,7 +27,11 @@ from tools.bench.data_prep.processes import ROOT, BenchError
 
 DATATROVE_VERSION = "0.10.1"
 CONSTRAINTS = ROOT / "constraints.txt"
-SAME = ("tokenizers", "pyarrow", "numpy")  # libraries that both use, in the same versions
+SAME = (
+    "tokenizers",
+    "pyarrow",
+    "numpy",
+)  # both environments have the same versions
 
 # A program for the peers' environment, which contains datatrove but not this project.
 DATATROVE = """

@@ -25,7 +25,7 @@ UINT16_BELOW = 65500  # Megatron's rule
 
 
 def main(folder: Path, tokenizer_file: Path, eod: int, prefix: Path) -> int:
-    """Encode every row of the folder's parquet files, in the order of the file names, and return 0."""
+    """Encode every row of the folder's parquet files, ordered by file name, and return 0."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     code = UINT16 if tokenizer.get_vocab_size() < UINT16_BELOW else INT32
     dtype = np.dtype(np.uint16 if code == UINT16 else np.int32)

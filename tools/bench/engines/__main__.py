@@ -61,7 +61,6 @@ class Bench:
     logs: Path | None = None
     load_before: float = field(default_factory=load)
     cannot: dict[str, str] = field(default_factory=dict)
-    # Variant -> rounds -> answers of the ranks.
     answers: dict[str, list[list[Answer]]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
@@ -79,9 +78,7 @@ class Bench:
                 self.once(name, launches[number + 1 :])
 
     def ended(self, name: str) -> bool:
-        """Return True if the variant ``name`` failed or reached its limit, so that it is not
-        restarted.
-        """
+        """Return True if the variant is not started again: it failed or reached its limit."""
         return name in self.cannot or any(
             is_partial(self.job, answers) for answers in self.answers.get(name, ())
         )

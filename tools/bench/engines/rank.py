@@ -150,7 +150,7 @@ def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def resident_bytes() -> int:
-    """Return the process's current resident memory in bytes, or the peak if /proc does not exist."""
+    """Return the bytes of memory that the process uses, or the peak if /proc does not exist."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return platform.peak_resident_bytes()

@@ -39,7 +39,8 @@ VARIANTS: Mapping[str, EngineConfig] = {
     "stage1-offload": EngineConfig("deepspeed", 1, offload_optimizer=True),
     "stage3-offload": EngineConfig("deepspeed", 3, offload_optimizer=True, offload_parameters=True),
 }
-# A model whose memory is mostly parameters, not activations: 45M on a CPU, 374M on a GPU.
+# Models whose memory is mostly parameters, not activations: 45M parameters for a CPU, 374M for a
+# GPU.
 SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "model": {
@@ -64,10 +65,10 @@ SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
         "train": {"micro_batch_size": 2},
     },
 }
-MICRO_BATCHES = 4  # per step and GPU, for a named model
-# Maximum tokens of a sequence and sequences of a micro-batch on a CPU, for a named model.
+MICRO_BATCHES = 4  # micro-batches per step and GPU, for a job with a named model
+# Maximum sequence length and micro-batch size on a CPU, for a job with a named model.
 CPU_TOKENS, CPU_BATCH = 256, 2
-SETTLING = 1  # steps between the warm-up and the timed ones, in which the allocator settles
+SETTLING = 1  # untimed steps after the warm-up, in which the allocator reaches a steady state
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,10 @@ def lacks(job: Job) -> str | None:
 
 @cache
 def plan_of(job: Job, *, cuda: bool) -> Plan:
-    """Return the plan of the job's run, as ``--plan`` prints it. The configuration must be valid."""
+    """Return the plan of the job's run, as ``--plan`` prints it.
+
+    The job's configuration must be valid.
+    """
     from pretrain.plan.run_plan import make_plan
 
     return make_plan(configuration(job), job.ranks, cuda=cuda)
@@ -332,7 +336,7 @@ def _watch(
 
 
 def _lines(job: Job, answer: Answer) -> list[str]:
-    """Return the progress in a rank's answer as lines: one for the built engine, one for each step."""
+    """Return the progress of a rank as lines: one for the built engine, and one per step."""
     lines = [f"engine built in {answer['building']:.1f} s"] if "building" in answer else []
     before, tokens = job.warmup + SETTLING, plan_of(job, cuda=False).schedule.step_tokens
     for number, seconds in enumerate([*answer.get("untimed", ()), *answer.get("seconds", ())], 1):
@@ -352,7 +356,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun with SIGTERM, so that it ends its ranks, or with SIGKILL after ENDING seconds."""
+    """End torchrun and its ranks with SIGTERM, or with SIGKILL after ENDING seconds."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -418,7 +422,7 @@ def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[A
             f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} "
             "steps before them"
         )
-    # The first rank to fail has the reason; the later ones report only that it ended.
+    # The first failed rank reports the reason; later ranks only report that the first one ended.
     gap = next((answer["gap"] for answer in found.values() if "gap" in answer), None)
     if gap is not None and not late:
         raise CannotRun(gap)

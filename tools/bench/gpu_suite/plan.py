@@ -226,7 +226,7 @@ def _what(task: Task) -> str:
 
 
 def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
-    """Yield a few of the planned tasks with small sizes, for a dry run: at least one of each kind."""
+    """Yield a few of the planned tasks, at small sizes, for a dry run: each kind at least once."""
     seen = dict[str, int]()
     for task in planned:
         key, arguments = task.kind, task.arguments
@@ -435,7 +435,7 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
             for baseline, sized in workload.baselines.items():
                 task = _baseline(baseline, sized(size), _rank(name, "auto", tokens))
                 known = baselines.get(task.name)
-                if known is None or task.rank < known.rank:  # several operations may share one
+                if known is None or task.rank < known.rank:  # operations may share a baseline
                     baselines[task.name] = task
     yield from baselines.values()
 

@@ -21,12 +21,13 @@ from tools.bench.gpu_suite.plan import Phase, Task
 from tools.bench.gpu_suite.results import OUT_OF_MEMORY, Outcome
 
 LIMIT = 120.0  # seconds for one task, including compilation of its kernels
-# Maximum ratio of a task's expected duration to its estimate, and of its limit to that duration.
+# Maximum ratio of a task's expected duration to its estimate, and of its time limit to its expected
+# duration.
 MARGIN = 3.0
 WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts other processes
-ENDING = 6.0  # seconds in which those must stop
-# Consecutive workers that do not find the GPU, after which no more are started. (A new worker after
-# a kernel broke its process does find it.)
+ENDING = 6.0  # seconds in which these processes must stop after SIGTERM
+# No more workers are started after this number of consecutive workers that do not find the GPU.
+# (A worker that is started after a kernel broke its process does find the GPU.)
 GONE = 3
 
 
@@ -180,7 +181,7 @@ class Worker:
 
 
 class Clock:
-    """Time since the start of the suite, and the longest duration of the tasks of each kind so far."""
+    """Clock of the suite, with the longest duration so far of the tasks of each kind."""
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.began, self.budget = now, now(), 60 * minutes

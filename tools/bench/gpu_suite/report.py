@@ -154,7 +154,7 @@ def _share(finding: dict[str, Any]) -> float:
 
 
 def trainer(results: Results) -> str:
-    """Return a table of the trainer's runs and their agreement with the runs they are compared to."""
+    """Return a table of the trainer's runs, with their agreement with other runs."""
     rows = []
     for outcome in results.of_kind("train"):
         rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])

@@ -80,7 +80,7 @@ SOURCES = {
         + "; without the 16 of clipping, in steps whose norm is above optimizer.clip_grad"
     ),
 }
-# Products of a backward pass that recomputes the forward's, as a multiple of the forward's.
+# Matrix FLOPs of a backward pass that recomputes the forward pass, relative to the forward pass.
 BACKWARD = 2.5
 
 
@@ -245,7 +245,8 @@ def layer_trace(
     def make(parallel: OneProcess) -> Made:
         block = Block(shape, parallel)
         x = torch.empty(tokens, batch, hidden, dtype=parallel.dtype, requires_grad=True)
-        # A layer before it receives its gradient without a copy, but a leaf receives a copy.
+        # The view makes x a non-leaf tensor. The gradient of a leaf would be copied, which does not
+        # happen between layers.
         return lambda: block(x.view_as(x), Context(causal=causal)), list(block.parameters())
 
     return run_on_paper(make)
@@ -253,7 +254,7 @@ def layer_trace(
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
     trace = layer_trace(shape, model.stream_size, tokens, batch, causal=model.causal)
-    # Triton kernels compute the products that the plan counts and the trace of torch does not.
+    # FLOPs that the plan counts and the trace does not are those of the Triton kernels.
     seen = sum(launch.flops for launch in trace.launches if not launch.backward)
     own = max(0.0, sum(shape.flops(tokens).values()) * tokens * batch - seen)
     return Part(count, trace, own if trace.bytes(TILES) else 0.0)

@@ -217,7 +217,10 @@ def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
 
 
 def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
-    """Return a call of torch's causal attention, restricted to ``backends`` if there are any."""
+    """Return a call of torch's causal attention.
+
+    backends: the only backends that torch may use; an empty list allows all.
+    """
 
     def call(inputs: Inputs) -> Outputs:
         with sdpa_kernel(backends) if backends else nullcontext():

@@ -50,7 +50,11 @@ from tools.bench.workloads.reads import gated_read
 
 
 def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
-    """Return q, k and decay as slices of the projection, tokens first, and the gated read's inputs."""
+    """Return the inputs of the FEM-GLA layer's prior.
+
+    These are q, k and decay, slices of the layer's projection with tokens first, and the inputs of
+    the gated read.
+    """
     shape = (size.tokens, size.batch, size.heads)
     return {
         "q": draw.normal(*shape, size.key),
