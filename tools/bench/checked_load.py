@@ -39,7 +39,7 @@ def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
     """Return (wall seconds to read all tensors of a checkpoint, CPU seconds of the comparison).
 
     step: folder of the checkpoint.
-    compared: compare checksums; otherwise the second number is 0.
+    compared: compare checksums; otherwise the second number is almost 0.
     cached: read the files from the page cache; otherwise from the disk.
 
     Tensors of the same shape share one target tensor, so that only one tensor of each shape is in

@@ -84,7 +84,7 @@ class Build:
         return getattr(importlib.import_module(self.module), self.kernel)
 
     def arguments(self) -> dict[str, Any]:
-        """Return name -> value of the arguments and options with which the JIT compiles this build."""
+        """Return name -> value of the arguments and options of the kernel's compilation."""
         given = {name: argument(kind, name in self.aligned) for name, kind in self.types}
         return {**dict(self.constants), **given, "num_warps": self.warps, "num_stages": self.stages}
 

@@ -5,9 +5,9 @@ Every constant is in machines.yaml.
 The slowest pipeline stage is the last, which contains the output layer. A step consists of its
 micro-batches, the pipeline bubble, the part of the data-parallel collectives that no pass hides,
 and the optimizer update. Collectives of tensor parallelism overlap with no computation. Neither do
-those of context parallelism (`pretrain.plan.context_parallel`), except the keys and values of a ring, which
-overlap with attention.
-"""  # noqa: E501
+the collectives of context parallelism (`pretrain.plan.context_parallel`), except the exchange of
+keys and values in a ring, which overlaps with attention.
+"""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ class Steps:
 
     @property
     def numbers(self) -> range:
-        """Steps that read the order."""
+        """Numbers of the steps that read the order."""
         return range(self.points[0][0] + 1, self.points[-1][0] + 1)
 
     def samples(self, step: int) -> range:
-        """Return the samples of a step.
+        """Return the positions of the samples that a step reads in the order.
 
         Raises ConfigError if the run's records do not determine them.
         """
@@ -109,11 +109,11 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> list[RunRecord]:
-    """Return the records of a run, one per stage in their order.
+    """Return the records of a run, one for each stage, in the order of the stages.
 
     Raises:
         ConfigError: the folder contains no run, its configuration cannot be read, or no record
-        gives the beginning of its order.
+        contains the beginning of its order.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not the directory of a run (no config.yaml)")

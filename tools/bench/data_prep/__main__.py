@@ -117,7 +117,10 @@ class Bench:
         )
 
     def kit(self, style: str) -> peers.Kit:
-        """Return a tokenizer of the style ``style``, trained by data_prep on all measured corpora."""
+        """Return a tokenizer of the style ``style``.
+
+        data_prep trains it on all measured corpora, unless an earlier run has done so.
+        """
         names = dict.fromkeys(name for name, _ in self.pairs)
         folders = [self.text(name).folder for name in names]
         folder = (

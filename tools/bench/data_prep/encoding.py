@@ -81,12 +81,11 @@ def compare(
 ) -> Comparison:
     """Run every pipeline on the corpus and return the results.
 
-    effort: (number of rounds, runs of data_prep in each round). The median of data_prep's runs
-    counts,
-        since runs of a few seconds are noisy.
-    python: Python of the environment in which the other pipelines are installed.
+    effort: (number of rounds, runs of data_prep in each round).
+    python: Python of datatrove's environment.
 
-    Raises BenchError if a pipeline fails.
+    The median of data_prep's runs in a round counts, since runs of a few seconds are noisy. Raises
+    BenchError if a pipeline fails.
     """
     rounds, again = effort
     seconds: dict[str, list[tuple[float, float]]] = {pipeline.name: [] for pipeline in PIPELINES}

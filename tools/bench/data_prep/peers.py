@@ -1,4 +1,4 @@
-"""Pipelines that the benchmark compares, and the Python environment of the foreign ones.
+"""Pipelines that the benchmark compares, and the Python environment in which datatrove runs.
 
 Every pipeline is a command that turns a folder of parquet files into one .bin/.idx pair with the
 same tokenizer: datatrove's MegatronDocumentTokenizer, the per-document baseline, and data_prep with
@@ -68,7 +68,7 @@ class Kit:
 class Job:
     """Work of one command: encode the parquet files below ``source`` into the folder ``out``.
 
-    peers: Python of the environment of the foreign pipelines.
+    peers: Python of datatrove's environment.
     """
 
     source: Path

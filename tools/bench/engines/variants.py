@@ -236,7 +236,7 @@ Partial = Callable[[list[Answer]], None]
 
 
 class CannotRun(Exception):
-    """Error that a job failed; the message is the reason in one line."""
+    """Error raised if a job fails; the message is the reason in one line."""
 
 
 def launch(

@@ -294,7 +294,7 @@ def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _trainer() -> Iterator[Task]:
-    """Yield runs of the trainer that must agree with each other (see `trainer`)."""
+    """Yield runs of the trainer whose losses must agree with each other (see `trainer`)."""
     fp32 = ["train.precision=fp32", "checkpoint.interval=4", "checkpoint.keep=[4]"]
     bf16 = ["train.precision=bf16", "checkpoint.interval=10", "checkpoint.keep=[10]"]
     runs = (
@@ -470,7 +470,7 @@ def _rank(workload: str, implementation: str, tokens: int) -> float:
 
 
 def _models() -> Iterator[Task]:
-    """Yield every complete model; the Transformer of each size is first."""
+    """Yield the training step of every complete model, the Transformer of each size first."""
     urgent = {"Transformer", "FEM-SM, C L T G"}
     linear = {"GLA", "FEM-GLA, C L T G"}
     for scale, sizes in SCALES.items():
@@ -524,7 +524,7 @@ def _engines(*, dry: bool) -> Iterator[Task]:
 
 
 def _trace() -> Iterator[Task]:
-    """Yield one step of a 340M FEM with fewer layers under torch's profiler, by the trainer."""
+    """Yield one step of a 340M FEM with fewer layers under torch's profiler, run by the trainer."""
     wide = "hidden_size=1024 num_attention_heads=16 ffn_hidden_size=2816 num_layers=6".split()
     sizes = ["data.seq_length=4096", "train.micro_batch_size=2", "train.global_batch_size=2"]
     settings = [

@@ -147,9 +147,10 @@ class Worker:
             os.killpg(process.pid, number)  # the process leads its group
 
     def _with_messages(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer with the sanitizer's new messages.
+        """Return the worker's answer with the new messages of the sanitizer.
 
-        Its result is {"checked": the worker's result, "reported": [first lines]}.
+        The answer's result is {"checked": the worker's result, "reported": [first line of each
+        report]}.
         """
         text = ""
         if self.messages.exists():
@@ -236,7 +237,9 @@ Report = Callable[[Outcome, int, float], None]
 
 
 class Work:
-    """Execution of one phase: its tasks are given to the workers, unit by unit, while time is left.
+    """Execution of one phase.
+
+    The tasks are given to the workers, unit by unit, as long as time is left.
 
     report(outcome, tasks left, expected seconds for them) is called after each task.
     """

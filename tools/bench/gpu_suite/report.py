@@ -197,7 +197,7 @@ def throughput(results: Results) -> str:
 
 
 def operations(results: Results) -> str:
-    """Return a table of every timed implementation at each of its lengths."""
+    """Return a table of all timed implementations of all operations, with a row per length."""
     rows = []
     for name, workload in WORKLOADS.items():
         for implementation in dict.fromkeys(how for what, how, _ in results.ops if what == name):
@@ -338,9 +338,9 @@ def _ms(seconds: float) -> str:
 
 
 def draw(results: Results, title: str, path: Path) -> bool:
-    """Write the picture: errors relative to their bounds, and ratios by length.
+    """Write the picture of errors relative to their bounds, and of ratios to baselines by length.
 
-    Return False without data or without matplotlib.
+    Return False, without a picture, if results or matplotlib are missing.
     """
     ratios = {}
     for name in WORKLOADS:
@@ -370,7 +370,10 @@ ERRORS_FROM, ERRORS_TO = 1e-3, 1e2
 
 
 def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any]]]) -> None:
-    """Draw a row per operation: a mark for the worst result of each implementation, by dtype."""
+    """Draw a row per operation, with a mark for the worst error of each implementation and dtype.
+
+    sides: (operation, implementation, dtype) -> findings.
+    """
     ops = list(dict.fromkeys(op for op, _, _ in sides))
     for number, dtype in enumerate(dict.fromkeys(dtype for _, _, dtype in sides)):
         found = [
