@@ -1,4 +1,5 @@
-"""Benchmarks: ratios to a named baseline that is measured in the same run.
+"""Benchmarks of the kernels, the trainer, the engines and the data preparation.
 
-Tests never measure time; only this package does.
+Results are ratios to a named baseline that is measured in the same run. Tests never measure time;
+only this package does.
 """

@@ -1,11 +1,12 @@
 """``python -m tools.bench.checked_load``: measure the cost of checksums when loading a checkpoint.
 
-The cost is the time that comparing them adds to the load.
+The cost is the time that comparing the checksums adds to the load.
 
 The benchmark writes the weights of a configuration (zeros, fp32) as a run's first checkpoint. One
-process then loads it with the run's reader, alternately with and without the comparison, and the
-fastest load of each kind counts. A thread compares each part while the next part is read, so the
-cost is small if a core is free for it. The table also shows the CPU time of that thread.
+process then loads the checkpoint with the run's reader, alternately with and without the
+comparison, and the fastest load of each kind counts. A thread compares each part of the checkpoint
+while the next part is read, so the cost is small if a core is free for the thread. The table also
+shows the CPU time of that thread.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ RUN = "configs/run/fem_sm_1.3b_100bt.yaml"
 
 
 def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
-    """Return (seconds to read all tensors of a checkpoint, CPU seconds of the comparison in them).
+    """Return (wall seconds to read all tensors of a checkpoint, CPU seconds of the comparison).
 
-    cached: read the files from the page cache; otherwise from the disk. Tensors of the same shape
-    share one target tensor, so that only one tensor of each shape is in memory.
+    step: folder of the checkpoint.
+    compared: compare checksums; otherwise the second number is almost 0.
+    cached: read the files from the page cache; otherwise from the disk.
+
+    Tensors of the same shape share one target tensor, so that only one tensor of each shape is in
+    memory.
     """
     from pretrain.checkpoint.reader import CheckedReader
 
@@ -96,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Write the checkpoint, time its loads and print one row per place that it is read from.
+    """Write the checkpoint, time its loads from the page cache and from the disk, and print both.
 
     Return 0.
 

@@ -2,10 +2,10 @@
 
 Comparing two runs of the suite shows what a change made slower.
 
-The sides of a ratio are timed alternately, three times, and the fastest time of each counts, since
-other programs may run at the same time. A ratio to standard attention over the same number of
-tokens does not predict the ratio on a GPU, but its change between two commits shows the effect of
-the commits.
+The two sides of a ratio are timed alternately, three times, and the fastest time of each side
+counts, since other programs may run at the same time. A ratio to standard attention over the same
+number of tokens does not predict the ratio on a GPU, but its change between two commits shows the
+effect of the commits.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ Ratios = dict[str, float]
 class Effort:
     """Size of the measurement.
 
-    tokens: lengths of the operations.
-    layers, hidden, model_tokens: size of the models.
-    budget: seconds of one timing.
+    tokens: sequence lengths at which the operations are timed.
+    layers, hidden: number of layers and hidden size of the models.
+    model_tokens: sequence length of the models.
+    budget: seconds of one timing of an operation; a model's training step gets four times as many.
     """
 
     tokens: tuple[int, ...]
@@ -58,7 +59,10 @@ FULL = Effort((128, 512, 1024), 4, 256, 512, 0.5)
 
 
 def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, float]]:
-    """Time all sides alternately; return the minimum seconds of (forward, forward + backward)."""
+    """Time all sides alternately and return name -> (forward, forward + backward) seconds.
+
+    sides: name -> function that times the side once. The least time of each side counts.
+    """
     found: dict[str, tuple[float, float]] = {}
     for _ in range(ROUNDS):
         for name, time_it in sides.items():
@@ -70,9 +74,14 @@ def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, flo
 
 
 def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
-    """Time "auto" relative to standard attention and to the reference, at one length.
+    """Return the row of one operation at one length: seconds, and ratios to its baselines.
 
-    Standard attention has the widths (d_k, 2 d_v).
+    The implementation "auto" is compared with standard attention, whose key and value widths are
+    (d_k, 2 d_v), and with the implementation "reference" if the operation has one.
+
+    name: key of WORKLOADS.
+    tokens: sequence length.
+    budget: seconds of one timing.
     """
     workload = WORKLOADS[name]
     size = workload.small_size(tokens)
@@ -93,9 +102,9 @@ def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
 
 
 def models(effort: Effort) -> Iterator[dict[str, Any]]:
-    """Yield the time of each model's training step, and its ratio to the Transformer's.
+    """Yield a row for each model: its step time, and the ratio to the Transformer's.
 
-    The Transformer is measured before each model.
+    The Transformer is timed before each model.
     """
     scale = small_scale(effort)
 
@@ -115,7 +124,7 @@ def models(effort: Effort) -> Iterator[dict[str, Any]]:
 
 
 def small_scale(effort: Effort) -> Scale:
-    """Return model sizes that fit a CPU."""
+    """Return a scale (model sizes, sequence length, batch size) that fits a CPU."""
     model = replace(
         SCALES["table 7"].model,
         num_layers=effort.layers,
@@ -155,7 +164,10 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each ratio to a baseline that is over 20% larger than in ``earlier``."""
+    """Return a line for each ratio to a baseline that is over 20% larger than in an earlier run.
+
+    rows, earlier: rows of this run and of the earlier one.
+    """
     found = []
     before = {(row["what"], row["tokens"]): row for row in earlier}
     for row in rows:
@@ -174,7 +186,12 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
 def measure_all(
     effort: Effort, only: list[str] | None, tell: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return all rows, and one line for each operation that could not be timed."""
+    """Return all rows, and one line for each operation that could not be timed.
+
+    only: names of operations, or "models"; None or empty measures everything.
+
+    The last argument is called with each line of progress.
+    """
     rows, gaps = [], []
     wanted = [name for name in WORKLOADS if not only or name in only]
     for name in wanted:

@@ -1,8 +1,8 @@
 """``python -m tools.bench.diagnostics_cost``: measure the cost of the per-layer diagnostics.
 
 The cost is the time that the diagnostics add to a training step, relative to the step without them.
-Steps with and without diagnostics alternate in one process, on random tokens. The last column of
-the output is this cost divided by log.diagnostics_interval, since diagnostics run only once per
+Steps with and without diagnostics alternate in one process, on random tokens. Diagnostics run only
+once per log.diagnostics_interval steps; the last column of the output is the cost divided by this
 interval. The configuration selects the diagnostics: ``log.diagnostics=[tensors]`` measures the
 norms of all tensors.
 """
@@ -31,8 +31,7 @@ VOCABULARY = 4096
 
 
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
-    """Return the median seconds of a step without diagnostics, and the median seconds that
-    diagnostics add.
+    """Return (median seconds of a step without diagnostics, median seconds that diagnostics add).
 
     pairs: number of steps of each kind.
     """

@@ -2,8 +2,8 @@
 
 It writes the table of docs/mixers.md.
 
-All models have the same width, depth, tokens and seed. Each trains in a process of ``python -m
-pretrain``, one after another. The Transformer is the baseline of every ratio.
+All models have the same width, depth, tokens and seed. Each model trains in a separate process of
+``python -m pretrain``, one after another. The Transformer is the baseline of every ratio.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def names() -> list[str]:
-    """Return all mixers that run without a GPU, the baseline first, then the combinations."""
+    """Return the names of all compared models.
+
+    The baseline is first. The mixers that run without a GPU follow, and then the combinations in
+    SETTINGS.
+    """
     own = [name for name in MIXERS if not name.startswith("fla.") and name != BASELINE]
     return [BASELINE, *own, *(name for name in SETTINGS if name not in MIXERS)]
 
 
 def overrides(name: str, steps: int, folder: Path) -> list[str]:
-    """Return the overrides of the run's configuration."""
+    """Return the ``section.key=value`` overrides with which the model ``name`` trains."""
     mixer = [f"model.mixer={name}"] if name in MIXERS else []
     run_dir = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
     fixed = [

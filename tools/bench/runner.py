@@ -35,7 +35,7 @@ PACKAGES = (
 )
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
-VOCABULARY = 32000  # of a model whose configuration leaves it to the data
+VOCABULARY = 32000  # vocabulary size of a model whose configuration leaves it to the data
 
 
 def model_file(name: str) -> Path:
@@ -57,7 +57,10 @@ def model_file(name: str) -> Path:
 
 
 def facts() -> dict[str, Any]:
-    """Return the date, the device and its memory, and the versions of the installed software."""
+    """Return the date, the device and its memory, and the versions of the installed software.
+
+    `sentence` writes the result as text.
+    """
     found = {}
     for name in PACKAGES:
         try:
@@ -79,7 +82,7 @@ def facts() -> dict[str, Any]:
 
 
 def sentence(machine: dict[str, Any]) -> str:
-    """Return the facts as one line of text."""
+    """Return the result of `facts` as one line of text."""
     parts = [
         machine["date"],
         machine["device"],
@@ -138,10 +141,10 @@ SLOW = 1.0  # seconds; a call that takes longer is repeated less often
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of a call.
+    """Timing of a call, from two passes of repeated calls.
 
-    seconds: median of one call.
-    spread: difference between the medians of the two passes, as a share of ``seconds``.
+    seconds: median seconds of one call.
+    spread: difference between the medians of the two passes, divided by ``seconds``.
     calls: number of timed calls.
     """
 
@@ -151,13 +154,16 @@ class Timing:
 
 
 def measure(call: Callable[[int], object], budget: float, most: int = 100) -> Timing:
-    """Time ``call(0)``, ``call(1)``, ...
+    """Time ``call(0)``, ``call(1)``, ... and return the timing.
 
     The number lets the call rotate its inputs, so that no cache contains them.
 
-    Each call is timed by two events on the device, and all calls of a pass are enqueued before any
-    is waited for. The timed calls take about ``budget`` seconds, without the warm-up, in which
-    kernels may be compiled. At least six calls are timed, or two if one takes longer than SLOW.
+    budget: approximate seconds of all timed calls, without the warm-up, in which kernels may be
+        compiled. At least six calls are timed, or two if one call takes longer than SLOW.
+    most: maximum number of calls in each of the two passes.
+
+    On a GPU each call is timed by two events on the device, and all calls of a pass are enqueued
+    without waiting.
     """
     call(0)
     synchronize()

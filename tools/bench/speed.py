@@ -24,9 +24,11 @@ MOST_SETS = 8  # maximum sets of inputs, used in turn
 class Speed:
     """Timings, FLOPs and bytes of one implementation at one size.
 
-    flops, bytes: of the forward pass, and of forward + backward. Bytes of the forward pass: each
-    input is read once and each result is written once. Bytes of the backward pass: all of these
-    again, and the gradients.
+    forward, both: timings of forward, and of forward + backward.
+    flops, bytes: (forward, forward + backward).
+
+    The forward pass reads each input once and writes each result once. The backward pass moves the
+    same bytes again, and the gradients.
     """
 
     forward: Timing
@@ -36,9 +38,9 @@ class Speed:
 
 
 def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:
-    """Return the operation's implementations, the fastest first.
+    """Return the names of an operation's implementations, the fastest first.
 
-    An operation without a choice has only "reference".
+    An operation with a single implementation returns ("reference",).
 
     automatic: leave out implementations that run only if they are selected explicitly.
     """
@@ -63,9 +65,11 @@ def lacks(op: str, implementation: str, device: torch.device) -> str | None:
 def time_workload(
     name: str, implementation: str, size: Size, dtype: torch.dtype, budget: float
 ) -> Speed:
-    """Time an operation with one of its implementations, or "auto".
+    """Time the workload ``name`` with one implementation of its operation, or with "auto".
 
-    Raises ValueError if that cannot run the call.
+    budget: approximate seconds of each timing.
+
+    Raises ValueError if the implementation cannot run the call.
     """
     workload = WORKLOADS[name]
     return _time(
@@ -79,7 +83,10 @@ def time_workload(
 
 
 def time_baseline(name: str, size: Size, dtype: torch.dtype, budget: float) -> Speed:
-    """Time the baseline of an operation. Raises ValueError if it cannot run on this machine."""
+    """Time the baseline ``name``. Raises ValueError if it cannot run on this machine.
+
+    budget: approximate seconds of each timing.
+    """
     baseline = BASELINES[name]
     reason = baseline.lacks(platform.device())
     if reason is not None:
@@ -97,7 +104,7 @@ def _time(
 ) -> Speed:
     """Time forward without gradients, then forward + backward.
 
-    Inputs rotate over sets that are together larger than the device's cache.
+    The calls rotate over several sets of inputs that are together larger than the device's cache.
     """
     device = platform.device()
     sets = [draw_inputs(Draw(device, dtype, 0), size)]

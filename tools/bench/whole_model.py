@@ -1,6 +1,6 @@
-"""Complete models in one process with plain torch.
+"""Complete models in one process with plain torch, and the cost of their training step.
 
-They consist of an embedding, the layers that training and export share, and an output layer.
+A model consists of an embedding, the layers that training and export share, and an output layer.
 
 A training step is forward, backward and AdamW on weights of one dtype, without Megatron's main
 weights, process groups and data loading.
@@ -39,8 +39,11 @@ WITHOUT = FemConfig(conditioner=False, free_energy=False, temperature=False, gat
 class Scale:
     """Sizes that the compared models share, and the batch of one step.
 
-    documents: average tokens per document, with documents that do not attend to each other; 0: one
-    document per sequence.
+    model: configuration without the mixer, which each compared model replaces.
+    tokens: length of a sequence.
+    batch: number of sequences.
+    documents: average tokens per document, where documents do not attend to each other; 0: one
+        document per sequence.
     """
 
     about: str
@@ -52,7 +55,7 @@ class Scale:
     def begins(self) -> Tensor:
         """Return a [batch, tokens] bool tensor that is True where a document begins.
 
-        Random, with a fixed seed.
+        The positions are random, with a fixed seed.
         """
         begins = (
             torch.rand(self.batch, self.tokens, generator=torch.Generator().manual_seed(0))
@@ -63,7 +66,10 @@ class Scale:
         return begins
 
     def flops(self, model: ModelConfig) -> float:
-        """Return the FLOPs of a training step: forward + backward, per document by its length."""
+        """Return the model's FLOPs of a training step: forward + backward.
+
+        The cost of attention depends on the length of each document.
+        """
         if not self.documents:
             return 3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens).values())
         first = self.begins().flatten().nonzero()[:, 0]
@@ -127,7 +133,7 @@ VARIANTS: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
 
 
 class Fused(OneProcess):
-    """One process with the fused kernels of a training run, if they can run."""
+    """`Parallel` interface of one process, with the fused kernels of a training run if possible."""
 
     def swiglu(self, packed: Tensor) -> Tensor:
         """Implement `fem_megatron.parallel.Parallel.swiglu` with the fused kernel."""
@@ -145,8 +151,9 @@ OUTER = {
 class LanguageModel(nn.Module):
     """Embedding, blocks, final norm and output layer, initialised like the training model.
 
-    device: default is this process's device.
-    parallel: the `Parallel` interface that the layers use; None: the fused kernels of this machine.
+    device: None uses this process's device.
+    parallel: the `Parallel` interface that the layers use; None uses this machine's fused kernels.
+    recompute: recompute the activations of each block in the backward pass.
     """
 
     def __init__(
@@ -202,8 +209,11 @@ class LanguageModel(nn.Module):
 class StepCost:
     """Cost of one training step of one model.
 
+    tokens: tokens of the step.
     flops: FLOPs of the model, forward + backward, without recomputation.
+    parameters: number of parameters.
     peak_bytes: peak memory of the device.
+    recompute: True if the activations were recomputed.
     """
 
     step: Timing
@@ -226,9 +236,12 @@ class StepCost:
 def train_step(
     variant: str, scale: Scale, dtype: torch.dtype, budget: float, *, recompute: bool = False
 ) -> StepCost:
-    """Time a model's training step on random tokens.
+    """Time a model's training step on random tokens and return its cost.
 
-    Raises torch.OutOfMemoryError if it does not fit.
+    variant: key of VARIANTS.
+    budget: approximate seconds of the timing.
+
+    Raises torch.OutOfMemoryError if the step does not fit in memory.
     """
     config = VARIANTS[variant](scale.model)
     platform.reset_peak_memory()

@@ -77,7 +77,7 @@ def _demo(out: Path, settings: list[str], readme: bool) -> None:
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:
     """Print the table and write report.json and report.png.
 
-    Raises DemoError if the model learned too little, after all three are written.
+    Raises DemoError after that if the model learned too little.
     """
     pages.draw(
         History.read(demo.out / "fem"),

@@ -19,7 +19,10 @@ from tools.diagnose.from_checkpoint import megatron_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the logits of every model, computed by Megatron at TP 1, PP 1. Return the exit code."""
+    """Write the logits of every model to OUT and return the exit code.
+
+    Megatron computes them with tensor and pipeline parallelism of 1.
+    """
     parser = argparse.ArgumentParser(prog="tools.demo.megatron_logits", description=__doc__)
     parser.add_argument(
         "out",

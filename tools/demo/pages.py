@@ -1,10 +1,8 @@
 """Pages of the demo: the picture of both losses and, with ``--readme``, two documents.
 
-The documents are README.md and docs/evaluation.md, which get figures and pictures.
-
-The pages are rewritten between markers, in a checkout of the project. Since their figures are meant
-to be reproducible with ``make demo``, ``--readme`` requires an idle machine and the default
-settings.
+``--readme`` writes the figures and pictures into README.md and docs/evaluation.md of the checkout,
+between markers. The published figures should be reproducible with ``make demo``. Therefore
+``--readme`` requires an idle machine and the default settings.
 """
 
 from __future__ import annotations
@@ -48,7 +46,10 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
-    """Write ``file`` as PNG: the losses of both models and their difference."""
+    """Write ``file`` as PNG: the losses of both models and their difference.
+
+    found: contents of report.json.
+    """
     figure = new_figure((9, 6.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
     width = max(1.0, fem.last_step / 40)
@@ -112,7 +113,10 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
 
 
 def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
-    """Mark the held-out text's unigram entropy and the step at which FEM was stopped."""
+    """Mark the unigram entropy of the held-out text, and the step at which FEM was stopped.
+
+    above, below: axes of the losses and of their difference.
+    """
     run, entropy = found["run"], found["unigram"]["heldout_entropy"]
     look = {"textcoords": "offset points", "fontsize": 9, "color": QUIET, "ha": "right"}
     above.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":")
@@ -163,9 +167,9 @@ IDLE = 0.5  # load per core above which other programs would change the demo's t
 
 
 def check(root: Path, settings: Sequence[str]) -> None:
-    """Check the conditions of ``--readme`` before the demo starts.
+    """Check the conditions of ``--readme``: an idle machine and the default settings.
 
-    Raises ConfigError if one is not met.
+    Raises ConfigError if one of them is not met, before the demo starts.
     """
     if settings:
         raise ConfigError(
@@ -184,9 +188,10 @@ def check(root: Path, settings: Sequence[str]) -> None:
 
 
 def write(root: Path, out: Path, found: dict[str, Any]) -> None:
-    """Write both pages and their pictures.
+    """Write README.md and docs/evaluation.md of the checkout ``root``, and their pictures.
 
-    out: folder of the demo. Its models must have been evaluated into ``out/evaluation``.
+    out: folder of the demo. ``out/evaluation`` must contain the evaluation of its models.
+    found: contents of report.json.
     """
     texts = {
         "demo": demo_text(found),
@@ -202,7 +207,7 @@ def write(root: Path, out: Path, found: dict[str, Any]) -> None:
 
 
 def demo_text(found: dict[str, Any]) -> str:
-    """Return README.md's picture and table, with the conditions of the measurement."""
+    """Return the text for README.md: picture, table, and the conditions of the measurement."""
     run, models, parity, alone, machine = (
         found[key] for key in ("run", "models", "parity", "unigram", "machine")
     )
@@ -244,7 +249,10 @@ def demo_text(found: dict[str, Any]) -> str:
 
 
 def evaluation_text(report: str) -> str:
-    """Return docs/evaluation.md's picture and the first table of ``tools.evaluate``'s report."""
+    """Return the text for docs/evaluation.md: the picture and the first table of the report.
+
+    report: Markdown report of ``tools.evaluate``.
+    """
     lines = report.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
     last = next(
@@ -268,9 +276,10 @@ def evaluation_text(report: str) -> str:
 
 
 def _split(root: Path, name: str) -> tuple[str, str]:
-    """Return a page's text up to and including its opening marker, and from its closing marker on.
+    """Return the page's text until its opening marker, and its text from the closing marker.
 
-    Raises ConfigError if the page does not contain both in this order.
+    Both texts include the marker. Raises ConfigError if the page does not contain both markers in
+    this order.
     """
     path, begin, end = root / PAGES[name], f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -1,8 +1,6 @@
-"""Results of the demo: a run's history, unigram entropies, the table and the verdict.
+"""Results of the demo: training histories, unigram entropies, and the report as text.
 
-The history is read from metrics.jsonl and the checkpoints.
-
-This module starts no process.
+A history is read from the run's metrics.jsonl. This module starts no process.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ from tools.demo.shell import DemoError
 
 @dataclass(frozen=True)
 class History:
-    """Steps and validations of one run, in order.
+    """Logged steps and validations of one run, in order.
 
-    If a step was logged several times, its last line counts.
+    steps: entries of metrics.jsonl; the last entry of each step.
+    validations: (step, validation loss).
     """
 
     steps: tuple[dict[str, Any], ...]
@@ -64,11 +63,11 @@ class History:
         )
 
     def tokens_per_second(self) -> float:
-        """Return the median over the steps."""
+        """Return the median of the tokens per second over the steps."""
         return statistics.median(entry["tokens_per_second"] for entry in self.steps)
 
     def peak_memory_bytes(self) -> int:
-        """Return the maximum over steps and ranks."""
+        """Return the peak memory of a rank: the maximum over steps and ranks."""
         return max(entry["peak_memory_bytes"] for entry in self.steps)
 
 
@@ -81,7 +80,7 @@ def checkpoint_step(run: Path) -> int:
     """Return the step of a run's newest checkpoint.
 
     Raises:
-        DemoError: the run has none.
+        DemoError: the run has no checkpoint.
     """
     latest = run / "checkpoints" / "latest"
     if not latest.is_file():
@@ -90,10 +89,12 @@ def checkpoint_step(run: Path) -> int:
 
 
 def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> tuple[int, float]:
-    """Return (number of steps in both, largest relative difference of their losses).
+    """Return (number of common steps, largest relative difference of the losses).
+
+    ours, theirs: step -> loss of two runs.
 
     Raises:
-        DemoError: they have no step in common.
+        DemoError: the runs have no step in common.
     """
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
@@ -105,11 +106,13 @@ MARGIN = 1.1  # the model must be this far below the unigram entropy, in nats pe
 
 
 def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
-    """Return the nats per token of two models without context, for .bin files of uint16.
+    """Return the nats per token of two models that ignore the context.
 
-    ``heldout_entropy``: the held-out split's own frequencies, a lower bound for every model without
-    context. ``train_cross_entropy``: the training split's frequencies (one added to each count) on
-    the held-out split, which a trained model without context reaches.
+    train, heldout: .bin files of uint16.
+
+    ``heldout_entropy`` is that of the held-out split's own token frequencies, a lower bound for
+    every model without context. ``train_cross_entropy`` is that of the training split's frequencies
+    (one added to each count) on the held-out split, which a trained model without context reaches.
     """
     counts = [
         np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary)
@@ -136,7 +139,10 @@ def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
 def model_findings(
     found: dict[str, Any], history: History, heldout: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return one model's results: stock transformers' findings, training speed and memory."""
+    """Return one model's entry of report.json: losses, training speed and memory.
+
+    found: results of `tools.demo.stock_transformers`.
+    """
     return {
         "heldout_nats_per_token": found["heldout_nats_per_token"],
         "heldout_bits_per_byte": bits_per_byte(found["heldout_nats_per_token"], heldout),
@@ -150,7 +156,7 @@ def model_findings(
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the report as text."""
+    """Return the contents of report.json as a text table, followed by notes."""
     rows = [
         ("", "held-out loss", "bits per", "parameters", "training", "peak memory"),
         ("", "nats per token", "byte", "", "tokens/s", "per rank"),
@@ -186,7 +192,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Return the explanations of the table, and the parity figures."""
+    """Return lines that explain the table, and the differences between Megatron and the exports."""
     run, parity, fem = found["run"], found["parity"], found["models"]["fem"]
     logits, cache = parity["logit_difference"], parity["cache_difference"]
     return [
@@ -226,7 +232,10 @@ def verdict(found: dict[str, Any]) -> list[str]:
 
 
 def shortfall(found: dict[str, Any]) -> str | None:
-    """Return an error text if the FEM model's held-out loss is too high, or None."""
+    """Return an error text if the FEM model's held-out loss is too high, else None.
+
+    It must be MARGIN below the unigram entropy.
+    """
     entropy = found["unigram"]["heldout_entropy"]
     loss = found["models"]["fem"]["heldout_nats_per_token"]
     if loss <= entropy - MARGIN:
@@ -238,5 +247,5 @@ def shortfall(found: dict[str, Any]) -> str | None:
 
 
 def minutes(seconds: float) -> str:
-    """Return seconds as m:ss."""
+    """Return a duration in seconds as "m:ss"."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

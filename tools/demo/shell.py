@@ -1,8 +1,7 @@
-"""Execution of commands as a user would type them.
+"""Execution of commands in the form in which a user would type them.
 
-It starts them, prints their output, and ends those that still run after an error.
-
-This module is independent of what the commands do.
+The module starts commands, prints their output, and ends those that still run after an error. It
+is independent of what the commands do.
 """
 
 from __future__ import annotations
@@ -39,22 +38,27 @@ def say(text: str = "") -> None:
 
 @dataclass(frozen=True)
 class Shell:
-    """Shell that runs commands in ``root``, with ``environment`` added to the caller's."""
+    """Runner of commands in the folder ``root``.
+
+    environment: variables that are added to those of this process.
+    """
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def python(self) -> str:
-        """This interpreter, as a user in ``root`` would type it.
+        """Path of this interpreter, in the form in which a user in ``root`` would type it.
 
-        It is not resolved, since a virtual environment's interpreter is a symbolic link.
+        Symbolic links are not resolved, since a virtual environment's interpreter is one.
         """
         return self.shown(Path(sys.executable))
 
     @property
     def torchrun(self) -> list[str]:
-        """Command of this environment's torchrun, with a free port and no host name lookup."""
+        """Command of this environment's torchrun as a list, with a free port and no host name
+        lookup.
+        """
         beside = Path(sys.executable).with_name("torchrun")
         program = (
             [self.shown(beside)]
@@ -64,16 +68,18 @@ class Shell:
         return [*program, "--standalone", "--local-addr", "127.0.0.1"]
 
     def shown(self, path: Path) -> str:
-        """Return ``path`` relative to ``root`` if it is below it, else the full path."""
+        """Return ``path`` relative to ``root``, or the full path if it is outside ``root``."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def together(self, commands: Sequence[tuple[Sequence[str], str]], limit: float) -> None:
-        """Run several (command, what) at once, each on its own core.
+        """Run several commands at once, each on its own core, in at most ``limit`` seconds.
 
-        Their output is printed one command after the other, in their order.
+        commands: (command, description for error messages). Their outputs are printed one after the
+        other, in this order.
 
         Raises:
-            DemoError: like ``run``, for the first command that failed, after all have ended.
+            DemoError: a command failed (see `run`). It is raised for the first one, after all have
+            ended.
         """
         told: list[list[str]] = [[] for _ in commands]
 
@@ -97,8 +103,11 @@ class Shell:
     ) -> None:
         """Print ``$ command``, run it and print its output indented.
 
-        watch: called with the command's process id several times per second. The output callback
-        gets each line.
+        what: description of the command for error messages.
+        limit: seconds that the command may take.
+        watch: called with the command's process id several times per second.
+
+        The output callback, the last argument, is called with each line.
 
         Raises:
             DemoError: the command cannot be started, exits with a code other than 0, or takes more
@@ -146,7 +155,7 @@ def printed(command: Sequence[str]) -> str:
 
 
 def terminate_children(pid: int) -> None:
-    """Send SIGTERM to the direct children of a process that the demo started, and to no other."""
+    """Send SIGTERM to the direct children of the process ``pid``, which the demo started."""
     for child in _children(pid):
         with suppress(psutil.NoSuchProcess):
             child.terminate()
@@ -168,8 +177,8 @@ def _show(process: subprocess.Popen[str], tell: Callable[[str], object]) -> None
 def _end(process: subprocess.Popen[str]) -> None:
     """End a command that still runs.
 
-    SIGTERM first, so that torchrun can end its workers; after GRACE_SECONDS the process and its
-    children are killed.
+    It gets SIGTERM first, so that torchrun can end its workers. After GRACE_SECONDS the process and
+    its children are killed.
     """
     if process.poll() is not None:
         return

@@ -52,7 +52,9 @@ PRODUCTS = (
 class Demo:
     """State of one demo: its output folder and its results so far.
 
-    ``config`` is the configuration of the FEM run.
+    config: configuration of the FEM run.
+    stopped_at: step of the checkpoint at which the FEM run was stopped.
+    seconds: step of the demo -> its duration.
     """
 
     shell: Shell
@@ -72,11 +74,18 @@ class Demo:
         return self.shell.shown(self.out.joinpath(*parts))
 
     def python(self, what: str, *arguments: str) -> None:
-        """Run this interpreter with these arguments."""
+        """Run this interpreter with ``arguments``.
+
+        what: description of the command for error messages.
+        """
         self.shell.run([self.shell.python, *arguments], what, COMMAND_LIMIT)
 
     def overrides(self, name: str) -> list[str]:
-        """Return the overrides for the run directory and, unless --out is the default, the data."""
+        """Return the ``section.key=value`` overrides of the run ``name``.
+
+        They set the run directory and, unless the output folder is the default, the paths of the
+        data.
+        """
         run_dir = f"run_dir={_yaml(self.path(name))}"
         if self.out == self.shell.root / "runs" / "demo":
             return [run_dir]
@@ -94,7 +103,12 @@ class Demo:
         *arguments: str,
         watch: Callable[[int], None] | None = None,
     ) -> None:
-        """Run ``pretrain`` under torchrun for the run directory ``name``."""
+        """Run ``pretrain`` under torchrun with ``ranks`` ranks for the run directory ``name``.
+
+        what: description of the command for error messages.
+        arguments: additional overrides.
+        watch: see `Shell.run`.
+        """
         recipe = (
             "configs/run/demo_transformer.yaml"
             if name == "transformer"
@@ -203,9 +217,10 @@ class Demo:
         return max(1, round(STOP_AT * (self.config.train.steps or 0)))
 
     def resume_elsewhere(self) -> None:
-        """Resume the run with another layout to its end, and compare its first losses.
+        """Resume the run with another layout and train it to its end; compare its first losses.
 
-        They are compared with those of a copy that continues with the old layout for a few steps.
+        They are compared with the losses of a copy that continues with the old layout for a few
+        steps.
         """
         say(f"  first a copy continues at the old layout ({STOPPED_LAYOUT}), to compare with:")
         self.shell.run(
@@ -245,7 +260,7 @@ class Demo:
         say(f"  every tool now accepts {self.shell.shown(self.out)} as this model")
 
     def twin(self) -> None:
-        """Train the Transformer with the same budget, with the command of the resumed run."""
+        """Train the Transformer with the same budget and the same layout as the resumed run."""
         self.pretrain(
             "pretraining the Transformer",
             "transformer",
@@ -316,7 +331,10 @@ class Demo:
                     )
 
     def _together(self, commands: dict[str, list[str]]) -> None:
-        """Run commands at once. commands: description -> command."""
+        """Run several commands at once.
+
+        commands: description for error messages -> command.
+        """
         self.shell.together([(command, what) for what, command in commands.items()], COMMAND_LIMIT)
 
     def evaluate(self) -> None:
@@ -327,7 +345,7 @@ class Demo:
         self.shell.run(command, "evaluating", TRAINING_LIMIT)
 
     def findings(self) -> dict[str, Any]:
-        """Return all measurements, in the format of ``report.json``."""
+        """Return all measurements as the contents of ``report.json``."""
         manifest = json.loads((self.out / "data" / "manifest.json").read_text())
         valid = manifest["splits"]["valid"]
         unigram = report.unigram(
@@ -377,12 +395,12 @@ class Demo:
 
 
 def _yaml(text: str) -> str:
-    """Return a path as a value of ``section.key=value``, quoted if YAML could read it otherwise."""
+    """Return a path as the value of an override, quoted if YAML could read it otherwise."""
     return text if re.fullmatch(r"/?[A-Za-z][\w./-]*", text) else json.dumps(text)
 
 
 def machine(load_average: float) -> dict[str, Any]:
-    """Return the facts of the machine and the versions of the packages."""
+    """Return the facts of the machine and the versions of the packages for ``report.json``."""
     return {
         "cores": os.cpu_count(),
         "load_average_at_start": load_average,

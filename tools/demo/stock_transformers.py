@@ -23,9 +23,9 @@ OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools")
 
 
 def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> float:
-    """Return the largest absolute difference of the first tokens' logits from ``reference``.
+    """Return the largest absolute difference between the model's logits and ``reference``.
 
-    reference: [sequences, length, vocabulary].
+    reference: [sequences, length, vocabulary], the logits of the first sequences * length tokens.
     """
     sequences, length, _ = reference.shape
     ids = torch.from_numpy(tokens[: sequences * length].astype(np.int64)).view(sequences, length)
@@ -60,9 +60,10 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[str, float, float]:
-    """Generate a text and return (text, seconds, largest difference of its logits).
+    """Continue ``prompt`` and return (text, seconds, largest difference of the logits).
 
-    The difference is that between the logits with the cache and those of one pass without it.
+    The difference is that between the logits computed with the cache and those of one pass over the
+    complete text without the cache.
     """
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -88,7 +89,7 @@ def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[st
 def main(arguments: list[str] | None = None) -> int:
     """Write the results to --out as JSON, print them and return the exit code.
 
-    The caller judges them.
+    The results are not compared with bounds; the caller does that.
     """
     parser = argparse.ArgumentParser(prog="stock_transformers.py", description=__doc__)
     parser.add_argument("model", type=Path, help="an exported model's folder")

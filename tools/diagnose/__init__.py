@@ -1,4 +1,4 @@
-"""Picture of what every layer of a checkpoint does to some tokens.
+"""Picture of the energies, entropies and step norms of every layer of a checkpoint.
 
-The quantities are defined in fem_megatron.diagnostics.
+They are computed on some tokens of a data set. fem_megatron.diagnostics defines the quantities.
 """

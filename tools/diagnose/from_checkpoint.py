@@ -1,6 +1,7 @@
-"""Computation of every layer's quantities from a checkpoint and data.
+"""Computation of the diagnostics of every layer from a checkpoint and data.
 
-It runs in one process, for checkpoints of any layout.
+It runs in one process, for checkpoints of any parallel layout. fem_megatron.diagnostics defines the
+quantities.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from fem_megatron.megatron.platform import device, import_megatron, initialize_d
 
 @dataclass(frozen=True)
 class Found:
-    """Quantities of a model, and a title.
+    """Diagnostics of a model, and the title of their picture.
 
-    values: name (``layer_03/mixer/step_norm``) -> number.
+    values: name of a quantity (``layer_03/mixer/step_norm``) -> number.
     title: describes the model, step and data.
     """
 
@@ -38,7 +39,7 @@ def megatron_model(
 ) -> Iterator[tuple[Any, ModelConfig, dict[str, Any]]]:
     """Load the complete model of a checkpoint in one process, in eval mode.
 
-    length: tokens of its sequences.
+    length: sequence length of the inputs.
 
     Yields (the model chunk, its configuration, the checkpoint's manifest).
 
@@ -76,9 +77,9 @@ def megatron_model(
 
 
 def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
-    """Return the quantities of the model in fp32 for the first ``tokens`` tokens of ``data``.
+    """Return the diagnostics of the model in fp32 for the first ``tokens`` tokens of ``data``.
 
-    data: a .bin/.idx prefix; None: the run's validation or training data.
+    data: path of a .bin/.idx pair without ending; None uses the run's validation or training data.
 
     Raises:
         ConfigError: the checkpoint or the data cannot be read, or ``tokens`` is less than 2.
@@ -104,17 +105,17 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
 
 
 def data_of_run(section: dict[str, Any]) -> Path:
-    """Return the prefix of the first validation source, else of the first training source.
+    """Return the prefix of the first validation source, or else of the first training source.
 
-    section: a run's resolved ``data`` section.
+    section: the ``data`` section of a run's complete configuration.
     """
     return Path([*section["valid"], *section["train"]][0]["prefix"])
 
 
 def first_tokens(prefix: Path, count: int) -> np.ndarray:
-    """Return the first ``count`` ids (int64) of a .bin/.idx pair, across documents.
+    """Return the first ``count`` token ids (int64) of a .bin/.idx pair, across documents.
 
-    The result is shorter if the pair is.
+    The result is shorter if the pair has fewer tokens.
 
     Raises:
         ConfigError: the pair does not exist, is not in Megatron's format, or has fewer than 2

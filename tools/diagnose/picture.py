@@ -1,4 +1,4 @@
-"""Picture with a row per layer (and iteration) and a column per quantity.
+"""Picture of the diagnostics: a row per layer (and iteration) and a column per quantity.
 
 Each column is shaded from its minimum to its maximum.
 """
@@ -44,7 +44,7 @@ def _in_words(quantity: str) -> str:
 
 
 def draw(values: dict[str, float], title: str, file: Path) -> None:
-    """Write ``file`` as PNG."""
+    """Draw the diagnostics as a table with shaded cells and write it to ``file`` as PNG."""
     from matplotlib.colors import LinearSegmentedColormap
 
     rows, columns, numbers = table(values)

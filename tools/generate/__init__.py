@@ -1,6 +1,4 @@
-"""Text generation with any model.
+"""Text generation with any model that tools.hf can open.
 
 The text is streamed to stdout; speed and memory are printed on stderr.
-
-Models are opened by tools.hf.
 """

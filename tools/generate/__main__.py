@@ -22,9 +22,9 @@ DRAWN = {"temperature": 0.7, "top_k": 40, "top_p": 1.0}
 
 
 def check(given: argparse.Namespace) -> None:
-    """Set ``draws`` (sample the next token or not), the sampling settings and the seed.
+    """Check the arguments and set those whose defaults depend on other arguments.
 
-    These depend on other arguments.
+    These are ``draws`` (True if the next token is sampled), the sampling settings and the seed.
 
     Raises:
         ConfigError: a number is out of its range, or two arguments contradict each other.
@@ -154,9 +154,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
-    """Return the prompts of the arguments, then those of the file.
+    """Return the prompts of the command line, then the lines of ``file``; "-" reads stdin.
 
-    Raises ConfigError if no prompt is given, or one is empty.
+    Raises ConfigError if no prompt is given, or if a prompt is empty.
     """
     prompts = [
         sys.stdin.read().removesuffix("\n") if argument == "-" else argument

@@ -1,4 +1,4 @@
-"""Text generation from prompts, with its time and memory.
+"""Text generation from prompts, and measurement of its time and memory.
 
 The text of a single prompt is streamed to stdout; several prompts are generated as one left-padded
 batch.
@@ -29,7 +29,7 @@ COMPILING_STEPS = 2  # first decoding steps, during which torch compiles
 
 
 class Clock(StoppingCriteria):
-    """Stopping criterion that never stops, but records the time and all tokens after each token.
+    """Stopping criterion that never stops, but records the time and all ids after each token.
 
     The time is taken after the device has finished its work.
     """
@@ -48,11 +48,13 @@ class Clock(StoppingCriteria):
 
 @dataclass
 class Answer:
-    """Texts of the prompts, with the data for their costs.
+    """Generated texts, with the data from which `costs` are computed.
 
-    rows: each prompt's new tokens.
+    rows: ids of each prompt's new tokens.
     sizes: prompt lengths in tokens.
+    texts: text of each row.
     cache: the cache that ``generate`` returned, or None.
+    interrupted: True after Ctrl-C.
     """
 
     prompts: list[str]
@@ -66,12 +68,12 @@ class Answer:
 
 
 def run(prompts: list[str], settings: Namespace) -> int:
-    """Open the model, write text (or JSON) to stdout and costs to stderr.
+    """Open the model, write texts (or JSON) to stdout and costs to stderr.
 
-    Returns 0, or 130 after Ctrl-C; the text up to that moment is kept.
+    Return 0, or 130 after Ctrl-C, which keeps the text that was generated before it.
 
     Raises:
-        ConfigError: the model cannot be opened, has no tokenizer, cannot generate, or the prompts
+        ConfigError: the model cannot be opened, has no tokenizer or cannot generate, or the prompts
         do not fit it.
     """
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
@@ -96,7 +98,7 @@ def run(prompts: list[str], settings: Namespace) -> int:
 
 
 def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[list[int]]:
-    """Return each prompt's tokens.
+    """Return the token ids of each prompt.
 
     Raises ConfigError if the model has no tokenizer or is not causal, or if a prompt has no tokens
     or too many.
@@ -124,9 +126,9 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
 
 
 def asked(settings: Namespace) -> dict[str, Any]:
-    """Return the arguments of ``generate``.
+    """Return the arguments of transformers' ``generate`` for the command's settings.
 
-    Of the model folder's own generation settings only the special tokens are used.
+    The generation settings in the model's folder are not used, except for the special tokens.
     """
     how = {
         "do_sample": settings.draws,
@@ -194,7 +196,10 @@ def generate(
 
 
 def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [b, t] of rows that are aligned at their ends; mask is 0 at padding."""
+    """Return (ids, mask), both [b, t], of rows that are padded on the left.
+
+    The mask is 0 at padding and 1 elsewhere.
+    """
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -228,7 +233,7 @@ def compiled_on(device: torch.device, settings: Namespace) -> Any:
 
 
 def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
-    """Return seconds, tokens and bytes; unknown numbers are None."""
+    """Return JSON key -> number: seconds, tokens and bytes. Unknown numbers are None."""
     times, new = answer.clock.times, sum(map(len, answer.rows))
     skipped = min(COMPILING_STEPS if settings.compile else 0, max(0, len(times) - 1))
     found: dict[str, Any] = {
@@ -254,7 +259,7 @@ def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, A
 
 
 def layer_places(layer: Any) -> int:
-    """Return the capacity of a static cache's layer in tokens.
+    """Return the capacity in tokens of one layer of a static cache.
 
     The method's name depends on the version of transformers.
     """
@@ -264,7 +269,10 @@ def layer_places(layer: Any) -> int:
 
 
 def layer_bytes(layer: Any) -> int:
-    """Return the bytes of a cache's layer: this project's named tensors, or keys and values."""
+    """Return the bytes of one layer of a cache.
+
+    A layer has this project's dictionary of tensors, or keys and values.
+    """
     state = getattr(layer, "state", None)
     held = (
         state.values()

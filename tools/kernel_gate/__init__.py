@@ -1,3 +1,4 @@
-"""Compile gate: every Triton kernel is compiled for real GPUs on a machine without one, and its
-machine code is checked.
+"""Compile gate: compile every Triton kernel for real GPUs and check its machine code.
+
+The gate runs on a machine without a GPU.
 """

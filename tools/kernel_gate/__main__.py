@@ -35,8 +35,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0 on success, 1 if a kernel has a fault, 2 if the call cannot be
-    carried out.
+    """Run the gate and return the exit code.
+
+    0: success; 1: a kernel has a fault; 2: the call cannot be carried out.
     """
     parser = Parser(prog="python -m tools.kernel_gate", description=__doc__)
     parser.add_argument(
@@ -99,7 +100,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
-    """Return the kernels that the call selects; raise UserError if it cannot be carried out."""
+    """Return (module, name) of the kernels that the call selects.
+
+    Raises UserError if Triton is missing, the arguments contradict each other, or they select no
+    kernel.
+    """
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
         raise UserError(
@@ -141,15 +146,16 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
 
 
 def _whole(asked: argparse.Namespace) -> bool:
-    """Return True if docs/kernels.md can be written from this build."""
+    """Return True if the call builds everything that docs/kernels.md contains."""
     return asked.prefix == "kernels" and not (
         asked.only or asked.sm or asked.few or asked.documents
     )
 
 
 def _same(recorded: str, found: str, whole: bool) -> bool:
-    """Return True if docs/kernels.md matches this build, in all parts or only in the modules that
-    were built.
+    """Return True if the recorded text of docs/kernels.md agrees with the text of this build.
+
+    If the last argument is False, only the modules that were built are compared.
     """
     was, is_now = sections(recorded), sections(found)
     return (

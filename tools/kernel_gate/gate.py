@@ -44,7 +44,7 @@ COUNTS = {
     "valid_batch",
 }
 COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
-ARCHITECTURES = (90, 80, 100)  # every kernel must pass on the first
+ARCHITECTURES = (90, 80, 100)  # all checks apply to the first one
 TOGETHER = 8  # builds that a process disassembles in one call
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # most bytes per block
 ALLOWED = {
@@ -59,13 +59,14 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Build:
-    """Kernel as a launch compiles it.
+    """One specialisation of a Triton kernel, which a launch compiles.
 
     module, kernel: module and name of the ``@triton.jit`` function.
-    types: the Triton type of every argument that is not a constant ("*bf16", "i32", "fp32").
-    constants: the values of all other arguments.
-    aligned: the arguments known as multiples of 16 (pointers: of 16 bytes).
-    label: the first launch of this kind.
+    label: description of the first launch that needs this build.
+    types: (argument, Triton type) of all arguments that are no constants ("*bf16", "i32", "fp32").
+    constants: (argument, value) of all other arguments.
+    aligned: arguments known to be multiples of 16 (pointers: of 16 bytes).
+    warps, stages: options of the compilation.
     """
 
     module: str
@@ -79,18 +80,20 @@ class Build:
 
     @property
     def function(self) -> Any:
-        """Return the ``@triton.jit`` function."""
+        """Return the kernel, a ``@triton.jit`` function."""
         return getattr(importlib.import_module(self.module), self.kernel)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments and options (name -> value) with which the JIT compiles it."""
+        """Return name -> value of the arguments and options of the kernel's compilation."""
         given = {name: argument(kind, name in self.aligned) for name, kind in self.types}
         return {**dict(self.constants), **given, "num_warps": self.warps, "num_stages": self.stages}
 
     @property
     def matrix(self) -> bool:
-        """True if the module lists the kernel as one whose products are wgmma, and this build
-        multiplies in bfloat16.
+        """True if all matrix products of this build must be wgmma instructions.
+
+        This is required if the kernel is in the list MATRIX of its module and a bfloat16 pointer is
+        among the arguments.
         """
         kernels = getattr(importlib.import_module(self.module), "MATRIX", ())
         return (
@@ -100,7 +103,10 @@ class Build:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of one build on one architecture; ``failed``: why it did not compile, or ""."""
+    """Result of one build on one architecture.
+
+    failed: reason why the build did not compile, or "".
+    """
 
     arch: int
     registers: int = 0
@@ -116,7 +122,7 @@ class Report:
     failed: str = ""
 
     def faults(self, build: Build) -> list[str]:
-        """Return the faults of the build."""
+        """Return a line for each fault of the build, or an empty list."""
         if self.failed:
             return [f"does not compile: {self.failed}"]
         found = []
@@ -140,14 +146,14 @@ def reason(error: Exception) -> str:
 
 
 def report(build: Build, arch: int) -> Report:
-    """Compile ``build`` for sm_<arch> and read the machine code."""
+    """Compile ``build`` for sm_<arch>, read the machine code and return the report."""
     return reports([build], arch)[0]
 
 
 def reports(builds: Sequence[Build], arch: int) -> list[Report]:
     """Return the `report` of each build.
 
-    nvdisasm, which takes a third of a second to start, is called once.
+    nvdisasm, which takes a third of a second to start, is called only once for all builds.
     """
     found = [_compiled(build, arch) for build in builds]
     listings = iter(disassembled([cubin for _, cubin in found if cubin]))
@@ -155,7 +161,7 @@ def reports(builds: Sequence[Build], arch: int) -> list[Report]:
 
 
 def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
-    """Return the compilers' report and, on sm_90, the machine code, which is still to be read.
+    """Return the compilers' report and, on sm_90, the machine code to disassemble.
 
     The code is b"" on other architectures and if the build did not compile.
     """
@@ -262,11 +268,11 @@ def _instructions(cubin: bytes) -> bytes:
 
 
 def crossed_layouts(ttgir: str) -> list[str]:
-    """Return the pointer arguments that one program loads and stores as tensors of different
-    layouts, with no barrier in between.
+    """Return the pointer arguments that a program loads and stores in different tensor layouts.
 
-    One thread may then load what another has stored, without any order between the two. A kernel
-    with its own barrier is not checked.
+    Only loads and stores without a barrier between them count: one thread may then load what
+    another thread has stored, without any order between the two. A kernel that contains a barrier
+    is not checked.
     """
     if "gpu.barrier" in ttgir or "ttg.barrier" in ttgir:
         return []
@@ -305,7 +311,7 @@ def _run(tool: Path, *arguments: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Built:
-    """A build, and its reports by architecture."""
+    """Build with its reports by architecture."""
 
     build: Build
     reports: dict[int, Report]
@@ -321,8 +327,10 @@ class Built:
         return self.build.kernel.lstrip("_")
 
     def faults(self) -> list[str]:
-        """Return all faults on the first architecture, and on the others only that it does not
-        compile.
+        """Return a line for each fault of the build, or an empty list.
+
+        On the first architecture all faults count. On the other ones only a failed compilation
+        does.
         """
         first, *others = (self.reports[arch] for arch in ARCHITECTURES if arch in self.reports)
         against = [f"sm_{first.arch}: {fault}" for fault in first.faults(self.build)]
@@ -332,8 +340,9 @@ class Built:
 
 
 def kernels_under(prefix: str) -> set[tuple[str, str]]:
-    """Return (module, name) of the Triton kernels of the modules under ``prefix``: functions whose
-    names end with ``_kernel``.
+    """Return (module, name) of the Triton kernels in the modules under ``prefix``.
+
+    A kernel is a function whose name ends with ``_kernel``.
     """
     found = set()
     for module in (each.name for each in pkgutil.walk_packages(kernels.__path__, "kernels.")):
@@ -352,10 +361,11 @@ def kernels_under(prefix: str) -> set[tuple[str, str]]:
 
 
 def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
-    """Return each kernel's first build, and the few that together have every value of all its
-    constants and types.
+    """Return a few builds of each kernel that together have every value of its constants and types.
 
-    sizes False: values that are integers need not be covered.
+    The first build of each kernel is always included.
+
+    sizes: False: the values of integer constants need not be covered.
     """
     values: dict[tuple[str, str], dict[int, set[tuple[str, str]]]] = {}
     for n, build in enumerate(builds):
@@ -378,10 +388,10 @@ def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
 
 
 def in_rows(build: Build) -> Build | None:
-    """Return the build for rows of documents, whose token counts are small and no multiples of 16,
-    or None if it is the same build.
+    """Return the build for documents in rows, or None if it is the same build.
 
-    The result is also None for heads of 256, which no recipe has.
+    Token counts of documents are small and no multiples of 16. The result is also None for heads of
+    width 256, which no configured model has.
     """
     constants = {
         **dict(build.constants),
@@ -397,7 +407,10 @@ def in_rows(build: Build) -> Build | None:
 def build_all(
     builds: Sequence[Build], architectures: tuple[int, ...], told: Progress
 ) -> list[Built]:
-    """Return every build with its reports."""
+    """Compile the builds for all architectures and return them with their reports.
+
+    The last argument is called with the progress.
+    """
     found = in_processes(partial(_reports, architectures=architectures), builds, told)
     return [Built(build, by_arch) for build, by_arch in zip(builds, found, strict=True)]
 
@@ -405,8 +418,10 @@ def build_all(
 def in_processes(
     work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Build], told: Progress
 ) -> list[T]:
-    """Return the results of ``work`` for every build, computed in groups of builds, in as many
-    processes as cores exist.
+    """Return the results of ``work`` for all builds, in their order.
+
+    The builds are computed in groups, in as many processes as cores exist. The last argument is
+    called with the progress.
     """
     found: dict[Build, T] = {}
     with ProcessPoolExecutor(
@@ -422,10 +437,9 @@ def in_processes(
 
 
 def sources_hash() -> str:
-    """Return the SHA-256 of the syntax of the kernels and of this gate, as docs/kernels.md records
-    it.
+    """Return the SHA-256 of the syntax of the kernels and of this gate, for docs/kernels.md.
 
-    Comments, docstrings and layout do not change it.
+    Comments, docstrings and layout do not change the hash.
     """
     folders = (Path(kernels.__file__).parent, Path(__file__).parent)
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
@@ -437,7 +451,7 @@ def sources_hash() -> str:
 
 
 def _syntax(node: Any) -> Any:
-    """Return a syntax tree as lists.
+    """Return a syntax tree as nested lists.
 
     Fields without a value are left out, because newer versions of Python have more of them.
     """
@@ -455,7 +469,7 @@ def _syntax(node: Any) -> Any:
 
 
 def page(built: list[Built], triton_version: str) -> str:
-    """Return docs/kernels.md: one row per kernel, with the maximum over its builds."""
+    """Return the text of docs/kernels.md: a row per kernel, with the maximum over its builds."""
     lines = [
         "# The kernels' machine code",
         "",
@@ -528,15 +542,15 @@ def page(built: list[Built], triton_version: str) -> str:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Return the sections of docs/kernels.md by title, each with the rows of one module.
+    """Return title -> text of the sections of docs/kernels.md, one for each module.
 
-    The last one lists the allowed warnings.
+    The last section lists the allowed warnings.
     """
     return {part.partition("\n")[0]: part.strip() for part in text.split("\n## ")[1:]}
 
 
 def _unsuited(found: Report) -> bool:
-    """Return True if a build fails, spills, or needs more shared memory than available."""
+    """Return True if a build failed, spills registers, or needs too much shared memory."""
     return bool(
         found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch]
     )

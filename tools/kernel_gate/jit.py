@@ -1,5 +1,6 @@
-"""Triton's JIT without a GPU: it compiles the kernel of a launch with the same specialisation,
-options and cache key.
+"""Compilation by Triton's JIT without a GPU.
+
+The kernel of a launch is compiled with the same specialisation, options and cache key as on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _INTEGERS = {"u1": (False, True), "i32": (16, 17), "i64": (2**40, 2**40 + 1)}
 
 @dataclass(frozen=True)
 class Pointer:
-    """Properties of a tensor that the JIT reads: dtype and address, in bytes."""
+    """Replacement of a tensor that has what the JIT reads: dtype and address in bytes."""
 
     dtype: torch.dtype
     address: int
@@ -40,14 +41,16 @@ class Driver:
         self.arch = arch
 
     def get_current_target(self) -> Any:
-        """Return the compiler's target."""
+        """Return the target of the compilation: sm_<arch>."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        """Return the architecture as the device: the JIT stores the data of a target by device, so
-        each architecture needs its own device.
+        """Return the architecture as the number of the device.
+
+        The JIT stores the data of a target by device, so each architecture needs a different
+        device.
         """
         return self.arch
 
@@ -57,15 +60,19 @@ class Driver:
 
 
 def argument(kind: str, aligned: bool) -> Any:
-    """Return a value that the JIT specialises to the type ``kind``, a multiple of 16 if aligned."""
+    """Return a value for which the JIT selects the type ``kind``.
+
+    aligned: the value is a multiple of 16.
+    """
     if kind in _DTYPES:
         return Pointer(_DTYPES[kind], 0 if aligned else 1)
     return _INTEGERS[kind][not aligned] if kind in _INTEGERS else 0.5
 
 
 def compiled(kernel: Any, given: Mapping[str, Any], arch: int) -> Any:
-    """Return the ``CompiledKernel`` of a launch with these arguments and options (name -> value),
-    from Triton's cache if it is cached.
+    """Return the ``CompiledKernel`` of a launch, from Triton's cache if it is cached.
+
+    given: arguments and options of the launch (name -> value).
 
     The process's active driver is `Driver` afterwards. Raises whatever Triton's passes raise.
     """

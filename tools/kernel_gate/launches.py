@@ -1,12 +1,16 @@
-"""Builds that the gate compiles: the launches of layers and operations, on tensors without data.
+"""Builds that the gate compiles, recorded from launches on tensors without data.
 
-No list of shapes is needed. The layers are each model of configs/model, and each mixer at the 1.3B
-Transformer's widths: a layer forward and backward as `tools.bench.traffic` runs it. Models with
-FEM's softmax prior also run with this package's own attention, with and without documents. The
-operations are every case of ``kernels/<op>/cases.py`` at its real size, in bfloat16 and float32:
-masks, pasts, states, padding. Two launches that Triton would compile alike are one build. Triton
-treats an integer 1 as a constant, and specialises on whether an integer is a multiple of 16 and a
-pointer is aligned.
+No list of shapes is needed. The launches are those of layers and of operations.
+
+Layers: each model of configs/model, and each mixer at the 1.3B Transformer's widths. A layer runs
+forward and backward like in `tools.bench.traffic`. Models with FEM's softmax prior also run with
+this package's own attention, with and without documents.
+
+Operations: every case of ``kernels/<op>/cases.py`` at its real size, in bfloat16 and float32. The
+cases include masks, pasts, states and padding.
+
+Two launches that Triton would compile to the same code are one build. Triton treats an integer 1 as
+a constant, and specialises on whether an integer is a multiple of 16 and a pointer is aligned.
 """
 
 from __future__ import annotations
@@ -46,7 +50,11 @@ Launches = Sequence[tuple[Any, Mapping[str, Any]]]
 
 
 def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
-    """Return the build of a launch with these arguments and options (name -> value)."""
+    """Return the build of a launch of ``kernel``.
+
+    label: description of the launch.
+    given: its arguments and options (name -> value).
+    """
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     aligned: list[str] = []
@@ -77,8 +85,10 @@ def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
 
 
 def recorded() -> list[Build]:
-    """Return the builds by module and kernel: all of the layers, and enough of the operations'
-    cases to cover each value of each constant.
+    """Return the builds that the gate checks, ordered by module and kernel.
+
+    They are all builds of the layers, and those of the operations' cases that are needed to cover
+    each value of each constant.
     """
     of_layers, of_cases = _alike(_layers()), _alike(_cases())
     found = dict.fromkeys((*of_layers, *covering([*of_layers, *of_cases])))
@@ -88,10 +98,14 @@ def recorded() -> list[Build]:
 
 
 def launched(only: Collection[str] = ()) -> list[Build]:
-    """Return a build of every distinct launch: of the layers, and of the operations' cases with
-    every implementation except the definition.
+    """Return a build of every distinct launch, for the cache.
 
-    only: use the cases of these operations alone, and their kernels in layers.
+    The launches are those of the layers and of the operations' cases. All implementations are
+    included except the reference.
+
+    only: operations. Other cases, and kernels of other operations in layers, are left out; if
+    empty,
+        everything is included.
     """
     found: dict[str, Build] = {}
     layers = (
@@ -107,14 +121,18 @@ def launched(only: Collection[str] = ()) -> list[Build]:
 
 
 def _room(kernel: Any) -> str:
-    """Return the operation whose folder contains the kernel, or "" if another package does."""
+    """Return the operation whose folder contains the kernel.
+
+    Return "" if the kernel belongs to another package.
+    """
     first, _, rest = kernel.fn.__module__.partition(".")
     return str(rest.split(".")[0]) if first == "kernels" else ""
 
 
 def _alike(labelled: Iterator[tuple[str, Launches]]) -> list[Build]:
-    """Return the builds of the launches, two for each kind: the first one, and one with the fewest
-    specialised numbers.
+    """Return two builds for each kind of launch (see `_kind`).
+
+    These are the first build, and the one with the fewest specialised numbers.
     """
     first: dict[tuple[Any, ...], Build] = {}
     least: dict[tuple[Any, ...], Build] = {}
@@ -138,8 +156,9 @@ def _constexprs(kernel: Any) -> set[str]:
 
 
 def _kind(kernel: Any, build: Build) -> tuple[Any, ...]:
-    """Return the properties that make a kernel a different one: its constants, its pointers and
-    their types, and the options.
+    """Return the key of launches that differ only in numbers.
+
+    It consists of the kernel, its constants, its pointers with their types, and the options.
     """
     constants = tuple(
         each for each in build.constants if each[1] is None or each[0] in _constexprs(kernel)
@@ -173,9 +192,9 @@ def _own(op: str) -> tuple[str, ...]:
 
 
 def _fast(op: str) -> tuple[str, ...]:
-    """Return the implementations that the GPU suite checks, without the definition.
+    """Return the implementations that the GPU suite checks, without the reference.
 
-    They include those whose kernels run around another package's attention.
+    They include implementations whose kernels run around another package's attention.
     """
     return tuple(name for name in implementations(op, automatic=True) if name != "reference")
 
@@ -198,8 +217,9 @@ def _cases(
 
 
 def models() -> dict[str, ModelConfig]:
-    """Return name -> model: the models of configs/model, and every mixer at the 1.3B Transformer's
-    widths.
+    """Return name -> model configuration of the models whose layers are launched.
+
+    These are the models of configs/model, and every mixer at the 1.3B Transformer's widths.
     """
     found = {path.stem: load(ModelConfig, path) for path in sorted(MODELS.glob("*.yaml"))}
     base = found["transformer_1.3b"]
@@ -240,7 +260,7 @@ def _layer(
 
 
 def _documents() -> Documents:
-    """Return the documents of one sequence, long enough that their rows have padding."""
+    """Return the documents of one sequence of TOKENS tokens, whose rows have padding."""
     with torch.device("cpu"):
         begins = torch.zeros(1, TOKENS, dtype=torch.bool)
         begins[0, 1000] = begins[0, 1900] = True
@@ -252,7 +272,10 @@ def _documents() -> Documents:
 
 
 class _Unnumbered(TorchFunctionMode):
-    """Mode that draws random numbers without a generator, as tensors without data have none."""
+    """Mode in which random numbers are generated without a generator.
+
+    Tensors without data support no generator.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(

@@ -1,13 +1,14 @@
-"""Triton cache for GPUs, made without one, and an archive of it.
+"""Triton cache for GPUs, made without a GPU, and an archive of it.
 
-The cache has each kernel under the key that the JIT on a GPU machine uses. The key covers the
+The cache contains each kernel under the key that the JIT on a GPU machine uses. The key covers the
 kernel's source, the types and alignment of its arguments, the options, ptxas, and Triton's own
-files. One of these files is a library compiled for one version of Python, so `key_of` computes
-Triton's part for a machine with another version. A cache's group files contain absolute paths, so
-an archive is for one path. The archive contains machine code and metadata, which is all that a
-cache hit reads; the intermediate representations, four fifths of a cache, are left out. It contains
-no launchers: Triton 3.6 compiles one in C for each signature, with the compiler and against the
-Python of the GPU machine.
+files. One of Triton's files is a library compiled for one version of Python, so `key_of` computes
+Triton's part of the key for a machine with another version.
+
+A cache's group files contain absolute paths, so an archive must be unpacked at a fixed path. The
+archive contains machine code and metadata, which is all that a cache hit reads; the intermediate
+representations, four fifths of a cache, are left out. The archive contains no launchers: Triton 3.6
+compiles one in C for each signature, with the compiler and the Python of the GPU machine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ Entry = tuple[str, str]  # a folder of the cache, and the error without one ("":
 def fill(builds: Sequence[Build], arch: int, folder: Path, key: str, told: Progress) -> list[Entry]:
     """Compile the builds into a cache at ``folder``, and keep its existing entries.
 
-    key: Triton's own key; "": this process's.
+    Return (folder of the entry in the cache, error or "") for each build.
+
+    key: Triton's part of the cache key; "" uses that of this process.
     """
     return in_processes(partial(_entries, arch=arch, folder=folder, key=key), builds, told)
 
@@ -56,9 +59,9 @@ def _entries(builds: Sequence[Build], arch: int, folder: Path, key: str) -> list
 
 
 def key_of(installed: Path) -> str:
-    """Return Triton's key as a machine with the Triton in ``installed`` computes it.
+    """Return Triton's part of the cache key on a machine with the Triton in ``installed``.
 
-    Raise UserError if its version differs from this one's.
+    Raises UserError if its version differs from that of this process.
     """
     from triton.runtime.cache import triton_key
 
@@ -91,7 +94,12 @@ def _digest(path: Path) -> str:
 
 
 def pack(folder: Path, entries: Iterable[str], at: PurePath) -> Path:
-    """Write ``folder``.tgz with these entries, to be unpacked at ``at``, and return its path."""
+    """Write an archive of cache entries, ``folder``.tgz, and return its path.
+
+    folder: the cache.
+    entries: folders of the entries in the cache.
+    at: path at which the archive must be unpacked.
+    """
     archive, content = folder.with_name(f"{folder.name}.tgz"), io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as packed:
         for entry in sorted(set(entries)):

@@ -1,6 +1,5 @@
 """Search for the fastest parallel layout of a run on a given number of GPUs.
 
-The time of a step is computed by an analytic model.
-
-The times are modelled, not measured. The package does not import torch.
+The time of a step is computed by an analytic model, not measured. The package does not import
+torch.
 """

@@ -28,7 +28,10 @@ _SHOWN = 12
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table and, if requested, write the best layout as YAML and the picture."""
+    """Print the table of layouts and return the exit code.
+
+    If requested, also write the best layout as YAML, and the picture.
+    """
     known = machines()
     parser = Parser(
         prog=PROGRAM,
@@ -117,13 +120,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _part(layout: ParallelConfig) -> dict[str, Any]:
-    """Return the settings of the layout that differ from the defaults."""
+    """Return name -> value for the settings of the layout that differ from the defaults."""
     usual = ParallelConfig()
     return {name: value for name, value in vars(layout).items() if value != getattr(usual, name)}
 
 
 def draw(found: list[Candidate], file: Path) -> None:
-    """Write ``file`` as PNG: one bar per layout, divided by what the step spends its time on."""
+    """Write ``file`` as PNG: one bar per layout, divided into the categories of the step's time."""
     figure = new_figure((9.0, 1.4 + 0.4 * len(found)))
     axes = figure.subplots()
     left, colours = [0.0] * len(found), [*COLOURS, "#888888", "#bbbbbb"]

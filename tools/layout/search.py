@@ -1,7 +1,7 @@
-"""Enumeration of the layouts that a run could have on a number of GPUs.
+"""Search over the parallel layouts of a run on a given number of GPUs.
 
-Each axis of the search is an entry of AXES. The trainer's checks decide which values can be
-combined.
+AXES lists the configuration keys that the search varies. The trainer's checks decide which values
+can be combined.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tools.layout.step import Machine, mfu, seconds
 
 @dataclass(frozen=True)
 class Axis:
-    """One configuration key of the search.
+    """Configuration key that the search varies.
 
-    values: the values to try.
-    word: text for the key's value in a layout's name; empty if the value needs no mention.
+    values(config, gpus): values to try.
+    word(config): text for the key's value in a layout's name; empty if the value needs no mention.
     """
 
     key: str
@@ -34,7 +34,7 @@ class Axis:
 
     @property
     def section(self) -> str:
-        """Section of the configuration."""
+        """Section of the configuration that contains the key."""
         return self.key.partition(".")[0]
 
     def of(self, config: RunConfig) -> Any:
@@ -66,8 +66,8 @@ def _zero(config: RunConfig) -> str:
     return f"ZeRO {zero_name(config.engine)}" if config.engine.name == "deepspeed" else ""
 
 
-# In the order in which they are set. After the last axis of a section, the checks run that do not
-# read a section of a later axis.
+# Axes in the order in which they are set. After the last axis of a section, the checks that do not
+# read a section of a later axis are run.
 AXES = (
     Axis("parallel.tensor_model_parallel_size", lambda config, gpus: (1, 2, 4, 8), _tensor),
     Axis(
@@ -109,7 +109,11 @@ AXES = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits into memory, with the seconds of its step by category."""
+    """Layout that fits into memory.
+
+    plan: plan of the run with this layout.
+    spent: category -> seconds of a step.
+    """
 
     plan: Plan
     spent: dict[str, float]
@@ -117,7 +121,7 @@ class Candidate:
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a training step."""
         return sum(self.spent.values())
 
     @property
@@ -131,7 +135,7 @@ class Candidate:
 
     @property
     def beside(self) -> list[str]:
-        """Overrides for the axes of the layout that are not in its part of ``configs/parallel``."""
+        """Overrides of the layout that do not belong into a file of ``configs/parallel``."""
         config = self.plan.config
         ours = [
             axis
@@ -143,7 +147,10 @@ class Candidate:
 
     @property
     def limit(self) -> str:
-        """Category with the largest share of the step besides products and attention."""
+        """Category with the largest share of the step, and the share in percent.
+
+        Matrix products and attention are left out.
+        """
         rest = {
             name: each for name, each in self.spent.items() if name not in ("products", "attention")
         }
@@ -152,7 +159,7 @@ class Candidate:
 
 
 def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
-    """Yield all layouts that pass the run's own checks."""
+    """Yield the run's configuration with every layout that passes the run's own checks."""
     found, unsettled = [config], {axis.section for axis in AXES}
     for section, group in groupby(AXES, lambda axis: axis.section):
         axes = [*group]
@@ -169,11 +176,10 @@ def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
 def _with(
     config: RunConfig, gpus: int, section: str, axes: list[Axis], values: tuple[Any, ...]
 ) -> RunConfig | None:
-    """Return the run with the section's axes at these values.
+    """Return the configuration with the ``axes`` of one section set to ``values``.
 
-    Settings that follow from them are set as well.
-
-    None if the number of GPUs is not a multiple of the model-parallel size.
+    Settings that follow from these values are set as well. Return None if the number of GPUs is not
+    a multiple of the model-parallel size.
     """
     part = replace(
         getattr(config, section),
@@ -208,8 +214,8 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
     """Return (layouts that fit, the fastest first; number of layouts that need too much memory).
 
     Raises:
-        ConfigErrors: the run's own checks refuse every layout; the errors are those of the simplest
-        one.
+        ConfigErrors: the run's own checks reject every layout; the errors are those of the simplest
+        layout.
     """
     room = (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"])
     fit = list[Candidate]()

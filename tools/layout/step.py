@@ -5,9 +5,9 @@ Every constant is in machines.yaml.
 The slowest pipeline stage is the last, which contains the output layer. A step consists of its
 micro-batches, the pipeline bubble, the part of the data-parallel collectives that no pass hides,
 and the optimizer update. Collectives of tensor parallelism overlap with no computation. Neither do
-those of context parallelism (`pretrain.plan.context_parallel`), except the keys and values of a ring, which
-overlap with attention.
-"""  # noqa: E501
+the collectives of context parallelism (`pretrain.plan.context_parallel`), except the exchange of
+keys and values in a ring, which overlaps with attention.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ from pretrain.plan.context_parallel import split_bytes
 from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import Plan, computed_again
 
-NODE = 8  # GPUs
+NODE = 8  # GPUs of a node
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and the fabric between nodes, with the constants of machines.yaml."""
+    """Device and fabric between nodes, with the constants of machines.yaml.
+
+    device: constants of the device.
+    fabric: bytes/s of the fabric.
+    rest: complete contents of machines.yaml.
+    """
 
     name: str
     device: dict[str, Any]
@@ -39,7 +44,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: str, fabric: str) -> Machine:
-        """Return the machine with this device and fabric of machines.yaml."""
+        """Return the machine with the device and the fabric of these names in machines.yaml."""
         found = machines()
         return cls(device, found["devices"][device], float(found["fabrics"][fabric]), found)
 
@@ -63,7 +68,7 @@ def check(config: RunConfig) -> None:
 
 
 def assumed(config: RunConfig) -> Iterator[str]:
-    """Yield the assumptions about this run's steps that are not in machines.yaml."""
+    """Yield a sentence for each assumption about this run that machines.yaml does not contain."""
     own = {describe(name).mlp for name in mixer_names(config.model)}
     if config.model.mlp and own != {config.model.mlp}:
         yield f"model.mlp = {config.model.mlp} moves as much as the mixers' own MLPs"
@@ -80,7 +85,7 @@ def assumed(config: RunConfig) -> Iterator[str]:
 
 
 def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
-    """Return the seconds of one step by category; their sum is the time of the step."""
+    """Return category -> seconds of one step; the sum is the time of the step."""
     config, layout, micro = plan.config, plan.config.parallel, plan.micro_batches
     tensor = layout.tensor_model_parallel_size
     stages = layout.pipeline_model_parallel_size
@@ -117,9 +122,9 @@ def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
 
 
 def replicas(plan: Plan) -> int:
-    """Return the number of ranks with the same weights.
+    """Return the number of ranks that contain the same weights.
 
-    Gradients are summed over them, and the optimizer state is split over them.
+    Gradients are summed over these ranks, and the optimizer state is divided among them.
     """
     return plan.data_parallel * plan.config.parallel.context_parallel_size
 
@@ -130,16 +135,19 @@ def zero_stage(plan: Plan) -> int | None:
 
 
 def mfu(plan: Plan, step: float, device: str) -> float:
-    """Return the MFU: the model's FLOPs divided by the devices' peak FLOPs in ``step`` seconds."""
+    """Return the MFU: the model's FLOPs in a step divided by the devices' peak FLOPs in that time.
+
+    step: seconds of a step.
+    """
     peak = peak_tflops(device)
     assert peak is not None
     return plan.train_flops * plan.schedule.step_tokens / (step * peak * 1e12 * plan.world_size)
 
 
 def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
-    """Return the seconds per token on a rank of the last stage by category.
+    """Return category -> seconds per token of a rank in the last pipeline stage.
 
-    They include forward, backward and recomputation.
+    The seconds include forward, backward and recomputation.
     """
     config, device = plan.config, machine.device
     layout = config.parallel
@@ -202,14 +210,17 @@ def _launches(plan: Plan, machine: Machine) -> float:
 
 
 def _again(plan: Plan, machine: Machine) -> float:
-    """Return the share of a layer's forward pass, without products, that is recomputed."""
+    """Return the share (0 to 1) of a layer's forward kernels that are recomputed.
+
+    Matrix products do not count.
+    """
     return float(machine.rest["again"][plan.config.train.recompute])
 
 
 def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
-    """Return the seconds of a micro-batch's sums over tensor-parallel ranks.
+    """Return the seconds of a micro-batch's all-reduces over the tensor-parallel ranks.
 
-    Each layer has two sums per pass, and each takes an all-reduce of the hidden states.
+    Each layer has two all-reduces of the hidden states per pass.
     """
     layout = plan.config.parallel
     tensor = layout.tensor_model_parallel_size
@@ -241,7 +252,7 @@ def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
 def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
     """Return the seconds of a micro-batch's context-parallel exchanges that are not hidden.
 
-    attention: seconds of a micro-batch's attention.
+    attention: seconds of the attention in a micro-batch, which hides part of the exchanges.
     """
     layout = plan.config.parallel
     tensor, size = layout.tensor_model_parallel_size, layout.context_parallel_size
@@ -272,10 +283,12 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
 def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
     """Return the seconds of gradient reduction and weight gathering that the passes do not hide.
 
-    one: seconds of a micro-batch's passes. Megatron and DeepSpeed's stage 1 reduce and gather once
-    per step; the ranks of stage 1 wait for the weights. Stage 2 reduces in each micro-batch. Stage
-    3 also reduces in each micro-batch, and gathers in each of its two passes. Stages 0 to 2 reduce
-    by all-reduce (DeepSpeed's default).
+    one: seconds of the forward and backward pass of one micro-batch.
+
+    Megatron's distributed optimizer and DeepSpeed's stage 1 reduce and gather once per step; the
+    ranks of stage 1 wait for the weights. Stage 2 reduces in each micro-batch. Stage 3 also reduces
+    in each micro-batch, and gathers in each of its two passes. Stages 0 to 2 reduce by all-reduce
+    (DeepSpeed's default).
     """
     size = replicas(plan)
     zero = zero_stage(plan)

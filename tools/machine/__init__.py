@@ -1,1 +1,1 @@
-"""Check of a machine for training, which `launch doctor` starts as a separate process."""
+"""Checks of whether a machine can train, which `launch doctor` runs in a separate process."""

@@ -18,7 +18,7 @@ from tools.machine.checks import examine
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each check when it ends, and the progress of compilations. Return 0."""
+    """Print each check when it ends, and the progress of compilations to stderr. Return 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.machine", allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now")
     parser.add_argument(
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries may write to stdout; their output goes to stderr
+    os.dup2(2, 1)  # redirect the output of libraries to stderr
     for check in examine(
         given.build,
         given.fix,

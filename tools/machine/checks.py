@@ -1,7 +1,7 @@
-"""Checks of this machine for training: Python, torch, Megatron-core, GPUs, Triton, DeepSpeed,
-compilers.
+"""Checks of this machine for training.
 
-Only the checks of DeepSpeed's operations change files, and only with ``build`` or ``fix``.
+They cover Python, torch, Megatron-core, GPUs, Triton, DeepSpeed and compilers. Only the checks of
+DeepSpeed's operations change files, and only with ``build`` or ``fix``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ Progress = Callable[[str, float], None]  # (op, seconds so far)
 
 
 def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """Yield all checks in order, those that need no torch first. A check that raises an error is a
-    fault, and the next one follows.
+    """Yield the results of all checks in order; those that need no torch are first.
+
+    A check that raises an error yields a fault, and the next check follows.
+
+    build: compile DeepSpeed's operations that are not compiled.
+    fix: remove lock files of compilations that were killed.
+    progress: called with (operation, seconds so far) during a compilation.
     """
     yield from _guarded("python", python)
     torch = list(_guarded("torch", torch_and_megatron))
@@ -96,9 +101,7 @@ def python() -> Iterator[Check]:
 
 
 def torch_and_megatron() -> Iterator[Check]:
-    """Check that torch and Megatron-core can be imported as training imports them, and
-    Megatron-core's pinned version.
-    """
+    """Check the version of Megatron-core, and that it and torch can be imported as in training."""
     try:
         torch = importlib.import_module("torch")
         platform = importlib.import_module("fem_megatron.megatron.platform")
@@ -129,14 +132,17 @@ def torch_and_megatron() -> Iterator[Check]:
 
 
 def _pinned(name: str, found: str, tested: str | None, remedy: str) -> Check:
-    """Compare a package's version with the version that this code was tested with, if any."""
+    """Return the check that a package has the version with which this code was tested.
+
+    tested: that version; None accepts every version.
+    """
     if tested and found != tested:
         return Check("FAILED", name, f"{found}, but this code is verified against {tested}", remedy)
     return Check("ok", name, found)
 
 
 def gpus() -> Iterator[Check]:
-    """Check that torch computes on a GPU if the driver lists any."""
+    """Check that torch computes on a GPU if the driver lists at least one."""
     from fem_megatron.megatron.platform import has_cuda, toolkit
     from kernels import machine
 
@@ -190,9 +196,7 @@ def triton() -> Iterator[Check]:
 
 
 def deepspeed() -> Iterator[Check]:
-    """Check in a separate process that DeepSpeed can be imported, and that it has the tested
-    version.
-    """
+    """Check that DeepSpeed can be imported, in a separate process, and its version."""
     from pretrain.engines.deepspeed_ops import INSTALL, prepare_environment
 
     if find_spec("deepspeed") is None:
@@ -304,7 +308,10 @@ def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
 
 
 def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
-    """Check one operation: its lock, and whether it is compiled, or compiles."""
+    """Check one of DeepSpeed's operations: its lock file and its compilation.
+
+    A compilation that was killed leaves a lock file. The arguments are those of `examine`.
+    """
     from pretrain.engines import deepspeed_ops
 
     stale = deepspeed_ops.stale_lock(name)
@@ -347,8 +354,9 @@ def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Che
 
 
 def cuda_toolkit() -> Iterator[Check]:
-    """Compare nvcc with torch's CUDA. Packages of the extra `gpu` are compiled with nvcc;
-    DeepSpeed's operations above need none.
+    """Compare the CUDA version of nvcc with torch's.
+
+    Packages of the extra `gpu` are compiled with nvcc. DeepSpeed's operations do not need it.
     """
     from fem_megatron.megatron.platform import toolkit
 
@@ -377,7 +385,7 @@ def cuda_toolkit() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """Check that the optional GPU packages are installed, without importing them."""
+    """Check which optional GPU packages are installed, without importing them."""
     from fem_megatron.megatron.platform import has_cuda
 
     for module, distribution in GPU_PACKAGES.items():
@@ -393,7 +401,7 @@ def packages() -> Iterator[Check]:
 
 
 def room() -> Iterator[Check]:
-    """Check the free space of this folder's disk and of shared memory."""
+    """Check the free space of the working directory's disk and of shared memory."""
     for name, path, little, why in (
         ("disk", Path.cwd(), LITTLE_DISK, "checkpoints may not fit"),
         (

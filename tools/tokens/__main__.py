@@ -87,7 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of the selected step, sample or document. Raises ConfigError."""
+    """Return the rows of the output for the selected step, sample or document.
+
+    Raises ConfigError.
+    """
     records = read_run(given.run_dir)
     if given.find is None and given.document is None:
         record, samples = (
@@ -112,7 +115,10 @@ def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
-    """Return the record of the order that a step reads, and the step's samples."""
+    """Return (record of the sample order that contains the step, samples that the step reads).
+
+    Raises ConfigError if the run has no such step.
+    """
     for record in records:
         if step in record.steps.numbers:
             return record, record.steps.samples(step)
@@ -123,7 +129,10 @@ def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
 
 
 def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
-    """Return the record of the order that ``[STAGE:]I`` names, and the sample."""
+    """Parse ``[STAGE:]I`` and return (record of the stage's sample order, [sample]).
+
+    Raises ConfigError if the stage or the sample does not exist.
+    """
     name, _, number = text.rpartition(":")
     record = next((record for record in records if record.name == name), None)
     if record is None:
@@ -155,7 +164,7 @@ def _opened(run_dir: Path, record: RunRecord) -> Order:
 
 
 def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
-    """Return the selected documents: source number -> document numbers.
+    """Return source number -> document numbers for the arguments ``--document`` or ``--find``.
 
     Raises ConfigError if no document matches.
     """
@@ -189,7 +198,10 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
 
 
 def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str, Any]]:
-    """Return the rows of the output. A sample of a stage is written as ``--sample`` takes it."""
+    """Return the rows of the output, one for each part of a document in a sample.
+
+    A sample of a stage is written in the form that ``--sample`` accepts.
+    """
     ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}

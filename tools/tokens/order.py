@@ -1,10 +1,12 @@
-"""Order of a run's training samples, in documents and offsets, read from its index cache.
+"""Order of a run's training samples, as documents and offsets, read from its index cache.
 
 The arrays are memory-mapped from existing files. The module needs no torch and reads no .bin file.
-Megatron's arrays of a source are ``document_index`` [documents x epochs], ``sample_index`` [samples
-+ 1, 2] (position in document_index, offset) and ``shuffle_index`` [samples]. Those of a blend are
-``dataset_index`` and ``dataset_sample_index`` [samples]. `PackedGPTDataset` describes the arrays of
-a source with best-fit packing.
+
+Megatron's arrays of a source (one .bin/.idx pair) are ``document_index`` [documents x epochs],
+``sample_index`` [samples + 1, 2] (position in document_index, offset in that document) and
+``shuffle_index`` [samples] (row of sample_index for each sample). The arrays of a blend of sources
+are ``dataset_index`` and ``dataset_sample_index`` [samples]. `PackedGPTDataset` describes the
+arrays of a source with best-fit packing.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ _SPLIT = "train"
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document in a sample.
+    """Part of a document in a sample: its tokens [start, stop).
 
-    ``stop`` is None if the document's length is no longer available.
+    source: number of the .bin/.idx pair that contains the document.
+    stop: None if the document's length is no longer available.
     """
 
     sample: int
@@ -49,11 +52,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Beside:
-    """Files next to a source's .bin file.
+    """Facts from the files next to a source's .bin file.
 
-    lengths: tokens of each document, int32 [n].
-    ids: file of the document ids.
-    fault: reason why both are missing.
+    lengths: tokens of each document, int32 [n]; None if unavailable.
+    ids: path of the file with the document ids; None if unavailable.
+    fault: reason why both are unavailable.
     """
 
     lengths: npt.NDArray[np.int32] | None = None
@@ -62,10 +65,10 @@ class Beside:
 
 
 class Source:
-    """Order of the samples of one .bin/.idx pair.
+    """Order of the samples of one source, a .bin/.idx pair.
 
-    prefix: the path from which the run read the pair.
-    base: common prefix of its files in the cache.
+    prefix: path (without ending) from which the run read the pair.
+    base: common prefix of the source's files in the index cache.
     """
 
     def __init__(self, base: Path, said: SourceContents, cache: Path) -> None:
@@ -75,9 +78,10 @@ class Source:
         )
 
     def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (document, start, stop) for the sample at a position of this source's order.
+        """Yield (document, start, stop) for the sample at ``position`` in this source's order.
 
-        The label of the sample's last token is not included.
+        ``stop`` is None if the document's length is unavailable. The label of the sample's last
+        token is not included.
         """
         row = int(self.shuffle[position])
         (first, start), (last, end) = self.samples[row].tolist(), self.samples[row + 1].tolist()
@@ -90,15 +94,16 @@ class Source:
             start = 0
 
     def positions(self, documents: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the positions of samples that may contain tokens of these documents, ascending."""
+        """Return the positions of samples that may contain tokens of ``documents``, ascending."""
         places = np.flatnonzero(np.isin(self.documents, documents)).tolist()
         rows = sorted({row for place in places for row in self._rows(place)})
         return np.flatnonzero(np.isin(self.shuffle, rows))
 
     def _rows(self, place: int) -> range:
-        """Return the rows of the samples that may contain a position of document_index.
+        """Return the rows of sample_index whose samples may contain the document at ``place``.
 
-        The first is the sample that ends where the position begins.
+        place: position in document_index. The first row may belong to a sample that ends exactly
+        where the document begins.
         """
         first, after = (
             search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right)
@@ -135,9 +140,10 @@ class PackedSource(Source):
 
 @dataclass(frozen=True)
 class Order:
-    """Order of all training samples.
+    """Order of all training samples of a run or stage.
 
-    blend: source of each sample, and the sample's position in that source; None for one source.
+    blend: (source number of each sample, position of the sample in that source); None with one
+    source.
     """
 
     sources: list[Source]
@@ -147,7 +153,7 @@ class Order:
         return len(self.blend[0]) if self.blend else len(self.sources[0].shuffle)
 
     def pieces(self, sample: int) -> list[Piece]:
-        """Return a sample's parts of documents. Past its end the order repeats, as in training."""
+        """Return the parts of documents in a sample. The order repeats after its last sample."""
         place = sample % len(self)
         number, position = (
             (int(self.blend[0][place]), int(self.blend[1][place])) if self.blend else (0, place)
@@ -155,7 +161,7 @@ class Order:
         return [Piece(sample, number, *piece) for piece in self.sources[number].pieces(position)]
 
     def find(self, wanted: dict[int, list[int]]) -> list[Piece]:
-        """Return the parts of the wanted documents, in the order of samples.
+        """Return the parts of the wanted documents, ordered by sample.
 
         wanted: source number -> document numbers.
         """
@@ -176,9 +182,11 @@ class Order:
 def open_order(
     run_dir: Path, parts: Sequence[Part], samples: int, contents_key: str | None
 ) -> Order:
-    """Open the order of ``samples`` samples that the last of these stages reads.
+    """Open the order of samples that the last stage of ``parts`` reads.
 
-    contents_key: identifier of the data, as recorded in the run's checkpoints; None: any.
+    parts: stages up to and including that stage.
+    samples: number of samples of the order.
+    contents_key: identifier of the data, as recorded in the run's checkpoints; None accepts any.
 
     Raises:
         ConfigError: the index cache is missing or damaged, or several caches match.
@@ -244,7 +252,10 @@ def _read(cache: IndexCache, config: RunConfig) -> Order:
 
 
 def _described(folder: Path, kind: str) -> dict[str, Path]:
-    """Map each training dataset's description of this kind to the common prefix of its files."""
+    """Return description -> common prefix of the files, for the training datasets in ``folder``.
+
+    kind: name of the dataset class.
+    """
     ending = "-description.txt"
     return {
         path.read_text(): path.with_name(path.name.removesuffix(ending))
@@ -269,11 +280,11 @@ def _contents(complete: Path) -> Contents | None:
 
 
 def _is_of(prefixes: Sequence[str], contents: Contents) -> bool:
-    """Return True if the recorded training sources have these names.
+    """Return True if the recorded training sources have the names in ``prefixes``.
 
-    A relative name is compared with the end of the recorded path, so that it matches whatever the
-    working directory of the run was. The order of the sources is part of the folder's name and
-    needs no comparison.
+    A relative name is compared with the end of the recorded path, so that it matches for every
+    working directory of the run. The order of the sources is not compared, since it is part of the
+    cache folder's name.
     """
     recorded = [source.prefix for source in contents.sources if source.split == _SPLIT]
     named = [
@@ -298,10 +309,10 @@ def _megatron(run_dir: Path) -> str:
 
 
 def _beside(said: SourceContents, prefix: str) -> Beside:
-    """Return the available facts about the documents of a source.
+    """Return the facts from the files next to a source's .bin file.
 
-    If the manifest gives the size of the .idx file, its checksum is trusted; otherwise the entire
-    .idx file is hashed.
+    The .idx file must have the recorded checksum. If the manifest has the file's size, the
+    manifest's checksum is used; otherwise the entire file is hashed.
     """
     index, ids = Path(f"{prefix}.idx"), Path(f"{prefix}.ids")
     if not index.is_file():

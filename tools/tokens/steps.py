@@ -1,6 +1,6 @@
-"""Samples that the steps of a run read and will read, from the run's own records.
+"""Samples that each step of a run reads, computed from the run's records.
 
-The batch size may have changed between attempts.
+The batch size may have changed between attempts. An attempt is one start of the run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from pretrain.training_stages import Part, parts_of
 
 @dataclass(frozen=True)
 class Steps:
-    """Assignment of an order's samples to steps.
+    """Mapping between an order's samples and the steps that read them.
 
-    points: (step, samples of the order that were consumed at its end), ascending, from the order's
-        beginning to its end. If training returned to an earlier checkpoint after a loss spike, a
-        step occurs twice; the second entry includes the samples that were skipped.
-    batches: the batch sizes that the run has had.
+    points: (step, number of the order's samples that were consumed at its end), ascending, from
+        the order's beginning to its end.
+    batches: all batch sizes that the run has had, in samples.
     done: the last completed step.
+
+    If training returned to an earlier checkpoint after a loss spike, a step occurs twice in
+    ``points``; the second entry includes the samples that were skipped.
     """
 
     points: list[tuple[int, int]]
@@ -38,21 +40,21 @@ class Steps:
 
     @property
     def seen(self) -> int:
-        """First sample that no step has read yet."""
+        """Number of samples that were read, which is the first sample that no step has read yet."""
         return dict(self.points)[self.done]
 
     @property
     def end(self) -> int:
-        """First sample that the run will not read."""
+        """Number of the order's samples that the run reads until its end."""
         return self.points[-1][1]
 
     @property
     def numbers(self) -> range:
-        """Steps that read the order."""
+        """Numbers of the steps that read the order."""
         return range(self.points[0][0] + 1, self.points[-1][0] + 1)
 
     def samples(self, step: int) -> range:
-        """Return the samples of a step.
+        """Return the positions of the samples that a step reads in the order.
 
         Raises ConfigError if the run's records do not determine them.
         """
@@ -86,12 +88,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Records of a run directory about one order of samples.
+    """Records of a run about one order of samples.
 
-    The order is that of a stage, or the only one of a run without stages.
+    A run has one order for each stage, or a single one without stages.
 
-    parts: the stages up to and including this one, or the run.
-    order_samples: number of samples for which the order was drawn.
+    parts: stages up to and including the stage of this order; without stages, the run.
+    order_samples: number of samples of the order.
     contents_key: identifier of the data; None without a checkpoint.
     """
 
@@ -107,11 +109,11 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> list[RunRecord]:
-    """Return the records of a run, one per stage in their order.
+    """Return the records of a run, one for each stage, in the order of the stages.
 
     Raises:
         ConfigError: the folder contains no run, its configuration cannot be read, or no record
-        gives the beginning of its order.
+        contains the beginning of its order.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not the directory of a run (no config.yaml)")
@@ -141,7 +143,8 @@ def _beginning(
 ) -> Progress:
     """Return the progress at which the run's first order of samples begins.
 
-    This is step 0, except for a fork with a new order, which begins at the fork's first step.
+    This is step 0. A run that was forked from another run with a new order begins at the fork's
+    first step.
     """
     fork = read_fork(run_dir)
     if not fork or not fork["order_begin"]:
@@ -167,8 +170,12 @@ def _record(
 ) -> RunRecord:
     """Return the record of the last stage's order.
 
-    checkpoint: the newest checkpoint, if it belongs to that stage. The last argument is (step,
-    tokens consumed, samples skipped) for each step of metrics.jsonl.
+    parts: stages up to and including that stage.
+    begin: progress at which the order begins.
+    checkpoint: the newest checkpoint; None if it belongs to another stage.
+
+    The last argument contains (step, tokens consumed, samples skipped) for each step of
+    metrics.jsonl.
     """
     part = parts[-1]
     schedule = part.schedule(part.resumed(checkpoint.progress) if checkpoint else begin)

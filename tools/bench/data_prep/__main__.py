@@ -37,11 +37,13 @@ WORKER_ROUNDS = 3  # minimum: wall time has outliers that CPU time does not have
 class Effort:
     """Size of the measurement.
 
-    megabytes: of text by corpus.
-    pairs: (corpus, tokenizer style).
-    copies: of the first corpus, for two workers.
-    documents: of the index.
+    megabytes: corpus -> megabytes of its text.
+    pairs: (corpus, tokenizer style) pairs to measure.
+    rounds: number of rounds.
+    copies: number of copies of the first corpus that are encoded to compare two workers with one.
+    documents: number of documents of the index.
     again: runs of data_prep in each round.
+    vocab_size: vocabulary size of the tokenizers.
     """
 
     megabytes: dict[str, float]
@@ -69,7 +71,7 @@ class Bench:
 
     Corpora, tokenizers and results are made when they are first needed.
 
-    cache: folder that later runs use again.
+    cache: folder that is reused by later runs.
     scratch: temporary folder.
     """
 
@@ -89,7 +91,10 @@ class Bench:
         print(f"[{time.monotonic() - self.began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     def text(self, name: str) -> corpus.Corpus:
-        """Return a corpus. With --corpus only that one exists, under the name "given"."""
+        """Return the corpus ``name``.
+
+        With --corpus, the only corpus is that of the user, named "given".
+        """
         found = next((one for one in self.results.corpora if one.name == name), None)
         if found is None:
             megabytes = (
@@ -112,7 +117,10 @@ class Bench:
         )
 
     def kit(self, style: str) -> peers.Kit:
-        """Return a tokenizer of ``style`` that data_prep trained on all corpora."""
+        """Return a tokenizer of the style ``style``.
+
+        data_prep trains it on all measured corpora, unless an earlier run has done so.
+        """
         names = dict.fromkeys(name for name, _ in self.pairs)
         folders = [self.text(name).folder for name in names]
         folder = (
@@ -149,7 +157,7 @@ class Bench:
         return peers.make_kit(style, folder)
 
     def encoding(self) -> None:
-        """Measure every pipeline on every corpus."""
+        """Measure every pipeline, and the steps of a data_prep worker, on every pair of `pairs`."""
         python = peers.environment(self.peers_at, self.cache)
         self.tell(
             "peers: "
@@ -165,7 +173,7 @@ class Bench:
             self.results.breakdowns.append(breakdown.measure(text, kit, self.scratch))
 
     def workers(self) -> None:
-        """Measure two workers relative to one."""
+        """Measure the speed of data_prep with two workers relative to one."""
         name, style = self.pairs[0]
         found = encoding.scale(
             self.text(name),
@@ -180,7 +188,7 @@ class Bench:
         )
 
     def index(self) -> None:
-        """Measure GPTDataset's index of synthetic documents."""
+        """Measure how long GPTDataset takes to build its index of synthetic documents."""
         self.results.indexing = index.measure(
             self.effort.documents, self.effort.rounds, self.scratch / "index"
         )
@@ -244,9 +252,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(
     arguments: list[str] | None = None, effort: Effort | None = None, folder: Path = FOLDER
 ) -> int:
-    """Measure and print the report.
+    """Run the benchmark and print the report.
 
-    Return 0; 1 if a target is missed or bytes differ; 2 if a requirement is missing.
+    effort: size of the measurement; None selects it from the command line.
+    folder: folder for the cache and the temporary files.
+
+    Return 0; 1 if a target is missed or a pipeline wrote different bytes; 2 if a requirement is
+    missing.
     """
     options = parse(arguments)
     try:

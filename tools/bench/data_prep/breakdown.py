@@ -1,6 +1,7 @@
-"""CPU seconds of a worker by step.
+"""Measurement of the CPU seconds that a data_prep worker spends in each step.
 
-The steps of data_prep's unit are repeated in one process with a clock between them.
+The steps by which a worker encodes its unit of work are repeated in one process, and the CPU time
+of each is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ UNIT_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class Breakdown:
-    """CPU seconds by step, for ``text_bytes`` of text."""
+    """CPU seconds of a worker by step, for ``text_bytes`` bytes of text."""
 
     corpus: str
     tokenizer: str
@@ -34,7 +35,10 @@ class Breakdown:
 
 
 def measure(corpus: Corpus, kit: Kit, scratch: Path) -> Breakdown:
-    """Encode the corpus as a worker does, without its supervision and the merge after it."""
+    """Encode the corpus as a worker does and return the CPU seconds of each step.
+
+    The supervision of workers and the merge of their outputs are not included.
+    """
     settings = Settings(valid_percent=0.0, test_percent=0.0)
     selection, encoder = Selection(settings), encoders.make(kit.folder, "gigatoken")
     dtype = np.dtype(dtype_name(kit.folder.vocab_size))

@@ -1,13 +1,11 @@
-"""Text for the benchmark.
+"""Corpora for the benchmark, made from Python sources or read from the user's parquet files.
 
-It is made from this machine's Python, in FineWeb-Edu's schema and lengths and always the same, or
-read from the user's own parquet.
-
-FineWeb-Edu itself is not needed. Two corpora are made, both of the standard library and the
-installed packages: ``prose`` (docstrings and comments) and ``code`` (complete Python sources). The
-texts are ordered by a hash of their path, deduplicated and joined. The result is cut at line ends
-into documents whose lengths are drawn from a lognormal distribution with FineWeb-Edu's median (3
-KB) and mean (4.8 KB). Scores and token counts are placeholders.
+Corpora from Python sources have FineWeb-Edu's schema and document lengths, so that FineWeb-Edu
+itself is not needed. The same sources always give the same corpus. Two corpora are made from the
+standard library and the installed packages: ``prose`` (docstrings and comments) and ``code``
+(complete sources). The texts are ordered by a hash of their path, deduplicated and joined. The
+result is cut at line ends into documents. Their lengths are sampled from a lognormal distribution
+with FineWeb-Edu's median (3 KB) and mean (4.8 KB). Scores and token counts are placeholders.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ ROWS_PER_GROUP = 1000  # as in FineWeb-Edu
 # Enough for all the text that data_prep's self-check reads, which counts as start-up as well.
 TINY_DOCUMENTS = 256
 DOCSTRING = re.compile(r'^[ \t]*[rRuU]?("""|\'\'\')(.*?)\1[ \t]*$', re.MULTILINE | re.DOTALL)
-# Nearly the same text at the head of thousands of files.
+# Start of licence notices, nearly the same text in thousands of files.
 NOTICE = re.compile(r"copyright|licen[sc]e", re.IGNORECASE)
 COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 
@@ -54,7 +52,10 @@ Rows = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Parquet files below ``folder``, and a corpus's first documents in two files below ``tiny``.
+    """Corpus of parquet files.
+
+    folder: folder that contains the parquet files of the corpus.
+    tiny: folder that contains the corpus's first documents in two files, to measure start-up.
 
     Sizes are in UTF-8 bytes of text.
     """
@@ -72,12 +73,15 @@ class Corpus:
 
 
 def make(name: str, megabytes: float, cache: Path, given: Path | None = None) -> Corpus:
-    """Return the corpus ``name`` with at most about ``megabytes`` of text.
+    """Return the corpus ``name``, made or from the cache.
 
-    name: "prose", "code", or "given" for the parquet file or folder ``given``. The result of an
-    earlier call with the same arguments and sources is used again. Documents that data_prep would
-    not write are left out: empty ones, and those over its limit. Raises UserError if the text is
-    too short.
+    name: "prose", "code", or "given" for the parquet file or folder ``given``.
+    megabytes: approximate maximum of its text.
+    cache: folder of the corpora, in which earlier results with the same arguments and sources
+        are found.
+
+    Documents that data_prep would not write are left out: empty documents, and documents over its
+    limit. Raises UserError if the text is too short.
     """
     if given is not None:
         documents = from_parquet(given)
@@ -168,7 +172,7 @@ def _write_files(rows: Rows, folder: Path, files: int) -> None:
 
 
 def python_files() -> list[Path]:
-    """Return the sources of Python's standard library and packages, ordered by hashes of paths."""
+    """Return the paths of the standard library's and the packages' sources, ordered by a hash."""
     found: dict[str, Path] = {}
     for root in dict.fromkeys(
         sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")
@@ -192,7 +196,7 @@ def python_files() -> list[Path]:
 
 
 def sources(files: list[Path]) -> Iterator[Piece]:
-    """Yield each readable source, without tables of data (very long lines)."""
+    """Yield (name, text) of each readable source, except data tables (very long lines)."""
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
@@ -203,7 +207,10 @@ def sources(files: list[Path]) -> Iterator[Piece]:
 
 
 def prose(files: list[Path]) -> Iterator[Piece]:
-    """Yield docstrings and comments of at least three lines, without indentation and duplicates."""
+    """Yield (name, text) of each docstring or comment block, without indentation and duplicates.
+
+    Short docstrings and comments under three lines are left out.
+    """
     seen: set[bytes] = set()
     for place, text in sources(files):
         found = [
@@ -234,7 +241,7 @@ KINDS = {
 
 
 def from_parquet(path: Path) -> Iterator[Piece]:
-    """Yield (id, text) of the rows that have both.
+    """Yield (id, text) of each row in which neither is missing.
 
     Raises UserError if the files or the columns do not exist.
     """
@@ -255,7 +262,7 @@ def from_parquet(path: Path) -> Iterator[Piece]:
 
 
 def lengths() -> Iterator[int]:
-    """Yield document lengths in characters: lognormal, at least 200, always the same numbers."""
+    """Yield document lengths in characters without end: lognormal, at least 200, fixed seed."""
     rng = random.Random(5)
     sigma = math.sqrt(2 * math.log(MEAN / MEDIAN))
     while True:
@@ -263,9 +270,13 @@ def lengths() -> Iterator[int]:
 
 
 def cut(pieces: Iterator[Piece], wanted: Iterator[int]) -> Iterator[Piece]:
-    """Join the texts and yield documents of the wanted lengths, each up to the next line end.
+    """Join the texts and yield (name, text) of documents.
 
-    A document is named after the position of its end.
+    pieces: (name, text) of the texts.
+    wanted: lengths of the documents in characters; each document extends to the next line end.
+
+    A document's name consists of the name of the text that contains its end, and the position of
+    the end in that text.
     """
     held: list[str] = []
     missing = next(wanted)

@@ -1,8 +1,9 @@
 """Comparison of the pipelines that encode text to .bin/.idx: CPU seconds, and the written bytes.
 
-Start-up is the cost of the same command on the corpus's first documents; a rate is the rest of the
-text divided by the rest of the CPU seconds. Within a round the pipelines take turns, so that other
-load of the machine affects all of them, and ratios are computed per round.
+The start-up of a pipeline is the cost of the same command on the corpus's first documents. Its rate
+is the rest of the text divided by the rest of the CPU seconds. Within a round the pipelines run one
+after the other, so that other load of the machine affects all of them. Ratios are computed per
+round.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ Tell = Callable[[str], None]
 class Side:
     """Results of one pipeline on one corpus.
 
-    rates: megabytes of text per CPU second in each round.
-    cpu, startup: CPU seconds in each round.
-    sha256: hashes of its outputs.
+    rates: megabytes of text per CPU second in each round, without start-up.
+    cpu, startup: CPU seconds in each round, of the complete corpus and of its first documents.
+    peak_bytes: peak memory of the largest process.
+    sha256: distinct hashes of the written pairs.
     """
 
     name: str
@@ -55,18 +57,21 @@ class Comparison:
     bytes_per_token: float
 
     def side(self, pipeline: Pipeline) -> Side:
-        """Return a pipeline's results."""
+        """Return the results of ``pipeline``."""
         return next(side for side in self.sides if side.name == pipeline.name)
 
     def ratio(self, over: Pipeline, under: Pipeline) -> Spread:
-        """Return the ratio of two pipelines' rates over the rounds."""
+        """Return the ratio of the rates of ``over`` and ``under``, over the rounds."""
         return Spread.of(
             [a / b for a, b in zip(self.side(over).rates, self.side(under).rates, strict=True)]
         )
 
     @property
     def differing(self) -> list[str]:
-        """Pipelines whose files differ from the per-document baseline's, or between rounds."""
+        """Return the names of pipelines whose bytes differ from the baseline's, or between rounds.
+
+        The baseline is the pipeline with one tokenizer call per document.
+        """
         truth = set(self.side(BASELINE).sha256)
         return [side.name for side in self.sides if set(side.sha256) != truth or len(truth) != 1]
 
@@ -74,10 +79,13 @@ class Comparison:
 def compare(
     corpus: Corpus, kit: Kit, python: Path, effort: tuple[int, int], scratch: Path, tell: Tell
 ) -> Comparison:
-    """Run every pipeline in ``effort[0]`` rounds. Raises BenchError if one fails.
+    """Run every pipeline on the corpus and return the results.
 
-    data_prep runs ``effort[1]`` times in each round, and the median counts, since its few seconds
-    are noisy.
+    effort: (number of rounds, runs of data_prep in each round).
+    python: Python of datatrove's environment.
+
+    The median of data_prep's runs in a round counts, since runs of a few seconds are noisy. Raises
+    BenchError if a pipeline fails.
     """
     rounds, again = effort
     seconds: dict[str, list[tuple[float, float]]] = {pipeline.name: [] for pipeline in PIPELINES}
@@ -128,7 +136,7 @@ def once(
 ) -> tuple[Usage, str, int]:
     """Run a pipeline into an empty folder.
 
-    Return its cost, the hash of its pair, and the number of tokens.
+    Return (cost, hash of the written .bin/.idx pair, number of tokens).
     """
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
@@ -155,8 +163,9 @@ def once(
 
 @dataclass(frozen=True)
 class Scaling:
-    """Speed of two workers relative to one in each round (wall time, without start-up).
+    """Speed of two workers relative to one.
 
+    speedups: ratio of wall times without start-up, in each round.
     others: cores that other programs used meanwhile; None if the system does not report it.
     load: load average at the start.
     """
@@ -169,7 +178,7 @@ class Scaling:
 
     @property
     def idle(self) -> bool:
-        """True if two cores were available to the benchmark alone."""
+        """Return True if the benchmark had two cores and other programs used almost no CPU."""
         return self.cores >= 2 and self.others is not None and self.others <= IDLE
 
 

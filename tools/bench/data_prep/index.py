@@ -1,9 +1,9 @@
-"""Cost of GPTDataset's index for a corpus of FineWeb-Edu's size.
+"""Measurement of the cost of GPTDataset's index for a corpus of FineWeb-Edu's size.
 
 The measured command is ``python -m pretrain CONFIG --index``.
 
 Megatron's index depends only on the documents' lengths. The benchmark therefore writes an .idx with
-as many documents and tokens, and a sparse .bin of the right size.
+FineWeb-Edu's number of documents and tokens, and a sparse .bin of the right size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tools.bench.data_prep.processes import Usage, run
 
 DOCUMENTS, TOKENS = 97_000_000, 101_700_000_000  # FineWeb-Edu's 100 billion tokens
 SAMPLE, VOCAB_SIZE = 4096, 32_000
-CHUNK = 4_000_000  # documents
-SIGMA = 1.0  # of the lognormal lengths
+CHUNK = 4_000_000  # documents that are generated at once
+SIGMA = 1.0  # parameter of the lognormal distribution of lengths
 HEADER = struct.Struct("<9sQBQQ")
 UINT16 = 8
 CONFIG = "configs/run/demo_transformer.yaml"
@@ -32,9 +32,10 @@ SMALLEST = 20_000  # documents of the pair whose index measures start-up
 
 @dataclass(frozen=True)
 class Indexing:
-    """Cost of indexing ``documents`` documents with ``tokens`` tokens.
+    """Cost of indexing ``documents`` documents with ``tokens`` tokens, in one round.
 
-    startup: cost of indexing very few documents.
+    startup: cost of the same command for very few documents.
+    cache_bytes: size of the written index.
     """
 
     documents: int
@@ -83,7 +84,9 @@ def write_pair(prefix: Path, documents: int) -> int:
 
 
 def measure(documents: int, rounds: int, folder: Path) -> list[Indexing]:
-    """Index the pair, and a small one for start-up, ``rounds`` times, each into an empty cache.
+    """Index ``documents`` documents, and a few for start-up; return the costs of each round.
+
+    Every command of the ``rounds`` rounds starts with an empty cache.
 
     Raises BenchError.
     """

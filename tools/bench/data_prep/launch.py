@@ -15,9 +15,10 @@ import time
 
 
 def main(result: str, command: list[str]) -> int:
-    """Run the command, write its cost to ``result`` and return its exit code.
+    """Run the command, write its cost to the file ``result`` and return its exit code.
 
-    The cost is wall and CPU seconds, peak resident bytes of the largest process, and the exit code.
+    The file contains wall and CPU seconds, peak resident bytes of the largest process, and the exit
+    code.
     """
     began = time.monotonic()
     process = subprocess.Popen(command)

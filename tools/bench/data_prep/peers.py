@@ -1,10 +1,10 @@
-"""Pipelines that data_prep is compared with, and their Python environment.
-
-The environment is installed once from the package index with pinned versions.
+"""Pipelines that the benchmark compares, and the Python environment in which datatrove runs.
 
 Every pipeline is a command that turns a folder of parquet files into one .bin/.idx pair with the
 same tokenizer: datatrove's MegatronDocumentTokenizer, the per-document baseline, and data_prep with
 gigatoken and with Hugging Face tokenizers.
+
+The environment is installed once from the package index with pinned versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from tools.bench.data_prep.processes import ROOT, BenchError
 
 DATATROVE_VERSION = "0.10.1"
 CONSTRAINTS = ROOT / "constraints.txt"
-SAME = ("tokenizers", "pyarrow", "numpy")  # libraries that both use, in the same versions
+SAME = (
+    "tokenizers",
+    "pyarrow",
+    "numpy",
+)  # both environments have the same versions
 
 # A program for the peers' environment, which contains datatrove but not this project.
 DATATROVE = """
@@ -46,13 +50,13 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Kit:
-    """A tokenizer in the formats of all pipelines.
+    """Tokenizer in the formats of all pipelines.
 
-    folder: for data_prep.
-    plain: one file for the others, which appends EOD to each text.
+    folder: tokenizer folder for data_prep.
+    plain: tokenizer.json for the other pipelines, which appends EOD to each text.
 
-    The file has no special tokens, so that all pipelines, like data_prep, encode their literal
-    strings as text.
+    ``plain`` has no special tokens: all pipelines encode their literal strings as text, like
+    data_prep.
     """
 
     style: str
@@ -62,7 +66,10 @@ class Kit:
 
 @dataclass(frozen=True)
 class Job:
-    """Work of one command: encode the parquet files below ``source`` into ``out``."""
+    """Work of one command: encode the parquet files below ``source`` into the folder ``out``.
+
+    peers: Python of datatrove's environment.
+    """
 
     source: Path
     kit: Kit
@@ -72,7 +79,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A compared pipeline: its command for a job, and the path of the resulting pair."""
+    """Pipeline of the comparison.
+
+    command: function that returns the command line for a job.
+    prefix: function that returns the path of the resulting .bin/.idx pair, without ending.
+    """
 
     name: str
     command: Callable[[Job], list[str]]
@@ -105,7 +116,10 @@ def _ours(job: Job, encoder: str, workers: int) -> list[str]:
 
 
 def ours(name: str, encoder: str, workers: int = 1) -> Pipeline:
-    """Return the pipeline of the complete ``data_prep run``: plan, encode, hash, fsync, merge."""
+    """Return the pipeline of the complete ``data_prep run``: plan, encode, hash, fsync, merge.
+
+    encoder: tokenization library, "gigatoken" for example.
+    """
     return Pipeline(name, lambda job: _ours(job, encoder, workers), lambda job: job.out / "train")
 
 
@@ -174,7 +188,9 @@ def pins() -> list[str]:
 
 
 def environment(given: Path | None, cache: Path) -> Path:
-    """Return the Python of ``given``, or of an environment that is created once below ``cache``.
+    """Return the Python interpreter of the environment with datatrove.
+
+    given: existing environment; None uses one that is installed once below ``cache``.
 
     Raises UserError, BenchError.
     """
@@ -200,9 +216,9 @@ def environment(given: Path | None, cache: Path) -> Path:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Return the versions of a peer's packages in its environment.
+    """Return name -> version of the compared packages in the environment of ``python``.
 
-    Raises UserError if they are not the required ones.
+    Raises UserError if the versions are not the required ones.
     """
     code = (
         "import json, sys; from importlib.metadata import version; "

@@ -1,11 +1,13 @@
-"""Baseline: Megatron's algorithm with one tokenizer call per document.
+"""Baseline pipeline: Megatron's algorithm with one tokenizer call per document.
 
-Megatron-LM has it in ``tools/preprocess_data.py``.
+Usage: ``python -m tools.bench.data_prep.per_document PARQUET_FOLDER TOKENIZER.json EOD_ID
+OUT_PREFIX``.
 
-``python -m tools.bench.data_prep.per_document PARQUET_FOLDER TOKENIZER.json EOD_ID OUT_PREFIX``:
-for each row ``tokenizer.encode`` of its text, EOD, numpy, .bin; the index at the end. It runs in
-one process. It is the fastest form of that algorithm: it calls the tokenizers library directly,
-without transformers, and reads two columns of parquet instead of JSON lines.
+The algorithm is that of Megatron-LM's ``tools/preprocess_data.py``. For each row it calls
+``tokenizer.encode`` with the text, appends EOD, and writes the ids to the .bin; the index is
+written at the end. It runs in one process. This is the fastest form of that algorithm: it calls the
+tokenizers library directly, without transformers, and reads two columns of parquet instead of JSON
+lines.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ UINT16_BELOW = 65500  # Megatron's rule
 
 
 def main(folder: Path, tokenizer_file: Path, eod: int, prefix: Path) -> int:
-    """Encode every row of the folder's parquet files, in the order of their names."""
+    """Encode every row of the folder's parquet files, ordered by file name, and return 0."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     code = UINT16 if tokenizer.get_vocab_size() < UINT16_BELOW else INT32
     dtype = np.dtype(np.uint16 if code == UINT16 else np.int32)
@@ -43,7 +45,10 @@ def main(folder: Path, tokenizer_file: Path, eod: int, prefix: Path) -> int:
 def write_index(path: Path, lengths: np.ndarray, code: int, width: int) -> None:
     """Write Megatron's .idx for documents of one sequence each.
 
-    It contains lengths in ids, offsets in bytes, and document numbers.
+    The file contains lengths in token ids, offsets in bytes, and document numbers.
+
+    code: Megatron's number of the dtype.
+    width: bytes of one token id.
     """
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     with path.open("wb") as stream:

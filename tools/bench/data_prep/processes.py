@@ -1,4 +1,4 @@
-"""Measurement of commands: CPU seconds, wall seconds and peak memory.
+"""Measurement of commands in separate processes: CPU seconds, wall seconds and peak memory.
 
 CPU seconds include all child processes; peak memory is that of the largest process.
 """
@@ -47,9 +47,9 @@ class BenchError(Fault):
 class Usage:
     """Cost of a command.
 
-    wall: seconds.
-    cpu: user and system seconds, children included.
-    peak_bytes: resident bytes of its largest process.
+    wall: wall seconds.
+    cpu: user and system seconds, with those of child processes.
+    peak_bytes: peak resident bytes of the largest process.
     """
 
     wall: float
@@ -59,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over the rounds: its median, minimum and maximum, and the number of rounds."""
+    """Figure measured in several rounds: median, minimum (``least``) and maximum (``most``)."""
 
     median: float
     least: float
@@ -68,7 +68,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value."""
+        """Return the spread of the given values, at least one."""
         return Spread(statistics.median(values), min(values), max(values), len(values))
 
     @property
@@ -78,9 +78,9 @@ class Spread:
 
 
 def run(command: Sequence[str | Path], scratch: Path) -> Usage:
-    """Run a command in the repository's root with one thread per process.
+    """Run a command in the repository's root, with one thread per process, and return its cost.
 
-    Raises BenchError with the end of the command's output if it fails.
+    Raises BenchError with the end of the command's output if the command fails.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     result, log = scratch / "usage.json", scratch / "output.log"
@@ -106,13 +106,16 @@ def load() -> float:
 
 
 class Neighbours:
-    """Meter of the cores that other programs use from its creation on."""
+    """Meter of the average number of cores that other programs use.
+
+    The measurement starts when the object is created.
+    """
 
     def __init__(self) -> None:
         self.busy, self.own, self.began = _busy_seconds(), _own_seconds(), time.monotonic()
 
     def cores(self) -> float | None:
-        """Return the average so far; None if the system does not report it."""
+        """Return the cores that other programs used on average; None if the system has no /proc."""
         busy = _busy_seconds()
         if self.busy is None or busy is None:
             return None

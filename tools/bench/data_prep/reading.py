@@ -35,8 +35,9 @@ class Tokens:
 
 
 def rates(read: Callable[[int], object], count: int) -> list[float]:
-    """Return the calls per CPU second of each of PASSES passes of ``count`` calls, after a warm-up
-    pass.
+    """Return the calls of ``read`` per CPU second, one number for each of PASSES passes.
+
+    A pass consists of ``count`` calls. One warm-up pass before them is not counted.
     """
     found = []
     for number in range(PASSES + 1):

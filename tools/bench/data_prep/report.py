@@ -1,4 +1,4 @@
-"""Comparison of the figures with their targets, as Markdown and JSON."""
+"""Report of the data_prep benchmark: the figures and their targets, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and its target: at least ``least``, or at most ``most``.
+    """Measured figure and its target: at least ``least``, or at most ``most``.
 
-    ``remark`` is shown next to the verdict.
+    remark: text shown next to the verdict.
+    conclusive: False if the measurement on this machine cannot decide the verdict.
     """
 
     what: str
@@ -48,7 +49,7 @@ class Figure:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict by the median of the rounds; NaN fails."""
+        """Verdict on the median of the rounds: NOTE if not conclusive; NaN is a FAIL."""
         if not self.conclusive:
             return Verdict.NOTE
         good = (self.least is None or self.value.median >= self.least) and (
@@ -59,7 +60,10 @@ class Figure:
 
 @dataclass
 class Results:
-    """All measurements of a run."""
+    """All measurements of a run.
+
+    reads, items: calls per CPU second in each pass (see `tools.bench.data_prep.reading`).
+    """
 
     corpora: list[Corpus] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
@@ -89,7 +93,7 @@ class Results:
 
     @property
     def faults(self) -> list[str]:
-        """Faults independent of speed: pipelines whose bytes differ, a line each."""
+        """Return a line for each pipeline whose bytes differ from the baseline's."""
         return [
             f"{comparison.corpus}, {comparison.tokenizer}: other bytes than the baseline's: {name}"
             for comparison in self.comparisons
@@ -137,9 +141,10 @@ def _scaling(scaling: Scaling) -> Figure:
 
 
 def _indexing(rounds: Sequence[Indexing]) -> list[Figure]:
-    """Return the figures of CPU time and memory of the index.
+    """Return the figures of the index's CPU time and memory.
 
-    The target of CPU time is scaled by the documents, and that of memory above start-up's as well.
+    Targets are given for FineWeb-Edu's number of documents. The target of CPU time, and the part of
+    the memory target that exceeds the memory of start-up, are scaled by the number of documents.
     """
     share = rounds[0].documents / DOCUMENTS
     base = max(indexing.startup.peak_bytes for indexing in rounds)
@@ -277,7 +282,10 @@ def _number(value: float) -> str:
 
 
 def write_table(path: Path, report: str) -> None:
-    """Write the report between the page's two markers. Raises ValueError if they are missing."""
+    """Write the report between the markers BEGIN and END of the page ``path``.
+
+    Raises ValueError if the markers are missing.
+    """
     page = path.read_text(encoding="utf-8")
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -1,7 +1,7 @@
 """``python -m tools.bench.engines``: step time and peak memory of every engine and ZeRO stage.
 
-The results are ratios to the Megatron engine.
+The results are ratios to the Megatron engine with its distributed optimizer.
 
-`variants` defines the compared engines and launches a variant's ranks, each of which runs `rank`;
-`figures` makes a table of the results.
+`variants` defines the compared engines (variants). It also starts the ranks of a variant; each rank
+runs `rank`. `figures` makes a table of the results.
 """

@@ -46,9 +46,11 @@ LOGS = Path("runs/bench_engines")
 class Bench:
     """State of one benchmark: its settings, and the ranks' answers so far.
 
+    names: variants to measure.
     out: JSON file, written after every round of a variant and after every timed step.
-    logs: see `launch`.
-    cannot: variant -> reason why it is not measured, or no longer.
+    logs: folder for the logs of incomplete runs (see `launch`).
+    cannot: variant -> reason why it is not measured, or no longer measured.
+    answers: variant -> one list of the ranks' answers for each round.
     """
 
     job: Job
@@ -59,7 +61,6 @@ class Bench:
     logs: Path | None = None
     load_before: float = field(default_factory=load)
     cannot: dict[str, str] = field(default_factory=dict)
-    # Variant -> rounds -> answers of the ranks.
     answers: dict[str, list[list[Answer]]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
@@ -77,15 +78,15 @@ class Bench:
                 self.once(name, launches[number + 1 :])
 
     def ended(self, name: str) -> bool:
-        """Return True if a variant is not started again because it failed or reached the limit."""
+        """Return True if the variant is not started again: it failed or reached its limit."""
         return name in self.cannot or any(
             is_partial(self.job, answers) for answers in self.answers.get(name, ())
         )
 
     def once(self, name: str, later: Sequence[str]) -> None:
-        """Start a variant's ranks and store their answers.
+        """Start a variant's ranks once and store their answers.
 
-        later: the variants of the launches after this one.
+        later: variants of the launches after this one, for the estimate of the remaining time.
         """
         before = self.answers.get(name, [])
 
@@ -113,7 +114,7 @@ class Bench:
         print(f"[{duration(time.monotonic() - self.began)}] {line}", file=sys.stderr, flush=True)
 
     def leave_out(self, name: str, why: str) -> None:
-        """Exclude a variant from further measurement."""
+        """Exclude a variant from further measurement, with the reason ``why``."""
         self.cannot[name] = why
         self.say(f"{name} cannot run: {why}")
 
@@ -129,7 +130,7 @@ class Bench:
 
     @cached_property
     def machine(self) -> dict[str, Any]:
-        """Facts of the machine, with the threads of a rank and the version of DeepSpeed."""
+        """Facts of the machine, the number of threads of a rank, and the version of DeepSpeed."""
         machine = runner.facts()
         machine["threads"] = self.answers[BASELINE][0][0]["threads"]
         with suppress(PackageNotFoundError):
@@ -137,9 +138,9 @@ class Bench:
         return machine
 
     def write(self, others: float | None = None) -> None:
-        """Write the results so far to ``out``.
+        """Write the results so far to the file ``out``, if it is set and the baseline has results.
 
-        others: cores that other programs used, known only after the last round.
+        others: cores that other programs used; None before the last round has ended.
         """
         job, found = self.job, self.figures() if self.out else {}
         base = found.get(BASELINE)

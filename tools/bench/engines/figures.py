@@ -24,15 +24,15 @@ COLUMNS = (
 class Figures:
     """Figures of one variant.
 
-    steps: median seconds of a step in each round; a step ends when its last rank does.
-    peaks: bytes of each rank's device, median over the rounds.
-    hosts: bytes of host memory in runs on a GPU; None on a CPU.
-    planned, planned_host: bytes of one rank in the plan.
-    tokens: per step, over all ranks.
-    loss: of the last step, to check that the engines train alike.
-    flops_per_token: of training, in the plan.
-    peak_flops: FLOP/s of all ranks' devices by the data sheet; None if unknown (a CPU).
-    partial: the limit ended a round before its last step; the completed steps count.
+    steps: median seconds of a step in each round; a step ends when its last rank ends it.
+    peaks: peak bytes of device memory of each rank, median over the rounds.
+    hosts: bytes of host memory of each rank in runs on a GPU; None on a CPU.
+    planned, planned_host: bytes of device and host memory of one rank according to the plan.
+    tokens: tokens per step, over all ranks.
+    loss: loss of the last step, to check that all engines train equally.
+    flops_per_token: FLOPs per token of training according to the plan.
+    peak_flops: peak FLOP/s of all ranks' devices by the data sheet; None if unknown (a CPU).
+    partial: the time limit ended a round before its last step; only its completed steps count.
     """
 
     steps: tuple[float, ...]
@@ -53,12 +53,15 @@ class Figures:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that uses most."""
+        """Peak bytes of device memory of the rank that uses most."""
         return max(self.peaks)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s as a share of the devices' peak (see `pretrain.report.metrics.Meter`)."""
+        """Model FLOP/s divided by the devices' peak (see `pretrain.report.metrics.Meter`).
+
+        None if the peak is unknown.
+        """
         return (
             self.tokens / self.step * self.flops_per_token / self.peak_flops
             if self.peak_flops
@@ -67,7 +70,7 @@ class Figures:
 
 
 def step_seconds(answers: Sequence[Answer]) -> float:
-    """Return the median over the timed steps; a step takes as long as its slowest rank."""
+    """Return the median seconds of the timed steps; a step takes as long as its slowest rank."""
     return statistics.median(
         max(ranks) for ranks in zip(*(answer["seconds"] for answer in answers), strict=True)
     )
@@ -97,15 +100,20 @@ def _median_bytes(answers: Sequence[Answer], which: str) -> int:
 
 
 def time_ratio(own: Figures, base: Figures) -> Spread:
-    """Return the ratios of the step time to the baseline's in the same round.
+    """Return the ratio of the step times of ``own`` and ``base`` over the rounds.
 
-    Only rounds that both have are used. Ratios within a round cancel changes of the machine's load.
+    Only rounds that both variants completed are used. Ratios within a round cancel changes of the
+    machine's load.
     """
     return Spread.of([mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=False)])
 
 
 def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, Any]:
-    """Return a row of the JSON: the figures, or the reason (key ``cannot``) why none exist."""
+    """Return a variant's row of the JSON.
+
+    found: figures of the variant, or the reason why none exist (written under the key ``cannot``).
+    base: figures of the baseline for the ratios, or None.
+    """
     if isinstance(found, str):
         return {"variant": name, "cannot": found}
     ratio = time_ratio(found, base) if base else None
@@ -129,7 +137,10 @@ def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, 
 
 
 def table(measured: Mapping[str, Figures | str]) -> str:
-    """Return an aligned table of all variants, with the reason for each that could not run."""
+    """Return an aligned table of all variants. Rows without figures contain the reason instead.
+
+    measured: variant -> its figures, or the reason why none exist.
+    """
     found = measured.get(BASELINE)
     base = None if isinstance(found, str) else found
     hosts = any(isinstance(each, Figures) and each.hosts is not None for each in measured.values())

@@ -1,11 +1,11 @@
-"""One rank of a job, started by torchrun.
+"""Program of one rank of the engine benchmark, started by torchrun.
 
 It builds the engine, trains, and writes its answer into the job's folder after each step.
 
 On a CPU, memory and time are measured one after the other, with different settings of glibc's
-allocator. First it returns freed blocks to the system, so that the peak is the memory in use and
-not what glibc retains. Then it uses the settings that glibc reaches by itself, which are faster. On
-CUDA, CUDA's allocator reports the peak.
+malloc. For memory, malloc returns freed blocks to the system, so that the peak is the memory in use
+and not what malloc retains. For time, malloc has the settings that it reaches by itself, which are
+faster. On CUDA, CUDA's allocator reports the peak.
 """
 
 from __future__ import annotations
@@ -44,16 +44,22 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
-    """Fill ``answer``; call ``write()`` after the engine is built and after every step.
+    """Build the engine of ``job``, train, and write the measurements into ``answer``.
 
-    building, untimed, seconds: seconds for building the engine, of each step before the timed ones,
-        and of each timed step.
-    peak_bytes: after the warm-up, memory of the device (CUDA's allocator, or the growth of the
-        resident set on a CPU).
+    ``write()`` is called after the engine is built and after every step. The keys of ``answer``
+    are:
+
+    building: seconds for building the engine.
+    untimed: seconds of each step before the timed steps.
+    seconds: seconds of each timed step.
+    peak_bytes: device memory after the warm-up (CUDA's allocator, or on a CPU the growth of the
+        resident set).
     host_bytes: growth of the host's memory, on CUDA only.
 
-    Raises ConfigError (DeepSpeed's ops cannot be compiled or loaded, or DeepSpeed refuses its
-    settings) or RuntimeError (a step was skipped).
+    Raises:
+        ConfigError: DeepSpeed's ops cannot be compiled or loaded, or DeepSpeed refuses its
+        settings.
+        RuntimeError: a step was skipped.
     """
     from pretrain.engines.building import initialize_distributed, initialize_model_parallel
     from pretrain.run import make_engine
@@ -97,7 +103,7 @@ def measure(job: Job, answer: Answer, write: Callable[[], None]) -> None:
 def take_steps(
     engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int
 ) -> Iterator[tuple[float, float]]:
-    """Yield seconds and loss of each step; all ranks begin a step together.
+    """Perform ``steps`` steps and yield (seconds, loss) of each. All ranks begin a step together.
 
     Raises RuntimeError if a step was skipped.
     """
@@ -118,7 +124,7 @@ def take_steps(
 def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
     """Return an endless iterator of random micro-batches, different on each data-parallel rank.
 
-    All are drawn before the first is returned.
+    It repeats BATCHES micro-batches, which are all generated before the first is returned.
     """
     from megatron.core import parallel_state
 
@@ -144,7 +150,7 @@ def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def resident_bytes() -> int:
-    """Return the current resident set, or its peak if the system has no /proc."""
+    """Return the bytes of memory that the process uses, or the peak if /proc does not exist."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return platform.peak_resident_bytes()
@@ -152,10 +158,10 @@ def resident_bytes() -> int:
 
 
 def _allocate(*, mapped_from: int, kept: int) -> None:
-    """Set the thresholds of glibc's malloc.
+    """Set the thresholds of glibc's malloc; no effect on other systems.
 
-    It returns freed blocks of ``mapped_from`` bytes or more to the system, and more than ``kept``
-    free bytes at the top of the heap.
+    mapped_from: blocks of this many bytes or more are returned to the system when they are freed.
+    kept: free bytes at the top of the heap that are not returned to the system.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Compared engines, the run that each of them trains, and the launch of its ranks.
+"""Compared engines (variants), the run that each of them trains, and the launch of its ranks.
 
 This module imports no engine.
 """
@@ -39,7 +39,8 @@ VARIANTS: Mapping[str, EngineConfig] = {
     "stage1-offload": EngineConfig("deepspeed", 1, offload_optimizer=True),
     "stage3-offload": EngineConfig("deepspeed", 3, offload_optimizer=True, offload_parameters=True),
 }
-# A model whose memory is mostly parameters, not activations: 45M on a CPU, 374M on a GPU.
+# Models whose memory is mostly parameters, not activations: 45M parameters for a CPU, 374M for a
+# GPU.
 SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "model": {
@@ -64,21 +65,22 @@ SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
         "train": {"micro_batch_size": 2},
     },
 }
-MICRO_BATCHES = 4  # per step and GPU, for a named model
-# Maximum tokens of a sequence and sequences of a micro-batch on a CPU, for a named model.
+MICRO_BATCHES = 4  # micro-batches per step and GPU, for a job with a named model
+# Maximum sequence length and micro-batch size on a CPU, for a job with a named model.
 CPU_TOKENS, CPU_BATCH = 256, 2
-SETTLING = 1  # steps between the warm-up and the timed ones, in which the allocator settles
+SETTLING = 1  # untimed steps after the warm-up, in which the allocator reaches a steady state
 
 
 @dataclass(frozen=True)
 class Job:
     """Training of one variant on ``ranks`` processes.
 
-    warmup: steps whose memory is measured.
-    steps: timed steps after them.
-    size: key of SIZES.
-    model: replaces the model of the size; a name in configs/model or the path of a YAML file.
-    overrides: section.key=value for either.
+    variant: key of VARIANTS.
+    size: key of SIZES ("cpu" or "gpu"), which contains the model and the batch.
+    warmup: number of steps during which memory is measured.
+    steps: number of timed steps after the warm-up.
+    model: replaces the model of ``size``; a name in configs/model or the path of a YAML file.
+    overrides: ``section.key=value`` settings, applied to the model and the run.
     limit: seconds after which the ranks are ended.
     """
 
@@ -106,8 +108,9 @@ class Job:
 def configuration(job: Job) -> RunConfig:
     """Return the validated configuration of a job.
 
-    Unless the overrides set a global batch size, a step is one micro-batch per rank, or
-    MICRO_BATCHES for a named model on GPUs. A model without a vocabulary gets VOCABULARY.
+    A step is one micro-batch per rank, or MICRO_BATCHES micro-batches for a job with ``model`` on
+    GPUs, unless the overrides set a global batch size. A model without a vocabulary size gets
+    VOCABULARY.
 
     Raises ConfigError (the model is unknown, an override is wrong, or the variant's engine does not
     support this run).
@@ -152,12 +155,11 @@ def configuration(job: Job) -> RunConfig:
 
 @cache
 def _size_of(model: Path, device: str) -> dict[str, Any]:
-    """Return a model's file as an entry of SIZES.
+    """Return an entry in the format of SIZES for a model's YAML file.
 
-    Sequence length and micro-batch are those of the first run in configs/run that trains the model.
-
-    If no run trains it, those of SIZES are used. On a CPU they are limited to CPU_TOKENS and
-    CPU_BATCH.
+    Sequence length and micro-batch are those of the first run in configs/run that trains the model,
+    and on a CPU at most CPU_TOKENS and CPU_BATCH. If no run trains the model, those of
+    SIZES[device] are used.
     """
     from fem_common.config import read_values
     from pretrain.config import load_run
@@ -198,14 +200,17 @@ def lacks(job: Job) -> str | None:
 
 @cache
 def plan_of(job: Job, *, cuda: bool) -> Plan:
-    """Return the plan of the job's run (that of ``--plan``). The configuration must be valid."""
+    """Return the plan of the job's run, as ``--plan`` prints it.
+
+    The job's configuration must be valid.
+    """
     from pretrain.plan.run_plan import make_plan
 
     return make_plan(configuration(job), job.ranks, cuda=cuda)
 
 
 def planned(job: Job, *, cuda: bool) -> StageMemory:
-    """Return the planned memory of the rank that needs most."""
+    """Return the planned memory of the rank that needs most, without starting the run."""
     return max(plan_of(job, cuda=cuda).memory, key=lambda stage: stage.total)
 
 
@@ -231,7 +236,7 @@ Partial = Callable[[list[Answer]], None]
 
 
 class CannotRun(Exception):
-    """Failure of a job; the message is the reason in one line."""
+    """Error raised if a job fails; the message is the reason in one line."""
 
 
 def launch(
@@ -243,11 +248,15 @@ def launch(
 ) -> list[Answer]:
     """Start the job's ranks (`tools.bench.engines.rank`) and return their answers, by rank.
 
-    The progress callback gets a line when the engine is built and after every step, and the end of
-    the ranks' log after a failure. ``partial`` gets the answers so far after every timed step. The
-    log is written to MODEL-VARIANT.log in the folder ``logs`` unless all steps were completed. At
-    the job's limit the ranks are ended, and the answers so far are returned if they contain a timed
-    step (`is_partial`).
+    The progress callback is called with a line when the engine is built and after every step, and
+    with the end of the ranks' log after a failure.
+
+    partial: called with the answers so far after every timed step.
+    logs: folder for the ranks' log, MODEL-VARIANT.log, which is written unless all steps were
+        completed.
+
+    At the job's limit the ranks are ended, and the answers so far are returned if they contain a
+    timed step (`is_partial`).
 
     Raises:
         CannotRun: a rank failed or ended, or the limit was reached before the first timed step.
@@ -327,7 +336,7 @@ def _watch(
 
 
 def _lines(job: Job, answer: Answer) -> list[str]:
-    """Return a rank's answer so far as readable lines."""
+    """Return the progress of a rank as lines: one for the built engine, and one per step."""
     lines = [f"engine built in {answer['building']:.1f} s"] if "building" in answer else []
     before, tokens = job.warmup + SETTLING, plan_of(job, cuda=False).schedule.step_tokens
     for number, seconds in enumerate([*answer.get("untimed", ()), *answer.get("seconds", ())], 1):
@@ -347,7 +356,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun with SIGTERM, so that it ends its ranks; only after a timeout with SIGKILL."""
+    """End torchrun and its ranks with SIGTERM, or with SIGKILL after ENDING seconds."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -358,7 +367,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
-    """Report the last lines of the log and copy it to ``logs``; return the end of a message."""
+    """Report the last lines of the log and copy the log to the folder ``logs``.
+
+    Return the end of an error message: the path of the copy, or the reason why it could not be
+    written. It is empty if ``logs`` is None.
+    """
     text = log.read_text(encoding="utf-8", errors="replace")
     own = [line for line in TORCHRUN.split(text)[0].splitlines() if not WARNING.match(line)]
     for line in own[-TAIL:]:
@@ -375,7 +388,7 @@ def _keep(job: Job, log: Path, logs: Path | None, say: Say) -> str:
 
 
 def _found(folder: Path) -> dict[int, Answer]:
-    """Return rank -> current answer, in the order of their last writes."""
+    """Return rank -> current answer, ordered by the time at which the answers were last written."""
     files = sorted(folder.glob("answer*.json"), key=lambda path: path.stat().st_mtime_ns)
     return {
         int(path.stem.removeprefix("answer")): json.loads(path.read_text(encoding="utf-8"))
@@ -386,7 +399,7 @@ def _found(folder: Path) -> dict[int, Answer]:
 def so_far(job: Job, folder: Path) -> list[Answer]:
     """Return the ranks' answers, cut to the timed steps that all ranks have completed.
 
-    The result is empty if they have no step in common.
+    Return an empty list if a rank has not completed any timed step.
     """
     found = _found(folder)
     taken = min((len(answer.get("seconds", ())) for answer in found.values()), default=0)
@@ -396,10 +409,11 @@ def so_far(job: Job, folder: Path) -> list[Answer]:
 
 
 def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[Answer]:
-    """Return the ranks' answers. Raises CannotRun.
+    """Return the ranks' answers after their processes have ended. Raises CannotRun.
 
-    late: the limit ended the ranks; the completed steps are returned, and failures are ignored
-    since the end causes them.
+    late: the time limit ended the ranks. The answers are then cut to the completed steps, and
+    failures
+        are ignored since ending the ranks causes them.
     """
     found, answers = _found(folder), so_far(job, folder)
     if late and not answers:
@@ -408,7 +422,7 @@ def _answers(job: Job, folder: Path, log: Path, *, late: bool = False) -> list[A
             f"no timed step within {job.limit} s, and {before} of the {job.warmup + SETTLING} "
             "steps before them"
         )
-    # The first rank to fail has the reason; the later ones report only that it ended.
+    # The first failed rank reports the reason; later ranks only report that the first one ended.
     gap = next((answer["gap"] for answer in found.values() if "gap" in answer), None)
     if gap is not None and not late:
         raise CannotRun(gap)

@@ -1,7 +1,7 @@
 """Command of the GPU suite.
 
-It plans the tasks, performs them, records each outcome immediately, writes the page and the
-picture, and prints a table.
+It plans and performs the tasks, records each outcome immediately, writes a page (Markdown) and a
+picture of the results, and prints a table.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ KEPT = "all outcomes so far are recorded; --resume continues"
 
 @dataclass
 class Progress:
-    """Callback that records outcomes, prints every gap, and prints the progress at intervals."""
+    """Callback that records outcomes, and prints gaps (missing results) and the progress."""
 
     clock: Clock
     record: Record
     last: float = -EVERY
 
     def __call__(self, outcome: Outcome, left: int, seconds: float) -> None:
-        """Record one outcome; ``left`` tasks of the phase remain, about ``seconds`` of work."""
+        """Record one outcome, and print it if it is bad or if a progress line is due.
+
+        left: number of remaining tasks of the phase.
+        seconds: their expected time.
+        """
         self.record.add(outcome)
         now = self.clock.elapsed
         bad = outcome.gap or ("out of bounds" if outcome.wrong else "")
@@ -170,9 +174,10 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _record(folder: Path, *, resumed: bool) -> Record:
-    """Return the folder's record.
+    """Return the record in the folder.
 
-    A new run renames an older record. Raises UserError if a resumed folder has none.
+    A new run renames an existing record and returns an empty one. Raises UserError if a resumed
+    folder contains no record.
     """
     record = Record.read(folder)
     if resumed:
@@ -194,7 +199,11 @@ def _record(folder: Path, *, resumed: bool) -> Record:
 
 
 def _check_same(record: Record, device: str, options: argparse.Namespace) -> None:
-    """Raise UserError if the record is another device's, or only one of the runs is a dry run."""
+    """Raise UserError if the record cannot be resumed.
+
+    It must be from the same device, and both runs must be dry runs or none. A dry run uses small
+    sizes, and can run without a GPU.
+    """
     for session in record.sessions:
         if session["machine"]["device"] != device:
             raise UserError(
@@ -210,7 +219,10 @@ def _check_same(record: Record, device: str, options: argparse.Namespace) -> Non
 
 
 def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
-    """Perform all phases in a temporary working folder."""
+    """Perform the tasks of ``todo`` phase by phase in a temporary working folder.
+
+    count: maximum number of workers at once for tasks that are not timed.
+    """
     progress, log = Progress(clock, record), record.folder / LOG
     # A run that was ended may still write to the folder.
     with tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as name:
@@ -231,10 +243,10 @@ def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
 
 
 def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -> list[Worker]:
-    """Return one worker for timed tasks, else several.
+    """Return the workers of a phase.
 
-    For tasks that are not timed these are up to ``count``, and one for each tool of
-    compute-sanitizer.
+    Timed tasks get one worker. Other tasks get up to ``count`` workers, and one more for each tool
+    of compute-sanitizer.
 
     A task that runs out of GPU memory next to other processes is performed again alone.
     """
@@ -249,9 +261,9 @@ def _workers(phase: Phase, count: int, log: Path, environment: dict[str, str]) -
 
 
 def publish(record: Record, options: argparse.Namespace) -> int:
-    """Write the page, the picture and the engine table, and print the short table.
+    """Write the page, the picture and the table of fastest engines, and print the short table.
 
-    Return 1 if a check failed or is out of bounds.
+    Return the exit code: 1 if a check failed or is out of bounds, else 0.
     """
     folder, session = record.folder, record.sessions[-1]
     device = session["machine"]["device"]

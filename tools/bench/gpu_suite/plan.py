@@ -68,12 +68,15 @@ DRY_FEATURES = ("data.documents=separate", "model.mixer=fem_gla")
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement or check, in the form that is sent to a worker; ``arguments`` is plain JSON.
+    """One measurement or check, in the form that is sent to a worker.
 
+    kind: selects the worker's function; ``arguments`` are its arguments, plain JSON.
+    name: unique name, under which the outcome is recorded.
     rank: tasks with lower ranks run first.
     seconds: estimate, used until a task of the same kind was measured.
+    part: part of the suite that contains the task, for example "ops".
     unit: tasks of one unit run in their order on one worker.
-    together: not timed, so that other tasks may run at the same time.
+    together: True if the task is not timed, so that other tasks may run at the same time.
     tool: tool of compute-sanitizer under which the worker runs.
     """
 
@@ -90,7 +93,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Phase:
-    """Tasks that run one after the other, or together, until ``until`` seconds after the start."""
+    """Tasks that are started until ``until`` seconds after the suite's start.
+
+    together: several tasks run at the same time; otherwise they run one after the other.
+    """
 
     tasks: list[Task]
     until: float
@@ -98,9 +104,11 @@ class Phase:
 
 
 def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
-    """Return the tasks by phase, with each phase's time.
+    """Distribute the tasks to phases, and the time of the suite to the phases.
 
-    The share of a phase without tasks is distributed to the other phases.
+    seconds: time of the suite. Every phase gets a fixed share; the share of a phase without tasks
+    is
+        distributed to the other phases.
     """
     planned = list(planned)
     groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
@@ -119,10 +127,14 @@ def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
 def tasks(
     parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | None, *, dry: bool = False
 ) -> tuple[list[Task], dict[str, str]]:
-    """Return all tasks in their order, and the sides that ``device`` cannot run: name -> reason.
+    """Return (all tasks in their order, name -> reason for each side that ``device`` cannot run).
 
-    device: None assumes a machine that can run all.
-    dry: few tasks of each kind, at small sizes.
+    A side is an implementation or a baseline.
+
+    parts: parts of the suite.
+    ops: names of the operations; empty selects all.
+    device: None assumes a machine that can run everything.
+    dry: only a few tasks of each kind, at small sizes.
     """
     made: list[Task] = []
     makers = {
@@ -180,7 +192,7 @@ def _needs(what: str | None) -> str | None:
 
 
 def _too_large(task: Task, device: torch.device) -> str | None:
-    """Return the reason if the model's planned memory exceeds the GPU's, else None."""
+    """Return the reason if the planned memory of a task's model exceeds the GPU's, else None."""
     if task.part != "throughput" or device.type != "cuda":
         return None
     planned = engines.planned(engines.Job.from_json(task.arguments), cuda=True).total
@@ -200,7 +212,10 @@ def _op_of(task: Task) -> str:
 
 
 def _what(task: Task) -> str:
-    """Return a task's name without size or case, since it cannot run at any of them."""
+    """Return the name under which a task that cannot run is reported.
+
+    It does not contain the size or the case, since the task cannot run at any of them.
+    """
     if task.kind == "baseline":
         return str(task.arguments["baseline"])
     if task.kind in ("engine", "train"):
@@ -211,7 +226,7 @@ def _what(task: Task) -> str:
 
 
 def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
-    """Yield the tasks of a dry run, made small: enough to call each kind of task."""
+    """Yield a few of the planned tasks, at small sizes, for a dry run: each kind at least once."""
     seen = dict[str, int]()
     for task in planned:
         key, arguments = task.kind, task.arguments
@@ -244,13 +259,13 @@ def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Yield every case of every operation and implementation in both dtypes.
+    """Yield a check of every case of every operation, for each implementation and both dtypes.
 
-    This project's kernels are first, and so are the first cases of each operation.
+    This project's kernels and the first case of each operation come first.
 
-    The tasks of a case are a unit, whose float64 results are computed once. Implementations that
-    run only on request (fla's approximations) are less precise than the cases require, and are only
-    timed.
+    The tasks of one case form a unit, so that its float64 results are computed once.
+    Implementations that run only on request (fla's approximations) are left out, since they are
+    less precise than the cases require.
     """
     for op, suite in suites().items():
         if ops and op not in ops:
@@ -279,7 +294,7 @@ def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _trainer() -> Iterator[Task]:
-    """Yield runs of the trainer that must agree with each other (see `trainer`)."""
+    """Yield runs of the trainer whose losses must agree with each other (see `trainer`)."""
     fp32 = ["train.precision=fp32", "checkpoint.interval=4", "checkpoint.keep=[4]"]
     bf16 = ["train.precision=bf16", "checkpoint.interval=10", "checkpoint.keep=[10]"]
     runs = (
@@ -332,7 +347,7 @@ def _trainer() -> Iterator[Task]:
 
 
 def _features() -> Iterator[Task]:
-    """Yield three steps of each setting that no other task covers, and of each mixer."""
+    """Yield runs of three steps, one for each mixer and each setting that no other task covers."""
     mixers = [
         f"model.mixer={name}"
         for name, mixer in MIXERS.items()
@@ -347,9 +362,10 @@ def _features() -> Iterator[Task]:
 
 
 def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Yield the first case of each operation with this project's kernels, small, under each tool.
+    """Yield a check of each operation's first case, small, under each tool of compute-sanitizer.
 
-    The worker starts slowly under a tool, so each tool has only one.
+    Only this project's kernels are checked. Each tool has only one worker, since a worker starts
+    slowly under a tool.
     """
     for tool in TOOLS:
         for task in _correctness(ops):
@@ -364,7 +380,7 @@ def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
 
 
 def _throughput(*, dry: bool) -> Iterator[Task]:
-    """Yield the trainer's engine on random tokens: tokens/s, MFU, and peak memory."""
+    """Yield runs of the Megatron engine on random tokens: tokens/s, MFU, and peak memory."""
     for number, name in enumerate(THROUGHPUT):
         job = engines.Job(
             "megatron",
@@ -390,9 +406,9 @@ def _tiny(job: engines.Job) -> engines.Job:
 
 
 def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
-    """Yield every operation and its baselines at every length.
+    """Yield the timing of every operation and of its baselines at every length.
 
-    The kernels are compiled before, many at a time.
+    Tasks that compile the kernels come with them; they run before the timings, several at a time.
     """
     baselines: dict[str, Task] = {}
     for name, workload in WORKLOADS.items():
@@ -419,13 +435,16 @@ def _operations(ops: tuple[str, ...]) -> Iterator[Task]:
             for baseline, sized in workload.baselines.items():
                 task = _baseline(baseline, sized(size), _rank(name, "auto", tokens))
                 known = baselines.get(task.name)
-                if known is None or task.rank < known.rank:  # several operations may share one
+                if known is None or task.rank < known.rank:  # operations may share a baseline
                     baselines[task.name] = task
     yield from baselines.values()
 
 
 def sides(op: str) -> tuple[str, ...]:
-    """Return the timed implementations: "auto", "reference", and faster ones if several exist."""
+    """Return the implementations of an operation that are timed.
+
+    These are "auto", "reference", and each faster implementation if the operation has several.
+    """
     faster = [name for name in implementations(op) if name not in ("reference", *WITHOUT_GRADIENTS)]
     return ("auto", *(faster if len(faster) > 1 else ()), "reference")
 
@@ -438,10 +457,10 @@ def _baseline(name: str, size: Size, rank: float) -> Task:
 
 
 def _rank(workload: str, implementation: str, tokens: int) -> float:
-    """Return the rank of a task of an operation.
+    """Return the rank that orders the timings of operations; lower ranks run first.
 
-    Targets are first, then every operation at 4096, then the other lengths; the references, which
-    are slow, are last.
+    Timings for performance targets are first, then every operation at 4096 tokens, then the other
+    lengths. The reference implementations, which are slow, are last.
     """
     if implementation == "reference":
         return 7 if tokens <= 4096 else 8 + tokens / 1e5
@@ -451,7 +470,7 @@ def _rank(workload: str, implementation: str, tokens: int) -> float:
 
 
 def _models() -> Iterator[Task]:
-    """Yield every complete model; the Transformer of each size is first."""
+    """Yield the training step of every complete model, the Transformer of each size first."""
     urgent = {"Transformer", "FEM-SM, C L T G"}
     linear = {"GLA", "FEM-GLA, C L T G"}
     for scale, sizes in SCALES.items():
@@ -486,10 +505,10 @@ def _models() -> Iterator[Task]:
 
 
 def _engines(*, dry: bool) -> Iterator[Task]:
-    """Yield every engine and ZeRO stage on one rank.
+    """Yield a run of every engine and ZeRO stage on one rank.
 
-    A single rank has no peers to split state over, so this measures the cost of DeepSpeed itself
-    and of its offload.
+    With one rank the optimizer's state is not divided, so the runs measure the cost of DeepSpeed
+    itself and of its offload.
     """
     for number, variant in enumerate(engines.VARIANTS):
         job = engines.Job(
@@ -505,7 +524,7 @@ def _engines(*, dry: bool) -> Iterator[Task]:
 
 
 def _trace() -> Iterator[Task]:
-    """Yield one step of a 340M FEM with fewer layers under torch's profiler, by the trainer."""
+    """Yield one step of a 340M FEM with fewer layers under torch's profiler, run by the trainer."""
     wide = "hidden_size=1024 num_attention_heads=16 ffn_hidden_size=2816 num_layers=6".split()
     sizes = ["data.seq_length=4096", "train.micro_batch_size=2", "train.global_batch_size=2"]
     settings = [

@@ -1,6 +1,6 @@
-"""Processes that perform the tasks: several at a time for tasks that are not timed, else one.
+"""Processes (workers) that perform the tasks: one for timed tasks, several at a time for others.
 
-A process that exceeds its limit is ended.
+A process that exceeds its time limit is ended.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from tools.bench.gpu_suite.plan import Phase, Task
 from tools.bench.gpu_suite.results import OUT_OF_MEMORY, Outcome
 
 LIMIT = 120.0  # seconds for one task, including compilation of its kernels
-# Maximum ratio of a task's expected duration to its estimate, and of its limit to that duration.
+# Maximum ratio of a task's expected duration to its estimate, and of its time limit to its expected
+# duration.
 MARGIN = 3.0
 WITH_PROCESSES = ("train", "engine")  # kinds whose worker starts other processes
-ENDING = 6.0  # seconds in which those must stop
-# Consecutive workers that do not find the GPU, after which no more are started. (A new worker after
-# a kernel broke its process does find it.)
+ENDING = 6.0  # seconds in which these processes must stop after SIGTERM
+# No more workers are started after this number of consecutive workers that do not find the GPU.
+# (A worker that is started after a kernel broke its process does find the GPU.)
 GONE = 3
 
 
 class Worker:
-    """Process of a worker, which starts at its first task, and again after it was lost.
+    """Handle of a worker process.
+
+    The process is started for the first task, and again if it was lost.
 
     tool: run the process under this tool of compute-sanitizer, whose messages are written to a
-    separate file.
+        separate file.
     """
 
     def __init__(
@@ -49,7 +52,11 @@ class Worker:
         self.kind = ""  # kind of the current task
 
     def ask(self, task: Task, limit: float) -> dict[str, Any]:
-        """Return the worker's answer, or a gap if it ends or takes over ``limit`` seconds."""
+        """Perform a task in the process and return the process's answer.
+
+        The answer contains a gap (the reason for a missing result) if the process ends or takes
+        longer than ``limit`` seconds.
+        """
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
         self.kind = task.kind
@@ -126,7 +133,7 @@ class Worker:
     def _end(self, process: subprocess.Popen[str]) -> None:
         """Kill the process.
 
-        If it has started other processes, send SIGTERM first, since their ranks would outlive it.
+        If the process has started other processes, send SIGTERM first, so that it can end them.
         """
         if self.kind in WITH_PROCESSES:
             self._signal(process, signal.SIGTERM)
@@ -140,9 +147,10 @@ class Worker:
             os.killpg(process.pid, number)  # the process leads its group
 
     def _with_messages(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer with the sanitizer's new messages.
+        """Return the worker's answer with the new messages of the sanitizer.
 
-        Its result is {"checked": the worker's result, "reported": [first lines]}.
+        The answer's result is {"checked": the worker's result, "reported": [first line of each
+        report]}.
         """
         text = ""
         if self.messages.exists():
@@ -174,7 +182,7 @@ class Worker:
 
 
 class Clock:
-    """Remaining time, and the durations of tasks so far by kind."""
+    """Clock of the suite, with the longest duration so far of the tasks of each kind."""
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.began, self.budget = now, now(), 60 * minutes
@@ -188,7 +196,8 @@ class Clock:
     def expected(self, task: Task) -> float:
         """Return the seconds that a task is expected to take.
 
-        This is the maximum of its kind so far, but between a third and three times its estimate.
+        This is the maximum of the tasks of its kind so far, limited to between a third and three
+        times the task's own estimate.
         """
         return min(
             MARGIN * task.seconds,
@@ -196,14 +205,17 @@ class Clock:
         )
 
     def fits(self, task: Task, until: float) -> bool:
-        """Return True if the task fits into its phase, which ends ``until`` seconds after start."""
+        """Return True if the task is expected to end before ``until`` seconds after the start."""
         return self.elapsed + self.expected(task) <= until
 
     def limit(self, task: Task, until: float) -> float:
         """Return the seconds after which the task is ended.
 
-        This is three times the expected time or the rest of its phase, whichever is longer, but at
-        most the maximum for one task and the rest of the suite's time.
+        This is three times the expected time or the rest of the phase, whichever is longer. It is
+        at most LIMIT (more for tasks with a long estimate), and at most the rest of the suite's
+        time.
+
+        until: end of the phase in seconds after the start.
         """
         longest = max(LIMIT, MARGIN * task.seconds)
         return max(
@@ -225,7 +237,9 @@ Report = Callable[[Outcome, int, float], None]
 
 
 class Work:
-    """Execution of one phase: its tasks are given to the workers, unit by unit, while time is left.
+    """Execution of one phase.
+
+    The tasks are given to the workers, unit by unit, as long as time is left.
 
     report(outcome, tasks left, expected seconds for them) is called after each task.
     """
@@ -242,7 +256,7 @@ class Work:
         self.failure: BaseException | None = None  # raised in a thread
 
     def run(self, workers: Sequence[Worker]) -> list[Task]:
-        """Perform the tasks and return those that were left out."""
+        """Perform the tasks of the phase and return the tasks for which no time was left."""
         self.at_once = len(workers)
         threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in workers

@@ -1,4 +1,4 @@
-"""Presentation of the record: a Markdown page, a picture, and the short table that is printed last.
+"""Report of the suite: a Markdown page, a picture, and the short table that is printed last.
 
 Every ratio names its baseline.
 """
@@ -29,7 +29,7 @@ DRY = (
 
 
 def report(record: Record, results: Results) -> str:
-    """Return the complete page."""
+    """Return the complete Markdown page."""
     last = record.sessions[-1]
     times = "; ".join(f"{session['minutes']:g} minutes" for session in record.sessions)
     parts = [
@@ -106,7 +106,7 @@ def targets(results: Results) -> str:
 def correctness(results: Results) -> str:
     """Return a table of the worst result of each operation, implementation and dtype.
 
-    Its columns include the error against float64 and the bound.
+    The columns include the error of this result against float64, and its bound.
     """
     rows = []
     for (op, implementation, dtype), findings in _by_side(results).items():
@@ -148,13 +148,13 @@ def _by_side(results: Results) -> dict[tuple[str, str, str], list[dict[str, Any]
 
 
 def _share(finding: dict[str, Any]) -> float:
-    """Return a finding's error divided by its bound; infinity if the error is NaN."""
+    """Return a checked result's error divided by its bound; infinity if the error is NaN."""
     error = finding["error"]
     return float(error / finding["bound"]) if error == error else math.inf
 
 
 def trainer(results: Results) -> str:
-    """Return a table of the trainer's runs and of their agreement with the compared runs."""
+    """Return a table of the trainer's runs, with their agreement with other runs."""
     rows = []
     for outcome in results.of_kind("train"):
         rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])
@@ -174,7 +174,7 @@ def _run_cells(outcome: Outcome) -> tuple[str, str]:
 
 
 def sanitizer(results: Results) -> str:
-    """Return the number of cases per tool, and the cases with reports."""
+    """Return the number of checked cases for each tool, and a line for each case with a report."""
     lines, count = [], dict[str, int]()
     for outcome in results.of_kind("sanitize"):
         count[outcome.task.tool] = count.get(outcome.task.tool, 0) + 1
@@ -192,12 +192,12 @@ def sanitizer(results: Results) -> str:
 
 
 def throughput(results: Results) -> str:
-    """Return the table of the trainer's engine at full size."""
+    """Return a table of the Megatron engine's speed on models of full size."""
     return figures.table(results.throughput) if results.throughput else "None was measured."
 
 
 def operations(results: Results) -> str:
-    """Return a table of every timed implementation at each of its lengths."""
+    """Return a table of all timed implementations of all operations, with a row per length."""
     rows = []
     for name, workload in WORKLOADS.items():
         for implementation in dict.fromkeys(how for what, how, _ in results.ops if what == name):
@@ -246,7 +246,8 @@ def operations(results: Results) -> str:
 def engines(results: Results) -> str:
     """Return a table of FEM's attention relative to standard attention by the same engine.
 
-    Standard attention has the widths (d_k, 2 d_v).
+    An engine is an implementation of attention. Standard attention has the key and value widths
+    (d_k, 2 d_v).
     """
     rows = []
     for name, workload in WORKLOADS.items():
@@ -337,9 +338,9 @@ def _ms(seconds: float) -> str:
 
 
 def draw(results: Results, title: str, path: Path) -> bool:
-    """Write the picture: errors relative to their bounds, and ratios by length.
+    """Write the picture of errors relative to their bounds, and of ratios to baselines by length.
 
-    Return False without data or without matplotlib.
+    Return False, without a picture, if results or matplotlib are missing.
     """
     ratios = {}
     for name in WORKLOADS:
@@ -369,7 +370,10 @@ ERRORS_FROM, ERRORS_TO = 1e-3, 1e2
 
 
 def _draw_errors(axes: Any, sides: dict[tuple[str, str, str], list[dict[str, Any]]]) -> None:
-    """Draw a row per operation: a mark for the worst result of each implementation, by dtype."""
+    """Draw a row per operation, with a mark for the worst error of each implementation and dtype.
+
+    sides: (operation, implementation, dtype) -> findings.
+    """
     ops = list(dict.fromkeys(op for op, _, _ in sides))
     for number, dtype in enumerate(dict.fromkeys(dtype for _, _, dtype in sides)):
         found = [

@@ -1,4 +1,4 @@
-"""Results so far: the record on disk, and the ratios, targets and tables computed from it."""
+"""Record of the outcomes on disk, and the ratios, targets and tables that are computed from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ CHECKS = ("correctness", "train", "sanitize")  # kinds of task that must not fai
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a task: its result, or the reason why none exists."""
+    """Outcome of a task.
+
+    result: the worker's result; None if it is missing.
+    gap: reason why the result is missing; None if it exists.
+    seconds: duration of the task.
+    """
 
     task: Task
     result: Any = None
@@ -34,12 +39,15 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """True if the implementation does not support the case."""
+        """True if the implementation does not support the checked or timed case."""
         return self.gap is not None and "ValueError" in self.gap and "cannot run:" in self.gap
 
     @property
     def failed(self) -> bool:
-        """True if a check ended in an error, except for lack of memory and unsupported cases."""
+        """True if a check or throughput run ended in an error.
+
+        Lack of memory and unsupported cases are not errors.
+        """
         wanted = self.task.kind in CHECKS or self.task.part == "throughput"
         return wanted and self.gap is not None and not self.refused and self.gap != OUT_OF_MEMORY
 
@@ -60,9 +68,9 @@ class Outcome:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Errors that a check of an operation found, with their identification.
+        """Results of a check of an operation, with the operation, implementation and dtype of each.
 
-        A null in the JSON (not finite) becomes infinity.
+        Each contains "error", which is infinity if the JSON contains null (not finite).
         """
         if self.gap is not None or self.task.kind not in ("correctness", "sanitize"):
             return []
@@ -85,14 +93,14 @@ class Outcome:
 
 @dataclass
 class Record:
-    """Contents of the folder's outcomes.jsonl.
+    """Contents of the file outcomes.jsonl in ``folder``.
 
-    The file has a line for each start of the suite, and a line for each outcome, written
+    The file has a line for each start of the suite (session), and a line for each outcome, written
     immediately.
 
-    sessions: {"machine", "minutes", "dry", "planned": names, "cannot": name -> reason}, in their
-        order.
-    outcomes: task name -> outcome; the last one of a task counts.
+    sessions: {"machine", "minutes", "dry", "planned": names of the tasks, "cannot": name ->
+        reason}, in the order of the starts.
+    outcomes: task name -> outcome; the last outcome of a task counts.
     damaged: number of unreadable lines, for example the last line of a killed process.
     """
 
@@ -130,19 +138,19 @@ class Record:
 
     @property
     def cannot(self) -> dict[str, str]:
-        """Sides that the machine could not run, with the reason."""
+        """Implementations and baselines that the machine could not run: name -> reason."""
         return {name: why for session in self.sessions for name, why in session["cannot"].items()}
 
     @property
     def left_out(self) -> list[str]:
-        """Planned tasks without an outcome."""
+        """Names of the planned tasks that have no outcome."""
         planned = dict.fromkeys(name for session in self.sessions for name in session["planned"])
         return [name for name in planned if name not in self.outcomes]
 
     def missing(self, planned: Iterable[Task]) -> list[Task]:
         """Return the tasks to perform: first those without an outcome, then those that failed.
 
-        If one run of a unit is to be performed, all runs of the unit are.
+        If one trainer run of a unit is performed again, all runs of the unit are.
         """
         planned = list(planned)
         settled = {name for name, outcome in self.outcomes.items() if outcome.settled}
@@ -163,10 +171,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Side:
-    """Seconds, FLOPs and bytes of one measured implementation.
+    """Measured costs of one implementation or baseline.
 
     forward, both: seconds of forward and of forward + backward.
-    flops, bytes: matrix FLOPs and bytes of both passes.
+    flops, bytes: matrix FLOPs and bytes of forward + backward.
     spread: the larger spread of the two timings.
     """
 
@@ -178,7 +186,7 @@ class Side:
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> Side:
-        """Return the side of a worker's answer."""
+        """Return the costs from the result of a worker."""
         forward, both = result["forward"], result["both"]
         return cls(
             forward["seconds"],
@@ -191,9 +199,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Target:
-    """Performance target of the project: at most ``bound``, or at least ``bound``.
+    """Performance target of the project.
 
-    A value of None is not measured.
+    bound: least value if ``at_least`` is set, else the greatest value.
+    value: measured value; None if it was not measured.
     """
 
     what: str
@@ -248,7 +257,7 @@ class Results:
             self.roofs = result
 
     def of_kind(self, kind: str) -> list[Outcome]:
-        """Return the outcomes of this kind."""
+        """Return the outcomes of tasks of the kind ``kind``."""
         return [outcome for outcome in self.outcomes if outcome.task.kind == kind]
 
     @property
@@ -262,18 +271,21 @@ class Results:
         return [outcome for outcome in self.outcomes if outcome.failed]
 
     def against(self, workload: str, tokens: int) -> dict[str, Side]:
-        """Return the measured baselines of a workload at a length: name -> side."""
+        """Return the measured baselines of a workload at a sequence length: name -> costs."""
         size = WORKLOADS[workload].size(tokens, TOKENS_A_CALL)
         keys = {name: (name, sized(size)) for name, sized in WORKLOADS[workload].baselines.items()}
         return {name: self.baselines[key] for name, key in keys.items() if key in self.baselines}
 
     def best(self, workload: str, tokens: int) -> tuple[str, Side] | None:
-        """Return the baseline with the fastest forward + backward."""
+        """Return (name, costs) of the baseline with the fastest forward + backward, or None."""
         found = self.against(workload, tokens)
         return min(found.items(), key=lambda item: item[1].both) if found else None
 
     def ratio(self, workload: str, implementation: str, tokens: int) -> tuple[float, float] | None:
-        """Return the ratios of forward and of forward + backward to the fastest baseline."""
+        """Return the time ratios (forward, forward + backward) to the fastest baseline.
+
+        Return None if the implementation or all baselines were not measured.
+        """
         own, best = self.ops.get((workload, implementation, tokens)), self.best(workload, tokens)
         return (
             None
@@ -282,9 +294,10 @@ class Results:
         )
 
     def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Side]]:
-        """Yield (engine, ratio to standard attention, own side) for each engine that both have.
+        """Yield (engine, ratio, costs of the workload) for the workload's attention engines.
 
-        The ratio is that of forward + backward.
+        The ratio is the time of forward + backward, divided by that of standard attention by the
+        same engine. Engines by which only one of the two was timed are left out.
         """
         for name, side in self.against(workload, tokens).items():
             engine = BASELINES[name].engine
@@ -293,18 +306,25 @@ class Results:
                 yield engine, own.both / side.both, own
 
     def fastest_engine_ratio(self, workload: str, tokens: int) -> float | None:
-        """Return the `same_engine` ratio for the engine with which the workload is fastest."""
+        """Return the ratio of `same_engine` for the workload's fastest engine; None without any."""
         found = list(self.same_engine(workload, tokens))
         return min(found, key=lambda each: each[2].both)[1] if found else None
 
     def model_ratio(
         self, scale: str, variant: str, *, recompute: bool = False, base: str = BASELINE
     ) -> float | None:
-        """Return a model's training step relative to the Transformer's, both per token."""
+        """Return the time of a model's training step relative to the model ``base``, per token.
+
+        Return None if one of them was not measured.
+        """
         return self._per_token((scale, variant, recompute), (scale, base, recompute))
 
     def packed_ratio(self, scale: str, variant: str) -> float | None:
-        """Return the ratio of a training step on separate documents to joined ones, per token."""
+        """Return the step time with separate documents relative to joined documents, per token.
+
+        Separate documents do not attend to each other. Return None if one of the two was not
+        measured.
+        """
         return (
             self._per_token((scale, variant, False), (PACKED[scale], variant, False))
             if scale in PACKED
@@ -321,9 +341,9 @@ class Results:
         return ratio
 
     def utilisation(self, scale: str, variant: str, *, recompute: bool = False) -> float | None:
-        """Return the MFU.
+        """Return the model's MFU, or None if the model or the device's peak is unknown.
 
-        The peak is the data sheet's if the device is known, else the measured one.
+        The peak is that of the data sheet if the device is known, else the measured one.
         """
         found, listed = self.models.get((scale, variant, recompute)), peak_tflops(self.device_name)
         peak = listed * 1e12 if listed else (self.roofs or {}).get("matmul_flops")
@@ -379,7 +399,10 @@ class Results:
         ]
 
     def _trainer_ratio(self, scale: str) -> float | None:
-        """Return FEM's step relative to the Transformer's in the trainer, both per token."""
+        """Return the time per token of FEM's training runs relative to the Transformer's.
+
+        Return None if one of them was not measured.
+        """
         fem = self.throughput.get(f"fem_sm_{scale}")
         base = self.throughput.get(f"transformer_{scale}")
         return (
@@ -399,9 +422,10 @@ class Results:
         return [tokens for tokens in LENGTHS if (workload, implementation, tokens) in self.ops]
 
     def engine_table(self) -> list[Entry]:
-        """Return the table by which ``kernels.fem_attention`` selects an engine.
+        """Return the table from which ``kernels.fem_attention`` selects the attention engine.
 
-        It contains microseconds of forward + backward of FEM's attention by each engine.
+        Each entry contains the microseconds of forward + backward of FEM's attention by each
+        engine.
         """
         entries = []
         for name, workload in WORKLOADS.items():

@@ -1,4 +1,4 @@
-"""Runs of the trainer on generated tokens, and their comparison with each other.
+"""Runs of the trainer on generated tokens, and the comparison of their losses.
 
 Each run is a process of ``python -m pretrain``.
 """
@@ -46,16 +46,16 @@ LAST_LINES = 3
 
 
 class TrainerError(Exception):
-    """Failure of a run, or a run that did not do what it was meant to; the message is one line."""
+    """Failure of a run, or a result that the run should not have; the message is one line."""
 
 
 def write_data(folder: Path) -> None:
-    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer.
+    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer folder.
 
-    The tokenizer names only the end of a document.
+    The only named token of the tokenizer is the end of a document.
 
-    A token is 7 times the previous one plus noise, modulo the vocabulary. The training split has
-    0.4 M tokens.
+    A token is 7 times the previous one plus noise, modulo the vocabulary size. The training split
+    has 0.4 M tokens.
     """
     from data_prep.prepared.indexed import IndexedWriter
 
@@ -85,9 +85,11 @@ def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
 
     `tools.bench.gpu_suite.plan` defines the tasks.
 
-    Returns {"losses": {step: loss}, "tokens_per_second", "good"}, and for a run that is compared
-    with another one also {"worst": largest relative difference of a loss, "bound", "equal": True if
-    identical}. Raises TrainerError.
+    limit: seconds that the task may take.
+
+    Returns {"losses": {step: loss}, "tokens_per_second", "good"}. A run that is compared with
+    another run also has {"worst": largest relative difference of a loss, "bound", "equal": True if
+    all losses are identical}. Raises TrainerError.
     """
     work, out = (Path(os.environ[name]) for name in ("GPU_SUITE_WORK", "GPU_SUITE_OUT"))
     folder = work / arguments["run"]
@@ -130,7 +132,11 @@ def _compare(
     others: Mapping[int, Mapping[str, float]],
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Compare the steps that this run has trained itself with the same steps of the other run."""
+    """Compare the losses of a run with those of another run at the same steps.
+
+    Steps before the checkpoint from which the run continued are left out. Return the keys "worst",
+    "bound", "equal" and "good" of `train`'s result.
+    """
     first = arguments["begin"][1] if "begin" in arguments else 0
     pairs = [(loss, others[step]["loss"]) for step, loss in losses.items() if step > first]
     worst = max(abs(own - other) / abs(other) for own, other in pairs)
@@ -144,7 +150,7 @@ def _compare(
 
 
 def _copy_run(source: Path, folder: Path, step: int) -> None:
-    """Copy a run in its state when the checkpoint of ``step`` was its last.
+    """Copy a run's folder without its other checkpoints than that of ``step``.
 
     Raises TrainerError if that checkpoint is missing.
     """
@@ -197,7 +203,8 @@ def _command(work: Path, folder: Path, arguments: Mapping[str, Any]) -> list[str
 def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
     """Run ``pretrain`` and return its output.
 
-    Raises TrainerError with its last lines if it fails; the entire output is in the suite's log.
+    Raises TrainerError with the last lines of the output if the run fails; the entire output is in
+    the suite's log.
     """
     environment = {
         **os.environ,
@@ -234,7 +241,7 @@ def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
 
 
 def _rows(folder: Path) -> dict[int, dict[str, float]]:
-    """Return step -> line of metrics.jsonl; the last line of a step counts."""
+    """Return step -> line of the run's metrics.jsonl; the last line of a step counts."""
     try:
         lines = [
             json.loads(line)

@@ -1,10 +1,10 @@
-"""Process that performs tasks.
+"""Program of a worker process, which performs tasks.
 
-It reads a JSON line per task and answers with a JSON line: ``{"result": ...}`` or ``{"gap":
-reason}``.
+It reads one JSON line for each task from stdin and answers with a JSON line: ``{"result": ...}`` or
+``{"gap": reason}``.
 
-It ends after a fault of the GPU, after which its results could not be trusted; the suite starts
-another one.
+The process ends after a fault of the GPU, since its later results could not be trusted. The suite
+then starts another process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _expected: dict[tuple[Any, ...], Expected] = {}  # results of the last case only
 def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
     """Return the result of one task of `tools.bench.gpu_suite.plan`, as JSON values.
 
-    It should take at most ``limit`` seconds.
+    limit: seconds that the task should take at most; the tasks that start processes enforce it.
     """
     if kind == "train":
         return train(arguments, limit)
@@ -54,7 +54,7 @@ def perform(kind: str, arguments: dict[str, Any], limit: float) -> Any:
 
 
 def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check one implementation.
+    """Check one implementation in one case and return errors and bounds of its results.
 
     The case's float64 results are cached for the next task of the same case.
     """
@@ -83,9 +83,9 @@ def _compile(arguments: dict[str, Any]) -> None:
 
 
 def _roofs(arguments: dict[str, Any]) -> dict[str, float]:
-    """Return the FLOP/s of a bf16 matrix product of random numbers, and a copy's bytes/s.
+    """Return the FLOP/s of a bfloat16 matrix product of random numbers, and the bytes/s of a copy.
 
-    The copy's bytes are read and written.
+    The bytes of the copy are those read plus those written.
     """
     width = arguments.get("matmul", MATMUL)
     count = arguments.get("copy", COPY)
@@ -122,9 +122,9 @@ def _baseline(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Time a complete model's training step.
+    """Time a complete model's training step and return its costs.
 
-    If the batch does not fit, try half of it, then recomputation.
+    If the batch does not fit in memory, half of the batch is tried, and then recomputation.
     """
     scale = replace(SCALES[arguments["scale"]], batch=arguments["batch"])
     recompute = arguments["recompute"]
@@ -161,9 +161,9 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine(arguments: dict[str, Any], limit: float) -> dict[str, Any]:
-    """Run an engine's training in separate processes.
+    """Train with an engine in separate processes and return the figures of the run.
 
-    If the time limit ends it, the completed steps count.
+    If the time limit ends the run, only the completed steps count.
     """
     job = Job.from_json(arguments)
     job = replace(job, limit=max(1, min(job.limit, int(limit - ENDING))))
@@ -190,7 +190,7 @@ def _device_name() -> str:
 
 
 def answer(line: str) -> tuple[dict[str, Any], bool]:
-    """Return the answer to one line, and False if this process cannot continue."""
+    """Return (answer to one input line, True if this process can continue)."""
     asked = json.loads(line)
     # A process that cannot reach the GPU would silently compute on the CPU.
     there = _device_name()
@@ -219,9 +219,9 @@ def answer(line: str) -> tuple[dict[str, Any], bool]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process's group when the suite no longer exists.
+    """Wait until the suite's process ``parent`` has ended, then end this process's group.
 
-    Its child processes get SIGTERM and time to stop first.
+    The child processes get SIGTERM and time to stop before SIGKILL.
     """
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -231,7 +231,7 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> int:
-    """Answer until the input ends.
+    """Answer each input line until the input ends, and return the exit code.
 
     The output of libraries is redirected to stderr, so that it is not read as an answer.
     """

@@ -109,7 +109,12 @@ def report(options: argparse.Namespace) -> int:
 
 
 def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
-    """Return the step of a model in configs/model. Raises UserError if no model has this name."""
+    """Return the modelled step of the model ``name`` in configs/model.
+
+    batch: sequences of a step; None selects the batch of the benchmark of this size, or 4.
+
+    Raises UserError if no model has this name.
+    """
     model = load(ModelConfig, runner.model_file(name))
     model = replace(model, vocab_size=model.vocab_size or runner.VOCABULARY)
     sizes = (model.hidden_size, model.num_layers)
@@ -122,11 +127,11 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 
 
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
-    """Return the steps of GLA and of all mixers that need no package, the Transformer first.
+    """Return name -> modelled step: the Transformer, the mixers that need no package, and GLA.
 
-    All have the widths of the 1.3B Transformer.
+    The Transformer is first. All models have the widths of the 1.3B Transformer.
 
-    Sequences have ``tokens`` tokens, or the mixer's maximum if that is less.
+    tokens: length of the sequences, or less for a mixer with a smaller maximum.
     """
     base = load(ModelConfig, runner.MODELS / "transformer_1.3b.yaml")
     models = {
@@ -152,7 +157,10 @@ def _kib(moved: float) -> str:
 
 
 def steps_table(steps: list[Step]) -> str:
-    """Return a row per model and GPU: step time by category, and the ratio to the last model."""
+    """Return a table with a row for each model and GPU.
+
+    The columns are the step time, its ratio to the last model's, and the time by category.
+    """
     rows = []
     for roof in ROOFS:
         for step in steps:
@@ -171,9 +179,10 @@ def steps_table(steps: list[Step]) -> str:
 
 
 def mixers_table(steps: list[Step]) -> str:
-    """Return a row per mixer: KiB per token and layer by pass, and the ratio to the Transformer.
+    """Return a table with a row for each mixer.
 
-    The ratio is that of the step's time per token.
+    The columns include the KiB per token and layer in each pass, and the ratio of the step time per
+    token to the Transformer's.
     """
     base, rows = steps[0], []
     for step in steps:
@@ -204,7 +213,10 @@ def mixers_table(steps: list[Step]) -> str:
 
 
 def kernels_table(step: Step, least: float = 256.0) -> str:
-    """Return a row per kernel of the first layer that moves at least ``least`` bytes per token."""
+    """Return a table of the kernels of the model's first layer.
+
+    Kernels that move less than ``least`` bytes per token are left out.
+    """
     rows = [
         [("forward", "backward")[backward], kind, kernel, str(launches), f"{moved / 1024:.1f}"]
         for (backward, kind, kernel), (launches, moved) in kernels_of(step).items()

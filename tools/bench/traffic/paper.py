@@ -3,10 +3,11 @@
 The times are modelled, not measured.
 
 A kernel takes its bytes divided by the bandwidth, or its matrix products divided by their rate,
-whichever is longer, and the gap to the next kernel. A step consists of the layers, the operations
-before and after them, and the trainer's own work on gradients and weights. It is one micro-batch of
-the Megatron engine on one GPU, in bfloat16 with fp32 gradients, main weights and moments.
-`tools.bench.gpu_suite` times a smaller update: AdamW on bfloat16 weights, 14 bytes per parameter.
+whichever is longer. The gap to the next kernel is added. A step consists of the layers, the
+operations before and after them (the "ends"), and the trainer's own work on gradients and weights.
+The step is one micro-batch of the Megatron engine on one GPU, in bfloat16 with fp32 gradients, main
+weights and moments. `tools.bench.gpu_suite` times a smaller update: AdamW on bfloat16 weights, 14
+bytes per parameter.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from tools.bench.whole_model import LanguageModel
 class Roof:
     """Rates that a GPU reaches.
 
-    bandwidth: bytes/s.
-    products, wide: FLOP/s of bfloat16 and float32 products.
-    attention, tiles: FLOP/s forward, backward.
-    gap: seconds between kernels.
+    bandwidth: bytes/s of memory.
+    products, wide: FLOP/s of matrix products in bfloat16 and float32.
+    attention, tiles: (forward, backward) FLOP/s of attention and of Triton kernels with products.
+    gap: seconds between two kernels.
     """
 
     name: str
@@ -79,7 +80,7 @@ SOURCES = {
         + "; without the 16 of clipping, in steps whose norm is above optimizer.clip_grad"
     ),
 }
-# Products of a backward pass that recomputes the forward's, as a multiple of the forward's.
+# Matrix FLOPs of a backward pass that recomputes the forward pass, relative to the forward pass.
 BACKWARD = 2.5
 
 
@@ -88,7 +89,8 @@ class Part:
     """Layers of one kind, or the operations before and after the layers.
 
     count: number of these layers in the model.
-    tiles: FLOPs of the Triton kernels with products, forward.
+    trace: recorded kernel launches of one layer.
+    tiles: forward FLOPs of the Triton kernels that contain matrix products.
     """
 
     count: int
@@ -116,7 +118,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """Training step of a model with ``batch`` sequences of ``tokens`` tokens."""
+    """Modelled training step of a model with ``batch`` sequences of ``tokens`` tokens.
+
+    layers: kinds of layers of the model.
+    ends: operations before and after the layers.
+    """
 
     name: str
     model: ModelConfig
@@ -127,7 +133,7 @@ class Step:
     parameters: int
 
     def seconds(self, roof: Roof) -> dict[str, float]:
-        """Return the seconds by category."""
+        """Return category -> seconds of the step: kinds of kernels, "ends", "optimizer"."""
         spent: dict[str, float] = {}
         for part in self.layers:
             for name, time in part.seconds(roof).items():
@@ -136,11 +142,11 @@ class Step:
         return spent | {"ends": sum(self.ends.seconds(roof).values()), "optimizer": update}
 
     def total(self, roof: Roof) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the complete step."""
         return sum(self.seconds(roof).values())
 
     def per_token(self, of: Callable[[Trace], float]) -> float:
-        """Return the mean over layers of ``of(trace)``, per token."""
+        """Return the mean over all layers of ``of(trace)``, divided by the tokens of the step."""
         layers = sum(part.count for part in self.layers)
         return (
             sum(part.count * of(part.trace) for part in self.layers)
@@ -189,9 +195,10 @@ class Step:
 
 
 def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
-    """Return (backward, kind, kernel) -> (launches, bytes per token) of the first layer.
+    """Return the kernels of the model's first layer.
 
-    Forward kernels are first; within a pass, those that move most bytes are first.
+    The result maps (backward, kind, kernel) to (launches, bytes per token). Forward kernels are
+    first; within a pass, the kernels that move most bytes are first.
     """
     found: dict[tuple[bool, str, str], tuple[int, float]] = {}
     for launch in step.layers[0].trace.launches:
@@ -202,7 +209,9 @@ def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
 
 
 def step_of(name: str, model: ModelConfig, tokens: int, batch: int) -> Step:
-    """Return a model's modelled step.
+    """Return the modelled step of a model.
+
+    name: label of the result.
 
     Raises ValueError if a mixer has no implementation without its package, and ImportError without
     Triton.
@@ -228,12 +237,16 @@ Made = tuple[Callable[[], Tensor], Sequence[Tensor]]
 def layer_trace(
     shape: BlockShape, hidden: int, tokens: int, batch: int, *, causal: bool = True
 ) -> Trace:
-    """Return the trace of a block's passes over x [tokens, batch, hidden], bfloat16."""
+    """Return the trace of a block's forward and backward pass.
+
+    The input is bfloat16 [tokens, batch, hidden].
+    """
 
     def make(parallel: OneProcess) -> Made:
         block = Block(shape, parallel)
         x = torch.empty(tokens, batch, hidden, dtype=parallel.dtype, requires_grad=True)
-        # A layer before it receives its gradient without a copy, but a leaf receives a copy.
+        # The view makes x a non-leaf tensor. The gradient of a leaf would be copied, which does not
+        # happen between layers.
         return lambda: block(x.view_as(x), Context(causal=causal)), list(block.parameters())
 
     return run_on_paper(make)
@@ -241,7 +254,7 @@ def layer_trace(
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
     trace = layer_trace(shape, model.stream_size, tokens, batch, causal=model.causal)
-    # Triton kernels compute the products that the plan counts and the trace of torch does not.
+    # FLOPs that the plan counts and the trace does not are those of the Triton kernels.
     seen = sum(launch.flops for launch in trace.launches if not launch.backward)
     own = max(0.0, sum(shape.flops(tokens).values()) * tokens * batch - seen)
     return Part(count, trace, own if trace.bytes(TILES) else 0.0)

@@ -1,6 +1,7 @@
-"""Timed operations, as their layers call them, and their baselines.
+"""Timed operations (workloads) and the baselines that they are compared with.
 
-Both have names, so that other processes can select them.
+A workload calls an operation like a layer of a model does. Workloads and baselines have names, so
+that other processes can select them.
 """
 
 from tools.bench.workloads.base import (

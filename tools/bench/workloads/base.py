@@ -23,10 +23,11 @@ Outputs = tuple[Tensor, ...]
 class Size:
     """Shape of a call.
 
-    batch: sequences.
-    tokens: of each.
+    batch: number of sequences.
+    tokens: length of each sequence.
+    heads: number of heads.
     key: width of a head's queries and keys.
-    value: width of its values.
+    value: width of a head's values.
     """
 
     batch: int
@@ -37,12 +38,12 @@ class Size:
 
     @property
     def pairs(self) -> float:
-        """Query-key pairs of all heads and sequences under a causal mask."""
+        """Number of query-key pairs of all heads and sequences under a causal mask."""
         return self.batch * self.heads * self.tokens * (self.tokens + 1) / 2
 
     @property
     def rows(self) -> float:
-        """Tokens of all heads and sequences."""
+        """Number of tokens of all heads and sequences: batch * heads * tokens."""
         return float(self.batch * self.heads * self.tokens)
 
     def wider(self, factor: int) -> Size:
@@ -63,7 +64,10 @@ class Draw:
     def normal(
         self, *shape: int, change: Callable[[Tensor], Tensor] = lambda x: x, wide: bool = False
     ) -> Tensor:
-        """Return change(normal(0, 1)) of this shape; wide: in float32 whatever the dtype is."""
+        """Return a tensor of the given shape: ``change`` applied to standard normal numbers.
+
+        wide: return float32, whatever the dtype of the generator is.
+        """
         drawn = torch.randn(shape, generator=self.rng, device=self.device)
         return change(drawn).to(torch.float32 if wide else self.dtype).requires_grad_()
 
@@ -77,7 +81,7 @@ class Draw:
     ) -> Tensor:
         """Return a [batch, heads, tokens, width] view of a [tokens, batch, heads, width] tensor.
 
-        The latter is the layers' memory layout.
+        The latter is the memory layout in the layers. The numbers are those of `normal`.
         """
         drawn = torch.randn(
             size.tokens, size.batch, size.heads, width, generator=self.rng, device=self.device
@@ -90,14 +94,17 @@ class Draw:
         )
 
     def packed(self, *shape: int, parts: int) -> tuple[Tensor, ...]:
-        """Return ``parts`` tensors that are interleaved in memory, like a projection's slices."""
+        """Return ``parts`` tensors of the given shape that are interleaved in memory.
+
+        The slices of a projection have this layout.
+        """
         drawn = torch.randn(*shape, parts, generator=self.rng, device=self.device).to(self.dtype)
         return tuple(part.requires_grad_() for part in drawn.unbind(-1))
 
     def steps(
         self, size: Size, change: Callable[[Tensor], Tensor], *, wide: bool = False
     ) -> Tensor:
-        """Return [batch, heads, tokens]: one number per token and head."""
+        """Return a random [batch, heads, tokens] tensor, with one number per token and head."""
         return self.normal(size.batch, size.heads, size.tokens, change=change, wide=wide)
 
 
@@ -105,7 +112,10 @@ class Draw:
 class Baseline:
     """Computation that an operation is compared with.
 
-    engine: this project's implementation that runs on the same engine, or None.
+    inputs(draw, size): dictionary of its input tensors.
+    call(inputs): its outputs.
+    flops(size): matrix FLOPs of a forward and of a backward pass.
+    engine: this project's implementation that runs on the same attention engine, or None.
     lacks(device): the reason why the baseline cannot run on the device, or None.
     """
 
@@ -119,15 +129,16 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Workload:
-    """An operation as a layer of this project calls it.
+    """Operation as a layer of this project calls it.
 
-    name: of the workload.
+    name: name of the workload.
     op: name of the operation (``kernels.implementations``).
+    inputs(draw, size): dictionary of its input tensors.
     call(inputs, implementation): its outputs.
-    flops(size): minimum matrix FLOPs of a forward and of a backward pass (a multiply-add is two);
-        0: no matrix products.
+    flops(size): minimum matrix FLOPs of a forward and of a backward pass (a multiply-add counts
+        as two); 0 without matrix products.
     heads, key, value: shape in the 1.3B model.
-    small: shape for a CPU.
+    small: (heads, key, value) for a CPU.
     baselines: name in ``BASELINES`` -> function from the workload's size to the baseline's size
         with the same amount of data.
     """
@@ -144,11 +155,14 @@ class Workload:
     baselines: Mapping[str, Callable[[Size], Size]] = field(default_factory=dict)
 
     def size(self, tokens: int, total: int) -> Size:
-        """Return the production shape: ``total`` tokens in at least one sequence of ``tokens``."""
+        """Return the production shape.
+
+        It has ``total`` tokens in sequences of ``tokens``, but at least one sequence.
+        """
         return Size(max(1, total // tokens), tokens, self.heads, self.key, self.value)
 
     def small_size(self, tokens: int) -> Size:
-        """Return the shape for a CPU."""
+        """Return the shape for a CPU: one sequence of ``tokens`` tokens."""
         return Size(1, tokens, *self.small)
 
 
@@ -192,7 +206,7 @@ def attention_inputs(draw: Draw, size: Size) -> Inputs:
 def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
     """Return a call that passes the inputs to an operation as keyword arguments.
 
-    Of several results it returns the first.
+    The call returns only the first result of the operation, as a tuple.
     """
 
     def call(inputs: Inputs, implementation: str) -> Outputs:
@@ -203,7 +217,10 @@ def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
 
 
 def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
-    """Return torch's attention, restricted to these backends if any are given."""
+    """Return a call of torch's causal attention.
+
+    backends: the only backends that torch may use; an empty list allows all.
+    """
 
     def call(inputs: Inputs) -> Outputs:
         with sdpa_kernel(backends) if backends else nullcontext():
@@ -215,7 +232,7 @@ def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
 
 
 def _by_engine(name: str) -> Callable[[Inputs], Outputs]:
-    """Return standard attention by an engine of ``kernels.fem_attention``.
+    """Return a call of standard attention by the engine ``name`` of ``kernels.fem_attention``.
 
     It is used for engines that scaled_dot_product_attention does not offer.
     """

@@ -1,4 +1,4 @@
-"""Operations with a cost quadratic in the tokens, as their layers call them.
+"""Workloads with a cost quadratic in the tokens.
 
 Their baseline is standard attention of the same data size.
 """

@@ -1,4 +1,4 @@
-"""Operations with a cost linear in the tokens, as their layers call them.
+"""Workloads with a cost linear in the tokens.
 
 Their baselines are flash-linear-attention's counterparts.
 """
@@ -50,7 +50,11 @@ from tools.bench.workloads.reads import gated_read
 
 
 def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
-    """Return the projection's slices, tokens first as in the layer, and the gated read's inputs."""
+    """Return the inputs of the FEM-GLA layer's prior.
+
+    These are q, k and decay, slices of the layer's projection with tokens first, and the inputs of
+    the gated read.
+    """
     shape = (size.tokens, size.batch, size.heads)
     return {
         "q": draw.normal(*shape, size.key),
@@ -61,7 +65,10 @@ def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
-    """Call the layer's prior, which includes the features and selects the operation itself."""
+    """Call the prior of the FEM-GLA layer.
+
+    The prior computes the features and selects the implementation of its operation itself.
+    """
     given = dict(inputs)
     parts = {name: given.pop(name) for name in ("q", "k", "decay")}
     heads, key = parts["q"].shape[2:]
@@ -82,7 +89,10 @@ def _plain_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 @contextmanager
 def asked_for(op: str, implementation: str) -> Iterator[None]:
-    """Select an implementation with ``FEM_KERNELS``, for calls that a layer makes."""
+    """Select an operation's implementation with the variable ``FEM_KERNELS`` inside the context.
+
+    It applies to calls that a layer makes, which have no argument for the implementation.
+    """
     before = os.environ.get(VARIABLE)
     if implementation != "auto":
         os.environ[VARIABLE] = f"{op}={implementation}"
@@ -156,7 +166,8 @@ def _norms(inputs: Inputs, implementation: str) -> Outputs:
 def _projection_inputs(draw: Draw, size: Size) -> Inputs:
     """Return the inputs for FEM over a softmax prior.
 
-    z is [q | k | v | lambda's logit | g's logit] of every head; the features are the conditioner's.
+    z contains [q | k | v | lambda's logit | g's logit] of every head (g: the gate). The features
+    are those of the conditioner.
     """
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
     z = draw.normal(size.tokens, size.batch, size.heads * sum(widths.values()))
@@ -184,7 +195,10 @@ def _projection(inputs: Inputs, implementation: str) -> Outputs:
 
 
 def _rotary_inputs(draw: Draw, size: Size) -> Inputs:
-    """Return the Transformer's projection [q | k | v] of every head, with cos and sin."""
+    """Return the inputs of the Transformer's projection: z, and the rotary embedding's cos and sin.
+
+    z contains [q | k | v] of every head.
+    """
     z = draw.normal(size.tokens, size.batch, size.heads, 3 * size.key)
     cos, sin = (t.to(z.dtype) for t in rotations(z, size.key, Context(), Rope(10000.0)))
     return {"z": z, "cos": cos, "sin": sin}
