@@ -132,24 +132,27 @@ class FemLMConfig(PretrainedConfig):
     """Configuration of an exported decoder-only language model, under transformers' names.
 
     Args:
-        architecture: fields of the training code's ModelConfig as a dictionary; missing ones have
-            its defaults.
-        vocab_size: entries of the tokenizer, rows of the embedding. hidden_size: width D of the
-        residual stream. num_hidden_layers: blocks (mixer + MLP). num_attention_heads: heads of the
-        mixer. initializer_range: standard deviation of the normal initialisation.
-        tie_word_embeddings: True: output layer and input embedding are one tensor. recurrence:
-        number of times that every block is applied; may exceed the number in training,
-            which ``architecture`` contains.
+        architecture: fields of the training code's ModelConfig as a dictionary; missing
+            ones have its defaults.
+        vocab_size: entries of the tokenizer, rows of the embedding.
+        hidden_size: width D of the residual stream.
+        num_hidden_layers: blocks (mixer + MLP).
+        num_attention_heads: heads of the mixer.
+        initializer_range: standard deviation of the normal initialisation.
+        tie_word_embeddings: True: output layer and input embedding are one tensor.
+        recurrence: number of times that every block is applied; may exceed the number in
+            training, which ``architecture`` contains.
         max_position_embeddings: context length of the training; does not limit the model.
-        use_cache: return the decoding state for the next call, unless the model is in training
-        mode. rope_parameters: base and scaling of RoPE under the names of transformers 5.
+        use_cache: return the decoding state for the next call, unless in training mode.
+        rope_parameters: base and scaling of RoPE under the names of transformers 5.
         rope_theta, rope_scaling: the same under the names of earlier versions.
 
     The arguments from vocab_size to recurrence, and those of RoPE, are also in ``architecture``
     with the training code's names; explicit arguments have precedence.
 
     Raises:
-        ValueError: sizes do not match. TypeError: ``architecture`` has an unknown key.
+        ValueError: sizes do not match.
+        TypeError: ``architecture`` has an unknown key.
     """
 
     model_type = "fem_lm"

@@ -20,7 +20,7 @@ which maps the result to the residual stream. Copied to each target mixer:
     deltanet, gated_deltanet, mamba2
         those of q, k, v that are as wide as attention's; out_proj if v is copied
     hyperset
-        nothing: one matrix is query, key and value
+        no part: one matrix is query, key and value
 
 SwiGLU MLPs are copied completely. In a cem MLP, ``up`` (inside SiLU) receives the gate projection,
 ``gamma`` (its factor) the up projection; the output matrix is the transpose of ``up``.

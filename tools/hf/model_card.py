@@ -110,10 +110,10 @@ def model_card(
         card: ``name`` (the title), and facts under the keys of ROWS.
         architecture: class that transformers builds.
         has_tokenizer: the folder contains a tokenizer.
-        whole_tokenizer: its tokenizer has a tokenizer.json.
+        whole_tokenizer: the folder contains a tokenizer.json.
         has_training: the folder contains training.json.
-        packages: requirements of the model's code besides torch and transformers; None: the model
-            is a class of transformers.
+        packages: requirements of the model's code besides torch and transformers;
+            None: the model is a class of transformers.
         has_code: the folder has Python files of the model or the tokenizer.
         weights_license: None: no license is stated for the weights.
     """  # noqa: E501
@@ -365,8 +365,8 @@ def training_card(
 def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> str:
     """Return one text that describes all data sources.
 
-    For each source it contains the last two parts of its path, its share if there are several
-    sources, and its number of tokens if known.
+    For each source it contains the last two parts of its path, its share if several sources are
+    blended, and its number of tokens if known.
     """
     total, texts = sum(source.weight for source in sources) or 1.0, []
     for source in sources:

@@ -51,7 +51,7 @@ class FemCacheLayer(DynamicLayer):
         """Prepare the state for the next call of the block with input x [t, b, hidden]."""
 
     def after(self, x: Tensor) -> None:
-        """Add the tokens of x [t, b, hidden], which the block has just processed, to the count."""
+        """Count the tokens of x [t, b, hidden], which the block has just processed."""
         self.tokens += x.shape[0]
         self.is_initialized = True
 
@@ -70,7 +70,7 @@ class FemCacheLayer(DynamicLayer):
         self.state, self.tokens, self.is_initialized = {}, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing for 0 tokens; raise ValueError for any other count.
+        """Return if the number of tokens is 0; raise ValueError for any other number.
 
         An earlier state cannot be recovered from a later one.
         """
@@ -78,7 +78,7 @@ class FemCacheLayer(DynamicLayer):
             raise ValueError("this model's cache cannot return to an earlier step")
 
     def offload(self) -> None:
-        """Raise ValueError: offloading is not supported, because the state must stay on the device."""
+        """Raise ValueError: the state must stay on the device of its layer."""
         raise ValueError(
             "this model's cache cannot be offloaded; `python -m pretrain --plan` reports its size"
         )
@@ -178,7 +178,7 @@ class FemCache(Cache):
             yield tuple(layer.state.values())  # type: ignore[union-attr]
 
     def __getitem__(self, index: int) -> Any:
-        """Raise TypeError: transformers expects keys and values at this index, which do not exist."""
+        """Raise TypeError: transformers expects keys and values, which this cache does not have."""
         raise TypeError(
             "a FemCache has no keys and values: read cache.layers[i].state, and"
             " cache.get_seq_length() for its tokens"
@@ -373,13 +373,15 @@ class FemLMModel(FemLMPreTrainedModel):
         """Compute the hidden states after the final norm, last_hidden_state [b, t, hidden].
 
         Args:
-            input_ids [b, t] or inputs_embeds [b, t, hidden]: exactly one of them. attention_mask
-            [b, past + t]: 0 at padding. position_ids [b or 1, t]: wherever they do not increase by
-            one, a new document begins, which
-                is read separately. This is transformers' convention for packed documents, which
-                have no padding and no cache.
-            kwargs: ``cu_seq_lens_q`` (for a single row) or ``seq_idx`` also define documents. Other
-                arguments are ignored, as in transformers' models.
+            input_ids [b, t] or inputs_embeds [b, t, hidden]: exactly one of them.
+            attention_mask [b, past + t]: 0 at padding.
+            position_ids [b or 1, t]: None: counted from the mask.
+            kwargs: ``cu_seq_lens_q`` (for a single row) or ``seq_idx`` define packed documents.
+                Other arguments are ignored, as in transformers' models.
+
+        Wherever position_ids do not increase by one, a new document begins, which is read
+        separately. This is transformers' convention for packed documents, which have no padding and
+        no cache.
 
         Raises:
             ValueError: not exactly one input; a mask of another length; a cache that is not a
@@ -793,7 +795,7 @@ def _counted(valid: Tensor) -> Tensor:
 def _check_gaps(valid: Tensor) -> None:
     """Raise ValueError if padding is between two tokens of a row of valid [b, n].
 
-    Synchronizes with the device; does nothing in compiled code.
+    Synchronizes with the device; returns at once in compiled code.
     """
     if not torch.compiler.is_compiling() and bool(
         ((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()
