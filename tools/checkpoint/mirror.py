@@ -284,10 +284,11 @@ def fetch(
 def _fetch_newest(
     place: Mirror, run_dir: Path, newest_here: str, wrong: dict[str, str], *, aside: bool
 ) -> None:
-    """Fetch the newest valid checkpoint of the mirror that is newer than ``newest_here``.
+    """Fetch the newest valid checkpoint of the mirror if it is newer than all valid ones of the
+    run.
 
-    newest_here: name of the newest valid checkpoint of the run, or empty. wrong: receives name ->
-    fault of the skipped checkpoints if no checkpoint of the mirror is valid.
+    wrong: receives name -> fault of the skipped checkpoints if no checkpoint of the mirror is
+    valid.
     """
     fetched, (adopted, known) = run_dir / FETCHED, admit(place, run_dir, by_run=aside)
     shutil.rmtree(fetched, ignore_errors=True)

@@ -75,10 +75,16 @@ def measure(
     batch_size: int | None = None,
     stream: TextIO = sys.stderr,
 ) -> Sums:
-    """Return the sums over a text. Stored sums of the same measurement are reused, and an
-    interruption stores the finished part.
+    """Return the loss sums of a model over a text.
 
-    The batch size affects speed only: windows are padded on the right, which no scored token reads.
+    Stored sums of the same measurement are reused, and an interruption stores the finished part.
+
+    Args:
+        settings: windows over the text.
+        kept: storage of the sums.
+        model_key: text that identifies the weights.
+        batch_size: affects speed only: windows are padded on the right, which no scored token
+            reads.
 
     Raises:
         ConfigError: a token is not in the model's vocabulary, or a loss is not finite.
@@ -122,7 +128,7 @@ def measure(
 def _losses(
     opened: OpenModel, text: Text, batch: Sequence[Window]
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the nats of every scored token of each window, from one call of the model."""
+    """Return the losses in nats of the scored tokens, one array per window, from one model call."""
     import torch
 
     longest = max(map(len, batch))
@@ -164,13 +170,14 @@ def _losses(
 
 
 def vocabulary(opened: OpenModel) -> int:
-    """Return the number of ids in the model's embedding."""
+    """Return the number of rows of the model's embedding."""
     return int(opened.model.get_input_embeddings().weight.shape[0])
 
 
 def _batch_size(context: int, vocab_size: int) -> int:
-    """Return the windows per call: enough to use a device, few enough for the memory of their
-    logits.
+    """Return the number of windows per model call.
+
+    It is large enough to use a device, and small enough for the memory of the logits.
     """
     return max(1, min(_TOKENS_A_BATCH // context, _LOGITS_BYTES // (4 * context * vocab_size)))
 
@@ -185,12 +192,15 @@ def heldout_result(
     batch_size: int | None = None,
     stream: TextIO = sys.stderr,
 ) -> dict[str, Any]:
-    """Return the result of a ``heldout`` task for an OpenModel; unfinished work is stored in
-    ``out``, the model's folder (None: not stored).
+    """Return the content of a result file for a task of kind ``heldout``.
 
-    ``model_key``: identifies the weights. Contexts: the task's, else the training's length; stride:
-    the task's, else the full window, as in training. Several validation sources of the run are read
-    one after the other, each token once.
+    Args:
+        task: its context lengths default to the sequence length of the training, its stride to
+            the context length, its data to the validation data of the run. Several sources are
+            read one after the other, each token once.
+        out: folder of the model's results, in which unfinished work is stored; None: not stored.
+        model_key: text that identifies the weights.
+        per_document: see ``Settings``.
 
     Raises:
         ConfigError: the data is missing, damaged, empty or of another tokenizer; a context is
@@ -248,11 +258,12 @@ def heldout_result(
 
 
 def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
-    """Return the prefixes of the validation data of the model's run, from its checkpoint or an
-    export's training.json.
+    """Return the prefixes of the validation data of the run that trained a model.
+
+    manifest: of its checkpoint, or training.json of its export. name: of the model, for messages.
 
     Raises:
-        ConfigError: they are unknown, or the run has none.
+        ConfigError: the run is unknown or has no validation data.
     """
     section = manifest.get("config", {}).get("data")
     if section is None:
@@ -269,10 +280,10 @@ def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
 
 
 def data_digest(path: Path, column: SuiteTask) -> str | None:
-    """Return a hash of the tokens of a ``heldout`` column for the model at ``path``, independent of
-    their folder; no weight is read.
+    """Return a hash of the tokens that a ``heldout`` column would score for the model at ``path``.
 
-    None if the tokens are not available or unknown; the evaluation then reports the reason.
+    The hash is independent of the folder of the data. No weight is read. None if the data is
+    unknown or cannot be read; the evaluation itself then reports the reason.
     """
     try:
         prefixes = [Path(column.data)] if column.data else heldout_data(_manifest(path), path.name)
@@ -290,8 +301,9 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def training_length(opened: OpenModel) -> int:
-    """Return the sequence length of the training, else the longest context in a foreign model's
-    configuration.
+    """Return the sequence length of the training in tokens.
+
+    For a model of another project it is the longest context in its configuration.
 
     Raises:
         ConfigError: neither is known.
