@@ -2,13 +2,13 @@
 generations of any mixer, in batches.
 
 The harness's class for transformers' models does most of the work. This module passes the model
-that ``tools.hf.open_model`` opened, encodes texts as the training data was encoded, and computes
+that ``tools.hf.open_model`` opened, encodes texts like the training data, and computes
 log-probabilities in fp32.
 
-It also stores each answer as soon as it is computed, so that an interrupted task can resume. There
-is one file per model and task. Its first line identifies the model and the task; each further line
-is one answer. An incomplete last line of a killed process is dropped. The file is deleted when the
-result of the task is written.
+It also stores each answer immediately after computing it, so that an interrupted task can resume.
+Each model and task has one file. Its first line identifies the model and the task; each further
+line is one answer. An incomplete last line of a killed process is dropped. The file is deleted when
+the result of the task is written.
 """
 
 from __future__ import annotations

@@ -3,21 +3,29 @@ chosen context lengths.
 
     python -m tools.evaluate.perplexity runs/demo --context 128 256 --stride 64
 
-Every token except the first is scored exactly once, from the earlier tokens of its window
-(``heldout``). By default the method is that of validation during training: one stream of documents,
-end-of-document tokens are scored, and windows do not overlap. With ``per_document`` a window
-contains no token of earlier documents except the end-of-document token. The same tokens are scored
-if one precedes each document, else all tokens of a document except its first. Bits per byte: all
-nats / ln 2 / UTF-8 bytes of the entire text, as counted by data_prep or decoded by the tokenizer;
-not available if first tokens are not scored, whose bytes are unknown.
+Every token except the first is scored exactly once, from the earlier tokens of its window (see
+``heldout``). By default the method is that of validation during training: the documents form one
+stream, end-of-document tokens are scored, and windows do not overlap.
 
-A result is one file per task in the format of ``tools.evaluate``: ``value`` is nats per token at
-the longest context length, ``stderr`` over documents (``n``), ``subtasks`` one entry per context
-length ("@128", "@256") if it has several. ``raw`` contains, for the longest one, bits_per_byte,
-perplexity, nats, tokens, unscored (first tokens of documents without an end-of-document token
-before them), bytes, context, stride, per_document and data, and ``contexts`` the same for every
-length. The command writes one file per context length, ``valid_256.json`` with the label ``valid
-@256``.
+With ``per_document`` a window contains no token of earlier documents except the end-of-document
+token before its document. If this token precedes each document, the same tokens are scored as
+without ``per_document``; otherwise the first token of a document is not scored.
+
+Bits per byte are all nats / ln 2 / UTF-8 bytes of the entire text. The bytes are those that
+data_prep counted or that the tokenizer decodes. Bits per byte are not available if first tokens of
+documents are not scored, because the bytes of the scored tokens are then unknown.
+
+A result is one file per task in the format of ``tools.evaluate``:
+
+- ``value`` is nats per token at the longest context length, ``stderr`` its standard error over
+  the ``n`` documents.
+- ``subtasks`` has one entry per context length ("@128", "@256") if there are several.
+- ``raw`` contains, for the longest context length: bits_per_byte, perplexity, nats, tokens,
+  unscored (number of first tokens that are not scored), bytes, context, stride, per_document,
+  data. ``raw.contexts`` contains the same for every length.
+
+The command writes one file per context length, for example ``valid_256.json`` with the label
+``valid @256``.
 """
 
 from __future__ import annotations
