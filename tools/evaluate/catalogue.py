@@ -80,7 +80,7 @@ class Leaf:
 
     @property
     def metrics(self) -> dict[str, bool | None]:
-        """Name of each metric -> True if higher is better, False if lower is, None if not defined."""
+        """Name of each metric -> True if higher is better, False if lower; None if not defined."""
         listed = self.config.get("metric_list") or []
         return {
             str(entry["metric"]).rsplit(".", 1)[-1]: entry.get("higher_is_better")
@@ -455,7 +455,10 @@ def sentences_counted() -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that discards output and log messages of libraries; errors are still raised."""
+    """Context manager that discards output and log messages of libraries.
+
+    Errors are still raised.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -137,7 +137,7 @@ def request_key(kind: str, arguments: Any) -> str:
 
 
 def sampled(arguments: Any) -> bool:
-    """Return True if the answer to a request is sampled, so that it must not be stored and reused."""
+    """Return True if the answer to a request is sampled; it is then not stored and reused."""
     return (
         len(arguments) > 1
         and isinstance(arguments[1], dict)
@@ -284,7 +284,10 @@ class Adaptor(HFLM):
     def _answered(
         self, kind: str, requests: list[Instance], ask: Callable[..., list[Any]]
     ) -> list[Any]:
-        """Return the answers to all requests: stored ones, and new ones from the function ``ask``."""
+        """Return the answers to all requests: stored ones and new ones.
+
+        ask: function that computes the answers to a list of requests.
+        """
         found = [self.answers.known.get(request_key(kind, request.args)) for request in requests]
         waiting = [
             request for request, answer in zip(requests, found, strict=True) if answer is None

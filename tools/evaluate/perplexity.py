@@ -19,7 +19,7 @@ A result is one file per task in the format of ``tools.evaluate``:
 
 - ``value`` is nats per token at the longest context length, ``stderr`` its standard error over
   the ``n`` documents.
-- ``subtasks`` has one entry per context length ("@128", "@256") if there are several.
+- ``subtasks`` has one entry per context length ("@128", "@256"), unless only one was measured.
 - ``raw`` contains, for the longest context length: bits_per_byte, perplexity, nats, tokens,
   unscored (number of first tokens that are not scored), bytes, context, stride, per_document,
   data. ``raw.contexts`` contains the same for every length.
@@ -117,9 +117,8 @@ def measure(
     )
     try:
         for batch in batched((window for window in cut if window.end >= sums.position), size):
-            after = replace(
-                sums
-            )  # a copy, so that an interruption leaves the sums of complete batches
+            # A copy, so that an interruption leaves the sums of complete batches.
+            after = replace(sums)
             for window, losses in zip(batch, _losses(opened, text, batch), strict=True):
                 after.add(window.first, losses, text.starts)
             sums = after

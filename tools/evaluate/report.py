@@ -302,7 +302,7 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     """Write the report on all results in ``folders`` into ``out``, and print the table.
 
     folders: folders of an evaluation; empty: only ``out``. suite: defines the columns and their
-    order; None: all results, sorted by name.
+    order; None: all results, in alphabetical order.
 
     Raises:
         ScoreError: a file is not a result, or the results cannot share one table.

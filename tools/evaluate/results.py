@@ -99,7 +99,7 @@ FORMAT = 1
 class Settings:
     """Settings of the command line that affect a score.
 
-    limit: examples per task. None stands for the default of limit, seed and max_length, and for the
+    limit: examples per task. limit, seed and max_length are None for the default, dtype for the
     stored dtype. harness: version of the harness.
     """
 
@@ -205,7 +205,7 @@ def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> 
 def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
     """Return the content of a result file for one column, except the names of the model.
 
-    asked: scores of the task (class Asked of ``harness``).
+    The scores are those of the column's task, as returned by ``harness.ask``.
 
     Raises:
         ConfigError: the task does not have the metric of the column.

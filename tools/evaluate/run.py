@@ -1,5 +1,5 @@
-"""Run an evaluation: run every task that has no result for every model, write each result file as
-soon as it is complete, and report progress.
+"""Run an evaluation: run every task that has no result for every model, write each result file when
+it is complete, and report progress.
 
 Existing results are not computed again. A failed task is reported at the end and does not stop the
 others.

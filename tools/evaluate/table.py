@@ -263,7 +263,7 @@ def summary(
 def build(results: Sequence[Result], suite: Suite | None) -> Table:
     """Return the table of the results.
 
-    suite: defines the columns and their order; None: all results, sorted by name.
+    suite: defines the columns and their order; None: all results, in alphabetical order.
 
     Raises:
         ScoreError: no results, or one whose settings differ from the suite.
@@ -341,7 +341,10 @@ def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str
 
 
 def _column(task: SuiteTask, result: Result | None) -> Column:
-    """Return a column as its results describe it; the suite describes it if no model has a result."""
+    """Return a column as its results describe it.
+
+    If no model has a result, the column is described by the suite.
+    """
     rescaled = task.rescale == "leaderboard"
     if result is None:
         chance, metric = task.chance, task.metric

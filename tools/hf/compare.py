@@ -99,7 +99,7 @@ def trace(model: Any, ids: list[int]) -> Trace:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """Return a module's output as a tensor: the first tensor of a tuple or list; None without one."""
+    """Return the tensor that a module returns, the first one of a tuple or list; None without one."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, tuple | list):

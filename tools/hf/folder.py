@@ -184,7 +184,7 @@ def header(file: Path) -> dict[str, Stored]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file as a dictionary. Raises ConfigError if it is not an object."""
+    """Return the content of a JSON file as a dictionary. Raises ConfigError if it is no object."""
     with files_told():
         text = path.read_bytes()
     try:

@@ -434,7 +434,7 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
 
 
 def _all_in(ids: Any, entries: range) -> bool:
-    """Return True if ``ids``, one token id or a non-empty list, are in ``entries``, the vocabulary."""
+    """Return True if ``ids`` (one token id or a non-empty list) are in the range ``entries``."""
     return bool(ids != []) and all(
         type(token) is int and token in entries
         for token in (ids if isinstance(ids, list) else [ids])
@@ -443,7 +443,7 @@ def _all_in(ids: Any, entries: range) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """Progress, data and validation loss that an export records; the defaults are of a new model."""
+    """Progress, data and validation loss in an export; the defaults are of a new model."""
 
     progress: dict[str, Any] = field(
         default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0}

@@ -57,7 +57,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class License:
-    """License of weights: an id of the Hugging Face Hub, or another name with a link to its text."""
+    """License of weights: an id of the Hugging Face Hub, or another name with a link."""
 
     name: str
     link: str | None = None
@@ -116,7 +116,7 @@ def model_card(
             None: the model is a class of transformers.
         has_code: the folder has Python files of the model or the tokenizer.
         weights_license: None: no license is stated for the weights.
-    """  # noqa: E501
+    """
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
     depth = (

@@ -236,7 +236,7 @@ class Alone(OneProcess):
 
 
 class FemBlock(GradientCheckpointingLayer, Block):
-    """Block of the training code in one process, whose decoding state is in transformers' cache."""
+    """Block of the training code in one process; its decoding state is in transformers' cache."""
 
     def __init__(self, shape: BlockShape, layer_idx: int, causal: bool, recurrence: int) -> None:
         super().__init__(shape, Alone(torch.get_default_dtype()))

@@ -1,4 +1,4 @@
-"""Read a model's tokenizer, check that it belongs to the model, and copy its files into an export."""
+"""Read a model's tokenizer, check that it fits the model, and copy its files into an export."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class Side:
 
     @property
     def ours(self) -> bool:
-        """True if the model is an instance of our modeling code, False for a class of transformers."""
+        """True if the model is of our modeling code, False for a class of transformers."""
         return bool(self.hf.model_type == "fem_lm")
 
     @property
@@ -282,10 +282,9 @@ def verify(
     json_out: Path | None,
     device: str,
 ) -> bool:
-    """Compare configuration, tokenizers, weights, activations and logits of the models at a and b.
-    Print the findings and return True if the models are equal.
+    """Compare two models (configuration, tokenizers, weights, activations and logits).
 
-    Models are equal if all of these hold:
+    The findings are printed. Return True if the models are equal, which requires all of these:
 
     - no logit differs by more than ``tolerance`` x max(1, the largest logit);
     - no weight differs by more than ``tolerance`` x the largest element of its tensor;
