@@ -450,8 +450,8 @@ def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
 def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path | None:
     """Return the folder of the checkpoint to send next, or None.
 
-    It is the newest checkpoint of the run that is valid, selected by ``wanted``, and newer than the
-    newest one in the mirror. last: the run has ended, so its last checkpoint is also selected.
+    It is the newest checkpoint of the run that is valid, selected by ``wanted.interval``, and newer
+    than the newest one in the mirror. last: ignore the interval, because the run has ended.
     """
     for path in newest_first(run_dir / "checkpoints"):
         step = int(path.name.removeprefix("step_"))

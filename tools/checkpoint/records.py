@@ -60,11 +60,11 @@ def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
     """Record the run in ``run_dir`` as the owner of a mirror that has no owner.
 
     A mirror of an older version may have checkpoints but no record. It is claimed with the first
-    checkpoint to send, whose folder is ``step``, if both have the same model and data. With
-    ``step`` None it is not claimed.
+    checkpoint to send, in the folder ``step``, and only if both have the same model and data. It is
+    not claimed while ``step`` is None.
 
     Raises:
-        ConfigError: it belongs to another run.
+        ConfigError: the mirror belongs to another run, or its model or data differ.
     """
     run, owner = identify(run_dir), _owner(place)
     if owner and owner["run"] != run:

@@ -46,7 +46,8 @@ class Window:
 
 
 def windows(sections: Iterable[tuple[int, int]], context: int, stride: int) -> Iterator[Window]:
-    """Yield windows of at most ``context`` tokens, each ``stride`` tokens after the one before.
+    """Yield windows of at most ``context`` tokens, each beginning ``stride`` tokens after the last
+    one.
 
     sections: spans [begin, end) of tokens that no window crosses. Every token except the first of a
     section is scored once. 1 <= stride <= context.
@@ -77,8 +78,7 @@ def batched(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
 
 @dataclass
 class Sums:
-    """Sums over the scored tokens before ``position``, from which every number of a result is
-    computed.
+    """Sums over the scored tokens before ``position``; every number of a result follows from them.
 
     They can be stored. Loss and number of tokens of the current document are in ``open_nats`` and
     ``open_tokens`` until the next document begins. The sums are float64 and per document, so that
@@ -170,7 +170,7 @@ class Text:
     """Tokens of a memory-mapped .bin/.idx pair.
 
     ids: [n] as stored. starts: int64 [documents + 1], the index of the first token of each
-    document, and n. The other values are None without a manifest. eod: the id that ends a document.
+    document, and n. The following are None without a manifest. eod: the id that ends a document.
     vocab_size: entries of the tokenizer. whole_bytes: UTF-8 bytes of all documents. tokenizer:
     folder of the tokenizer.
     """

@@ -44,8 +44,7 @@ class Score:
 
 
 def rescale(score: Score) -> Score:
-    """Return a score from 0 to 1 on the leaderboard's scale: 0 for guessing, 100 for a perfect
-    score.
+    """Convert a score on the scale 0 to 1 to the leaderboard's: 0 for guessing, 100 for perfect.
 
     Scores below guessing become 0. Their standard error is scaled linearly like all others, because
     they are not known more precisely.
@@ -190,12 +189,12 @@ def fitting(
 
 
 def shown(value: Any) -> str:
-    """Return a setting as text for a sentence."""
+    """Return the value of a setting as text for a message; None becomes "not given"."""
     return "not given" if value is None else str(value)
 
 
 def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> None:
-    """Write a result atomically."""
+    """Write the content of a result file atomically."""
     file = result_file(out, model, column)
     with files_told():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -258,9 +257,9 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
 
 
 def _weighted(chances: dict[str, float | None], counts: dict[str, int]) -> float | None:
-    """Return the score of guessing in a group, the mean over its members weighted by their sizes.
+    """Return the score of guessing in a group: the mean over its members, weighted by size.
 
-    None if it is unknown for a member.
+    None if it is unknown for a member. counts: name of a member -> number of examples.
     """
     known = [(chance, counts[name]) for name, chance in chances.items() if chance is not None]
     if len(known) < len(chances):
@@ -312,7 +311,7 @@ class Result(Written):
 
 
 def read(folders: Sequence[Path]) -> list[Result]:
-    """Return all results in the folders, sorted by folder, model and name.
+    """Return all results in the folders: in the order of ``folders``, then by model and name.
 
     Identical results in several folders count once.
 

@@ -68,8 +68,7 @@ def plan(
 ) -> Plan:
     """Return the jobs of the suite that have no valid result yet.
 
-    retry: run a job again if an existing result was made with other settings; False: raise an
-    error.
+    retry: run a job again if its existing result does not fit; False: raise ConfigError.
 
     Raises:
         ConfigError: an existing result is of another model, suite or setting.

@@ -60,7 +60,7 @@ class Row:
     """Results of one model.
 
     results: column name -> result, without missing ones. rescaled: column name -> rescaled score.
-    average: mean of the rescaled scores; None if one is missing.
+    average: mean of the rescaled scores (see ``_average``); None if one is missing.
     """
 
     model: str
@@ -223,9 +223,9 @@ def _text(raw: dict[str, Any]) -> str:
 
 
 def printed(value: float, places: int = PLACES) -> Decimal:
-    """Return the number rounded to ``places`` decimals, half up, as tables print it.
+    """Return the number rounded half up to ``places`` decimals, as tables print it.
 
-    The shortest decimal form of the number is rounded.
+    The rounding starts from the shortest decimal form of the number.
     """
     return Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP)
 

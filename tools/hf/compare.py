@@ -99,7 +99,7 @@ def trace(model: Any, ids: list[int]) -> Trace:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """Return the tensor that a module returns, the first one of a tuple or list; None without one."""
+    """Return the first tensor in a module's output (tensor, tuple or list); None without one."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, tuple | list):
@@ -418,7 +418,7 @@ class Findings:
 
     @property
     def bitwise(self) -> bool:
-        """True if all weights and all outputs are equal bit for bit."""
+        """True if the models are equal and all weights and all outputs agree bit for bit."""
         return (
             self.equal
             and (self.weights is None or self.weights.equal)

@@ -224,10 +224,9 @@ PIECE = 2**22  # elements whose dtype is converted in one step
 
 
 def byte_count(text: str | int) -> int:
-    """Return a file size in bytes from text such as ``5GB`` (5 * 10**9) or ``200MiB`` (200 *
-    2**20).
+    """Return a file size in bytes from text such as ``5GB``, ``200MiB`` or ``1000``.
 
-    A plain number is in bytes. Raises ValueError, with the expected format, for other texts.
+    GB is 10**9 bytes, MiB 2**20. Raises ValueError, with the expected format, for other texts.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", str(text).strip().upper())
     size = int(float(found[1]) * UNITS[found[2] or "B"]) if found else 0

@@ -379,11 +379,12 @@ def _no_folder(path: Path) -> str:
 
 
 def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
-    """Return a stock folder's model with settings of the run that exported it.
+    """Return the model of a stock folder with settings of the run that exported it.
 
     config.json of a stock class does not contain settings such as the padding of the vocabulary;
-    training.json does. If both describe the same model, that of training.json is returned, else
-    ``model`` with only the padding of the run. Without a run, ``model`` is returned unchanged.
+    training.json does. If both describe the same model, that of training.json is returned.
+    Otherwise only the padding is taken from training.json. Without one, ``model`` is returned
+    unchanged.
     """
     trained = training.get("config", {}).get("model")
     if trained is None:

@@ -1,8 +1,8 @@
 """The exported language model for stock transformers: the training code's blocks between an
 embedding and an output layer.
 
-Copied to every export together with the files that it imports; it may use only torch and
-transformers. The mathematics of a mixer and its decoding state are in the blocks. This file
+This file is copied to every export together with the files that it imports. It may use only torch
+and transformers. The blocks contain the mathematics of a mixer and its decoding state; this file
 contains the interface that transformers requires, and creates, reorders and clears decoding states.
 
 Long, because transformers requires the classes of a model in one modeling file.
@@ -34,8 +34,10 @@ from .configuration_fem import FemLMConfig
 
 
 class FemCacheLayer(DynamicLayer):
-    """Decoding state of one block: named tensors, batch dimension first, and the number of tokens
-    that they represent.
+    """Decoding state of one block.
+
+    It contains named tensors, with the batch as first dimension, and the number of tokens that they
+    represent.
     """
 
     is_croppable = False
@@ -163,8 +165,9 @@ class FemStaticCacheLayer(FemCacheLayer):
 
 
 class FemCache(Cache):
-    """Cache with one FemCacheLayer per block. KV caches grow with the text; states of linear-time
-    mixers do not.
+    """Cache with one FemCacheLayer per block.
+
+    KV caches grow with the text; states of linear-time mixers have a constant size.
     """
 
     def __init__(self, config: FemLMConfig) -> None:
@@ -452,10 +455,11 @@ class FemLMModel(FemLMPreTrainedModel):
         return output if return_dict is not False else output.to_tuple()
 
     def _cache(self, given: Any, use_cache: bool | None) -> Any:
-        """Return the cache that this call updates: ``given`` if not None, else a new one.
+        """Return the cache that this call updates.
 
-        None if ``use_cache`` is False or the model is not causal. Raises ValueError for a cache
-        that the model cannot use.
+        It is ``given`` unless None, else a new one. The result is None if no cache is given and
+        ``use_cache`` is False or the model is not causal. Raises ValueError if the model cannot use
+        the given cache.
         """
         if given is None:
             if use_cache is None:
@@ -553,8 +557,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
                 self.largest_static_cache = longest
 
     def _prepare_position_ids_for_generation(self, *_: Any, **__: Any) -> None:
-        """Pass no positions (hook of transformers since 5.0): ``forward`` counts the tokens of the
-        mask at every step.
+        """Return None (hook of transformers since 5.0).
+
+        ``forward`` then counts the positions from the mask at every step.
         """
 
     def create_masks_for_generate(

@@ -71,8 +71,8 @@ class Tokenizer:
         """Copy the tokenizer's files into ``folder``, and rewrite tokenizer_config.json.
 
         transformers 4 and 5 then produce the same ids. pad: padding id that is set if the tokenizer
-        defines none. The padding side is left unless defined, as generation requires. model_type:
-        the ``model_type`` in the folder's config.json.
+        defines none. The padding side defaults to "left", as generation requires. model_type: the
+        ``model_type`` in the folder's config.json.
         """
         for file in sorted(self.folder.iterdir()):
             ours = (
@@ -199,10 +199,9 @@ def _tokens_of_class(folder: Path) -> dict[str, str]:
 def _settings_of_any_class(
     settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return ``settings`` (of tokenizer_config.json), changed so that tokenizer.json is read
-    unchanged.
+    """Return the content of tokenizer_config.json with which tokenizer.json is read unchanged.
 
-    transformers 4 and 5 then open the same tokenizer, whatever class the settings named before.
+    settings: the original content, which may name any class.
     """
     found = {key: value for key, value in settings.items() if key not in OF_OTHERS}
     found["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -221,8 +220,9 @@ def _settings_of_any_class(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path
 ) -> int:
-    """Return the number of entries. Raises ConfigError if the model's vocabulary does not contain
-    all of them.
+    """Return the number of entries of the tokenizer.
+
+    Raises ConfigError if an entry is outside the model's vocabulary of ``vocab_size`` ids.
     """
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1
     if vocab_size is not None and entries > vocab_size:
