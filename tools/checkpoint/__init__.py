@@ -1,3 +1,4 @@
-"""Commands for checkpoints as files: inspect, verify, convert, merge and mirror them. No model is
-built and no tensor is computed, except by ``merge``.
+"""Commands for checkpoints as files: inspect, verify, convert, merge and mirror them.
+
+No model is built, and only ``merge`` computes with tensors.
 """

@@ -2,8 +2,8 @@
 optimizer.
 
 Both engines write the same names with the distributed optimizer. Megatron's plain optimizer uses
-other names (see ``optimizer_state``). No tensor changes in either case, so the files of tensors are
-linked; only ``.metadata``, ``common.pt`` and the manifest are new.
+other names (see ``optimizer_state``). In both cases the values of the tensors do not change, so the
+files of tensors are hard-linked; only ``.metadata``, ``common.pt`` and the manifest are rewritten.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ NO_STEP = "the optimizer had taken no step yet"
 
 
 def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
-    """Write ``checkpoint`` (the folder of a step, or a run directory: its newest) into the run
-    directory ``out``, and print the result.
+    """Write a converted checkpoint into the run directory ``out``, and print the result.
 
-    plain: for Megatron's optimizer that is not split over the ranks.
+    checkpoint: the folder of a step, or a run directory, whose newest checkpoint is used. engine:
+    name of the new engine. plain: write the state of Megatron's plain optimizer, which is not split
+    over the ranks; else that of the distributed optimizer.
 
     Raises:
         ConfigError: no valid checkpoint; ``out`` contains a newer one or is the source's run
@@ -86,9 +87,10 @@ def _refuse(found: Found, out: Path) -> None:
 
 
 def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
-    """Return (name -> contents of the pickles that must change, reason).
+    """Return the pickles that change (file name -> content), and a reason.
 
-    The reason states why only the weights can be used; it is empty if the result can be resumed.
+    The reason states why only the weights of the result can be used; it is empty if a run can
+    resume from the result.
     """
     if found.manifest.get("contents") == WEIGHTS_ALONE:
         return {}, "the source has no optimizer state"
@@ -106,8 +108,9 @@ def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
 
 
 def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) -> dict[str, Any]:
-    """Return the source's manifest with the new engine and optimizer, without the files, which
-    ``publish_step`` adds.
+    """Return the manifest of the result: the source's with the new engine and optimizer.
+
+    The list of files is missing; ``publish_step`` adds it.
     """
     config, split = source["config"], not plain
     settings = {**plain_values(EngineConfig()), **config.get("engine", {})}
@@ -125,8 +128,9 @@ def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) 
 
 
 def _write(found: Found, final: Path, manifest: dict[str, Any], pickles: dict[str, Any]) -> bool:
-    """Write the files, then the manifest and the final name. Return True if every unchanged file
-    was linked.
+    """Write the files, then the manifest, and then rename the temporary folder to ``final``.
+
+    Return True if every unchanged file was linked, False if one had to be copied.
     """
     temporary = final.parent / f"{WRITING}{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -150,8 +154,9 @@ def _write(found: Found, final: Path, manifest: dict[str, Any], pickles: dict[st
 
 
 def _linked(source: Path, target: Path) -> bool:
-    """Link or copy a file. Return True if it was linked; links need one file system that supports
-    them.
+    """Create a hard link to a file and return True, or copy the file and return False.
+
+    A link requires that both paths are on one file system that supports links.
     """
     try:
         os.link(source.resolve(), target)
@@ -162,8 +167,9 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _objection(manifest: dict[str, Any], step: Path) -> str | None:
-    """Return the message for settings of the run that the new engine or optimizer does not support,
-    or None.
+    """Return the error message if the new engine or optimizer does not support the run's settings.
+
+    None if it supports them.
     """
     try:
         validate(run_of(manifest["config"], step / MANIFEST), manifest["layout"]["world_size"])
@@ -173,7 +179,7 @@ def _objection(manifest: dict[str, Any], step: Path) -> str | None:
 
 
 def _last_line(found: Found, manifest: dict[str, Any], out: Path, why_alone: str) -> str:
-    """Return the final line of the output: what can be resumed, and by which command."""
+    """Return the final line of the output: whether a run can resume, and with which command."""
     config, world = manifest["config"], manifest["layout"]["world_size"]
     start = f"torchrun --nproc-per-node {world}" if world > 1 else "python"
     engine = (

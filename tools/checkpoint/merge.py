@@ -1,9 +1,10 @@
 """Verb ``merge``: write the average of the weights of several checkpoints to DIR/step_NNNNNNNN.
 
-One tensor at a time is read from every checkpoint, summed in float64 and rounded once, to the dtype
-that the newest checkpoint stores. Layouts and engines may differ, because names and shapes in a
-checkpoint are those of the model. Moments are not averaged, so the result contains none. Source: Li
-et al. 2025, "Model Merging in Pre-training of Large Language Models" (arXiv 2505.12082).
+Each tensor is read from every checkpoint, summed in float64 and rounded once, to the dtype that the
+newest checkpoint stores. Only one tensor is in memory at a time. Layouts and engines of the
+checkpoints may differ, because names and shapes in a checkpoint are those of the model. The result
+contains no optimizer state. Source: Li et al. 2025, "Model Merging in Pre-training of Large
+Language Models" (arXiv 2505.12082).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pretrain.config import run_of
 
 
 def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
-    """Return the newest ``count`` undamaged checkpoints of a run directory, oldest first. Skipped
-    ones are reported on stderr.
+    """Return the newest ``count`` undamaged checkpoints of a run directory, oldest first.
 
-    last: the newest checkpoint to consider; it must be in ``run``.
+    Damaged checkpoints are skipped with a note on stderr. last: the newest checkpoint to consider,
+    a folder in ``run``; None: no limit.
 
     Raises:
-        ConfigError: the run has fewer.
+        ConfigError: the run has fewer than ``count``.
         StorageError: the file system failed.
     """
     good = list[Path]()
@@ -66,10 +67,10 @@ def merge(
     shares: Sequence[float] | None = None,
     decay: float | None = None,
 ) -> None:
-    """Call `average` and print what was written.
+    """Write the average of checkpoints (see `average`) and print what was written.
 
-    shares: the weight of each checkpoint. None: equal, or with ``decay`` an exponential window in
-    which the last named checkpoint has the largest share.
+    shares: the weight of each checkpoint. None: with ``decay``, each checkpoint has ``decay`` times
+    the weight of the next one in the list; without it, all weights are equal.
     """
     if shares is None:
         shares = [
@@ -88,10 +89,11 @@ def merge(
 
 
 def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()) -> Path:
-    """Write the average of checkpoints (folders of steps, or run directories: their newest) below
-    ``out``; return the folder of its step.
+    """Write the average of the weights of several checkpoints, and return the folder of its step.
 
-    shares: the weight of each checkpoint; empty: equal weights.
+    checkpoints: folders of steps, or run directories, whose newest checkpoint is used. out: the
+    folder in which the folder of the step is created. shares: the weight of each checkpoint; empty:
+    equal weights.
 
     Raises:
         ConfigError: a checkpoint is not valid; they are not of one model; ``out`` is not empty.
@@ -117,8 +119,9 @@ def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()
 def averages(
     sources: Sequence[Weights], shares: Sequence[float], dtypes: dict[str, torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weighted mean over the sources) of every weight in the given dtype. Only one
-    weight and its float64 sum are in memory.
+    """Yield (name, weighted mean over the sources) for every tensor in ``dtypes``.
+
+    dtypes: name -> dtype of the result. Only one tensor and its float64 sum are in memory.
     """
     for name, dtype in dtypes.items():
         total = torch.zeros(sources[0].shapes[name], dtype=torch.float64)
@@ -128,7 +131,7 @@ def averages(
 
 
 def _check_alike(first: Found, weights: Weights, other: Found, others: Weights) -> None:
-    """Raise ConfigError unless both checkpoints are of one model."""
+    """Raise ConfigError unless both checkpoints have the same model settings and tensor shapes."""
     config = run_of(first.manifest["config"], first.path / MANIFEST)
     kept = [
         change
@@ -156,8 +159,9 @@ def _check_alike(first: Found, weights: Weights, other: Found, others: Weights) 
 
 
 def _manifest(found: Sequence[Found], shares: Sequence[float], newest: Found) -> dict[str, Any]:
-    """Return the manifest of the newest source with the list of all sources, without losses, which
-    belong to other weights.
+    """Return the manifest of the average: the newest source's, plus a list of all sources.
+
+    Validation losses are removed, because they were measured with other weights.
     """
     merged = [
         {

@@ -2,15 +2,15 @@
 (fsspec) and back. The module does not import torch.
 
     URL/step_NNNNNNNN/...             files of a checkpoint, unchanged
-    URL/step_NNNNNNNN/manifest.json   written last, after all other files were read back and
-    compared; contains the XXH3 of every file URL/latest                        name of the newest
-    checkpoint URL/run/...                       files of the run directory: metrics.jsonl,
-    config.yaml and others URL/run/run_id.json               written first: the run that owns this
-    mirror
+    URL/step_NNNNNNNN/manifest.json   contains the XXH3 hash of every file; written last,
+                                      after all other files were read back and compared
+    URL/latest                        name of the newest checkpoint
+    URL/run/...                       files of the run directory (metrics.jsonl, config.yaml, ...)
+    URL/run/run_id.json               the run that owns this mirror; written first
 
 A checkpoint that does not match the hashes in its manifest is never used. RUN_DIR/mirror.json
 records the progress of the mirror; files that are already at the URL are not sent again. While a
-checkpoint is sent, hard links keep its files, so that the run may delete it.
+checkpoint is sent, hard links preserve its files, so that the run may delete it.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ class Mirror:
         return [name for name in there if self.fs.exists(f"{self.root}/{name}/{MANIFEST}")]
 
     def manifest(self, name: str) -> dict[str, Any]:
-        """Return the manifest of a checkpoint. Raises ValueError if it is not one."""
+        """Return the manifest of the checkpoint ``name``. Raises ValueError if it is not valid."""
         manifest = json.loads(self.fs.cat_file(f"{self.root}/{name}/{MANIFEST}"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get(HASHES), dict):
             raise ValueError(f"{MANIFEST} is not the manifest of a mirrored checkpoint")
         return manifest
 
     def put(self, source: Path, name: str) -> str:
-        """Send a file, read it back, and return its hash. Raises OSError if the stored content
-        differs.
+        """Send a file to ``name`` in the mirror, read it back, and return its XXH3 hash.
+
+        Raises OSError if the stored content differs.
         """
         target, hashed, size = f"{self.root}/{name}", xxhash.xxh3_128(), source.stat().st_size
         with (
@@ -100,7 +101,9 @@ class Mirror:
         return sent
 
     def hash(self, name: str, take: Callable[[bytes], object] = lambda block: None) -> str:
-        """Return the hash of a stored file; ``take`` receives every block."""
+        """Return the XXH3 hash of the stored file ``name``; ``take`` is called with every block
+        read.
+        """
         hashed = xxhash.xxh3_128()
         with self.fs.open(
             f"{self.root}/{name}", "rb", block_size=_BLOCK, cache_type="none"
@@ -112,7 +115,10 @@ class Mirror:
         return found
 
     def put_text(self, text: str, name: str) -> None:
-        """Send a small text file in one request and read it back."""
+        """Send a small text file in one request and read it back.
+
+        Raises OSError if the stored content differs.
+        """
         self.fs.pipe_file(f"{self.root}/{name}", text.encode())
         if self.fs.cat_file(f"{self.root}/{name}") != text.encode():
             raise OSError(f"{name} differs from the file that was sent")
@@ -128,7 +134,7 @@ class Mirror:
 
 @dataclass
 class _State:
-    """Contents of RUN_DIR/mirror.json."""
+    """Progress of a mirror; contents of RUN_DIR/mirror.json, except for two fields."""
 
     file: Path
     url: str
@@ -159,18 +165,18 @@ class _State:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Selection of the checkpoints that a mirror contains."""
+    """Selection of the checkpoints that are sent to a mirror and remain in it."""
 
     interval: int = 1  # only steps divisible by this number, and always the last one
     keep_last: int | None = None  # None: keep all
 
 
 def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: float) -> None:
-    """Send the newest selected checkpoint of a run that is not in the mirror. With ``follow``: also
-    each newer one, until stdin ends.
+    """Send the newest selected checkpoint of a run, unless it is already in the mirror.
 
-    Failures are retried for ``patience`` seconds; with ``follow`` without a limit, and for
-    ``patience`` seconds after stdin ended.
+    follow: continue with each newer checkpoint until stdin ends. patience: seconds for which
+    failures are retried. With ``follow``, failures are retried without a limit while stdin is open,
+    and for ``patience`` seconds afterwards.
 
     Raises:
         ConfigError: the URL is invalid, or the mirror belongs to another run.
@@ -229,17 +235,19 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
 def fetch(
     run_dir: Path, url: str, *, patience: float, damaged: Collection[str] = (), aside: bool = False
 ) -> None:
-    """Copy the newest valid checkpoint of a mirror into the run directory, if it is newer than all
-    valid ones of the run.
+    """Copy the newest valid checkpoint of a mirror into the run directory.
 
-    damaged: names of checkpoints of the run that do not count as valid. aside: fetch only for the
-    run directory that the mirror records; a checkpoint that may belong to another run remains in
-    FETCHED. A run directory without checkpoints takes over the run of the mirror.
+    It is copied only if it is newer than all valid checkpoints of the run. A run directory without
+    checkpoints takes over the run of the mirror.
+
+    patience: seconds for which failures are retried. damaged: names of checkpoints of the run that
+    do not count as valid. aside: the run itself fetches, so the mirror must belong to this run
+    directory; a checkpoint that may belong to another run remains in the folder FETCHED.
 
     Raises:
-        ConfigError: the URL is invalid, or the mirror belongs to another run. StorageError: the
-        mirror cannot be read, or all its checkpoints are damaged, and the run directory has no
-        valid checkpoint.
+        ConfigError: the URL is invalid, or the mirror belongs to another run.
+        StorageError: the run directory has no valid checkpoint, and the mirror cannot be read or
+        contains only damaged ones.
     """
     place, folder, wrong = Mirror(url, run_dir), run_dir / "checkpoints", dict[str, str]()
     with files_told():
@@ -276,8 +284,11 @@ def fetch(
 def _fetch_newest(
     place: Mirror, run_dir: Path, newest_here: str, wrong: dict[str, str], *, aside: bool
 ) -> None:
-    """Fetch the newest valid checkpoint. ``wrong`` receives the faults of skipped checkpoints if
-    none is valid.
+    """Fetch the newest valid checkpoint of the mirror if it is newer than all valid ones of the
+    run.
+
+    wrong: receives name -> fault of the skipped checkpoints if no checkpoint of the mirror is
+    valid.
     """
     fetched, (adopted, known) = run_dir / FETCHED, admit(place, run_dir, by_run=aside)
     shutil.rmtree(fetched, ignore_errors=True)
@@ -310,7 +321,9 @@ def _fetch_newest(
 
 
 def _bring(place: Mirror, name: str, into: Path) -> str | None:
-    """Copy the files of a checkpoint to ``into``. Return the fault, or None."""
+    """Copy the files of the checkpoint ``name`` to ``into``. Return its fault, or None if it is
+    valid.
+    """
 
     def take(file: str) -> str:
         with (into / file).open("wb") as local:
@@ -328,8 +341,12 @@ def _bring(place: Mirror, name: str, into: Path) -> str | None:
 def _compared(
     place: Mirror, name: str, hash_of: Callable[[str], str]
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return (fault of a mirrored checkpoint or None, its manifest). ``hash_of`` reads one of its
-    files.
+    """Compare all files of a mirrored checkpoint with the hashes in its manifest.
+
+    hash_of: function that reads a file of the checkpoint and returns its hash.
+
+    Returns:
+        The fault, or None if the checkpoint is valid; and its manifest, {} if it cannot be read.
     """
     manifest: dict[str, Any] = {}
     try:
@@ -348,12 +365,13 @@ def _compared(
 
 
 def verify_mirror(url: str) -> bool:
-    """Read all checkpoints of a mirror, compare every file with its hash, and print the result.
+    """Read all checkpoints of a mirror, compare them with their hashes, and print the result.
+
     Return True if all are valid.
 
     Raises:
         ConfigError: the URL is invalid or contains no checkpoint.
-        StorageError: it cannot be read.
+        StorageError: the mirror cannot be read.
     """
     place, good = Mirror(url), True
     try:
@@ -430,8 +448,10 @@ def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
 
 
 def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path | None:
-    """Return the newest valid checkpoint that is selected and newer than the mirror's, or None.
-    ``last``: every checkpoint is selected.
+    """Return the folder of the checkpoint to send next, or None.
+
+    It is the newest checkpoint of the run that is valid, selected by ``wanted.interval``, and newer
+    than the newest one in the mirror. last: ignore the interval, because the run has ended.
     """
     for path in newest_first(run_dir / "checkpoints"):
         step = int(path.name.removeprefix("step_"))
@@ -447,13 +467,15 @@ def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path |
 
 
 class _DamagedHere(Exception):
-    """A local file does not match its hash before it is sent."""
+    """Error raised before sending: a local file does not match its hash."""
 
 
 @contextmanager
 def _held(step: Path) -> Iterator[Path]:
-    """Yield a folder with hard links to the files of a checkpoint, so that they outlive its
-    deletion; without links, the checkpoint itself.
+    """Context manager: yield a folder with hard links to the files of a checkpoint.
+
+    The links preserve the files if the run deletes the checkpoint meanwhile. If links are not
+    supported, the folder of the checkpoint itself is yielded.
     """
     folder = step.with_name(f"{HOLD}{step.name}")
     try:
@@ -470,16 +492,17 @@ def _held(step: Path) -> Iterator[Path]:
 
 
 class _Retry:
-    """Retry an operation until it succeeds; report the first failure and the later success once
-    each.
-    """
+    """Retry operations of a mirror; print and record each new fault once, not at every attempt."""
 
     def __init__(self, state: _State, *, write: bool = True) -> None:
         self.state, self.write = state, write
 
     def until(self, work: Callable[[], object], over: Callable[[float], bool]) -> Exception | None:
-        """Run ``work`` until it succeeds and return None, or return the last failure when ``over``
-        (of the elapsed seconds) is true.
+        """Run ``work`` until it succeeds, then return None; if it is given up, return the last
+        error.
+
+        over: function that is called after a failure with the seconds to pause; it waits and
+        returns True to give up.
         """
         return until_it_works(work, over, self._note)
 

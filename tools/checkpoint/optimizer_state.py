@@ -1,13 +1,20 @@
-"""Optimizer state under the names of Megatron's two optimizers: the same fp32 tensors in the same
-files.
+"""Rename optimizer state between the names of Megatron's distributed and its plain optimizer.
 
-    distributed (and DeepSpeed)                            plain optimizer.state.param.NAME
-    optimizer.state.fp32_param.NAME; in fp32 training NAME itself optimizer.state.exp_avg.NAME,
-    ...exp_avg_sq.NAME       the same common.pt: optimizer.optimizer.param_groups with step
-    optimizer.optimizer.{param_groups, state.common_step}; in fp32
-                                                           training without the inner optimizer
+Both store the same fp32 tensors in the same files, NAME being the name of a weight:
 
-``.metadata`` maps each name to a byte range of a file, so a state can be renamed without being
+    distributed (and DeepSpeed)          plain
+    optimizer.state.param.NAME           optimizer.state.fp32_param.NAME;
+                                         in fp32 training NAME itself
+    optimizer.state.exp_avg.NAME         the same
+    optimizer.state.exp_avg_sq.NAME      the same
+
+common.pt contains the parameter groups:
+
+    distributed   optimizer.optimizer.param_groups, each with ``step``
+    plain         optimizer.optimizer.{param_groups, state.common_step};
+                  in fp32 training optimizer.{param_groups, state.common_step}
+
+``.metadata`` maps each name to a byte range of a file, so tensors can be renamed without being
 read.
 """
 
@@ -29,8 +36,9 @@ DISTRIBUTED, PLAIN = f"{STATE}param.", f"{STATE}fp32_param."
 
 
 def has_moments(metadata: Metadata) -> bool:
-    """Return True if the checkpoint contains optimizer state; the plain optimizer has none before
-    its first step.
+    """Return True if the checkpoint contains the moments of the optimizer.
+
+    The plain optimizer has none before its first step.
     """
     return any(name.startswith(f"{STATE}{MOMENTS[0]}.") for name in metadata.state_dict_metadata)
 
@@ -38,10 +46,10 @@ def has_moments(metadata: Metadata) -> bool:
 def renamed(
     metadata: Metadata, common: dict[str, Any], *, plain: bool
 ) -> tuple[Metadata, dict[str, Any]]:
-    """Return ``.metadata`` and ``common.pt`` for a checkpoint of the other optimizer with the same
-    files of tensors.
+    """Return ``.metadata`` and ``common.pt`` with the names of the other optimizer.
 
-    plain: the target is the plain optimizer.
+    The files of tensors remain valid. plain: rename from the distributed to the plain optimizer;
+    False: the reverse.
 
     Raises:
         ConfigError: the state was not written by one of Megatron's optimizers.
@@ -83,8 +91,9 @@ def renamed(
 
 
 def _sources(metadata: Metadata, *, plain: bool, muon: bool) -> dict[str, str]:
-    """Return name in the target checkpoint -> stored name of the same tensor. muon: weights may
-    have only the first moment.
+    """Return name in the converted checkpoint -> name of the same tensor in the source.
+
+    muon: the optimizer is Muon, whose weights may lack the second moment.
     """
     stored = metadata.state_dict_metadata
     sources = {name: name for name in stored if not name.startswith((DISTRIBUTED, PLAIN))}

@@ -1,9 +1,9 @@
-"""Files of a mirror other than checkpoints: those of the run directory, and the record of the run
-that owns the mirror. The module does not import torch.
+"""Copy the files of the run directory to and from a mirror, and check that the mirror belongs to
+the run. The module does not import torch.
 
-The record is written before anything is sent, and compared before anything is sent or fetched.
-URL/run/run_id.json is the record of the run directory that sends to the mirror
-(`pretrain.run_directory.identify`); manifests contain the id too.
+URL/run/run_id.json records the run and the run directory that own the mirror
+(`pretrain.run_directory.identify`). It is written before any other file, and compared before files
+are sent or fetched. The manifests of checkpoints contain the run's id too.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _CHOOSE = "choose another mirror"
 
 
 def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bool]:
-    """Decide whether a run directory may use the checkpoints of a mirror.
+    """Decide whether a run directory may use the checkpoints of a mirror that another run may own.
 
-    A user may take over the run with a run directory that has no run yet. The run itself
-    (``by_run``) may do so only if its run directory is the recorded one and was lost.
+    A user (by_run False) may let a run directory that has no run yet take over the run of the
+    mirror. The run itself (by_run True) may do so only if its run directory is the recorded one and
+    was lost.
 
     Returns:
-        The record that the run directory gets (None: it keeps its own), and True if the mirror is
+        The record for the run directory (None: it does not change), and True if the mirror is
         known to belong to this run.
 
     Raises:
@@ -56,13 +57,14 @@ def admit(place: Mirror, run_dir: Path, *, by_run: bool) -> tuple[str | None, bo
 
 
 def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
-    """Record that a mirror belongs to the run in ``run_dir``, if no run owns it.
+    """Record the run in ``run_dir`` as the owner of a mirror that has no owner.
 
-    An older mirror that has checkpoints but no record is claimed with the first ``step`` to send,
-    if that is of the same model and data.
+    A mirror of an older version may have checkpoints but no record. It is claimed with the first
+    checkpoint to send, in the folder ``step``, and only if both have the same model and data. It is
+    not claimed while ``step`` is None.
 
     Raises:
-        ConfigError: it belongs to another run.
+        ConfigError: the mirror belongs to another run, or its model or data differ.
     """
     run, owner = identify(run_dir), _owner(place)
     if owner and owner["run"] != run:
@@ -84,15 +86,16 @@ def claim(place: Mirror, run_dir: Path, step: Path | None) -> None:
 
 
 def send_records(place: Mirror, run_dir: Path) -> None:
-    """Send the files of the run directory."""
+    """Send the files of the run directory, except hidden ones and mirror.json, to URL/run."""
     for file in sorted(run_dir.iterdir()):
         if file.is_file() and not file.name.startswith(".") and file.name != MIRROR_STATE:
             place.put(file, f"{RECORDS}/{file.name}")
 
 
 def bring_records(place: Mirror, folder: Path) -> None:
-    """Copy the .jsonl files of a run (losses, evaluations, attempts) into a folder of its run
-    directory, unless the run directory has them.
+    """Copy the .jsonl files of a run (losses, evaluations, attempts) from the mirror to ``folder``.
+
+    ``folder`` is inside the run directory. Files that the run directory already has are not copied.
     """
     with suppress(FileNotFoundError):
         for entry in place.fs.ls(f"{place.root}/{RECORDS}", detail=True):
@@ -102,8 +105,9 @@ def bring_records(place: Mirror, folder: Path) -> None:
 
 
 def _owner(place: Mirror) -> dict[str, str] | None:
-    """Return the run that owns a mirror, from its newest manifest if the record is lost; None if
-    unknown.
+    """Return ``run`` (its id) and ``run_dir`` of the run that owns a mirror; None if unknown.
+
+    If the record is lost, the newest manifest is used.
     """
     # List first: if the store refuses, the error of a listing contains the reason, unlike that of a
     # read.

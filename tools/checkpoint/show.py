@@ -2,7 +2,7 @@
 undamaged.
 
 ``show`` reads only the manifest and the index of tensors. ``verify`` reads all files and compares
-sizes, hashes and checksums. Neither builds a model.
+sizes, hashes and checksums. No model is built.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ WORD_SECONDS = 10.0  # between two lines that report the progress
 
 
 def show(checkpoint: Path) -> bool:
-    """Print the contents of a checkpoint (of a run directory: its newest undamaged one). Return
-    True if it is undamaged.
+    """Print the contents of a checkpoint, and return True if it is undamaged.
+
+    checkpoint: the folder of a step, or a run directory, whose newest undamaged checkpoint is
+    shown.
 
     Raises:
         ConfigError: no checkpoint exists, or its manifest cannot be read.
@@ -141,7 +143,7 @@ def _layout(layout: dict[str, Any]) -> str:
 
 
 def _sizes(step: Path) -> tuple[str, str]:
-    """Return the texts that describe the size of the weights and of the optimizer state."""
+    """Return two texts for the user: the sizes of the weights and of the optimizer state."""
     try:
         stored = read_metadata(step / ".metadata").state_dict_metadata
     except ConfigError as error:
@@ -169,10 +171,10 @@ def _sizes(step: Path) -> tuple[str, str]:
 
 
 def verify(checkpoint: Path) -> bool:
-    """Check the folder of a step, or every checkpoint below a directory, and print the result.
-    Return True if all are undamaged.
+    """Check checkpoints or the weights of an exported model, and print the result.
 
-    For the folder of an exported model: check its weights.
+    checkpoint: the folder of a step, a directory below which all checkpoints are checked, or the
+    folder of an exported model. Return True if all are undamaged.
 
     Raises:
         ConfigError: no checkpoint exists.
@@ -192,8 +194,9 @@ def verify(checkpoint: Path) -> bool:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Return every folder of checkpoints below ``folder``; folders that a running job removes
-    meanwhile are ignored.
+    """Return every folder named ``checkpoints`` below ``folder``, sorted.
+
+    Folders that a running job removes during the search, and unreadable folders, are ignored.
     """
 
     def failed(error: OSError) -> None:
@@ -208,8 +211,9 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) -> bool:
-    """Run ``look``, which returns faults and reports the bytes read, and print the result. Return
-    True without faults.
+    """Check one folder with ``look``, print progress and result, and return True without faults.
+
+    look: function that takes a callback for the number of bytes read and returns the faults.
     """
     files = [path for path in folder.iterdir() if path.is_file()]
     total, read, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
@@ -234,8 +238,10 @@ def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) 
 
 
 def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
-    """Return the faults of a checkpoint: the names of damaged tensors or, if no tensor is
-    damaged, of damaged files.
+    """Return one text for each damaged tensor of a checkpoint; an empty list if it is undamaged.
+
+    If files but no tensors are damaged, the list has one text for each damaged file. advance:
+    callback for the number of bytes read.
     """
     wrong = flaw(step)
     if wrong:

@@ -1,3 +1,3 @@
-"""Scores of models on tasks: selection of tasks (suite), evaluation with lm-evaluation-harness
-(run), tables and pictures (report).
+"""Evaluation of models on tasks: suites select the tasks (suite), lm-evaluation-harness computes
+the scores (run), and a report shows them as tables and figures (report).
 """

@@ -138,7 +138,7 @@ def _positive(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    """Parse a seed that numpy and torch accept."""
+    """Return a command-line text as a seed that numpy and torch accept."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 0 to {2**32 - 1}")
     return int(text)
@@ -177,8 +177,10 @@ def _command(given: argparse.Namespace) -> int:
 def _with_averages(
     models: list[tuple[str, Path]], count: int | None, out: Path
 ) -> Iterator[list[tuple[str, Path]]]:
-    """Yield the models and, with a ``count``, after each model the average of the newest
-    checkpoints of its run, in a temporary folder.
+    """Context manager: yield the models to evaluate as (name, path).
+
+    With a ``count``, each model is followed by the average of the ``count`` newest checkpoints of
+    its run. The averages are in a temporary folder in ``out``.
     """
     if count is None:
         yield models
@@ -243,8 +245,9 @@ def _ask(
 
 
 def named(words: list[str]) -> list[tuple[str, Path]]:
-    """Return (name in the table, path) for each MODEL or NAME=MODEL. The default name is the last
-    part of the path, extended by earlier parts if two are equal.
+    """Return (name in the table, path) for each command-line argument MODEL or NAME=MODEL.
+
+    The default name is the last part of the path, extended by earlier parts if two names are equal.
 
     Raises:
         ConfigError: no model, a duplicate, or a name that is not a valid file name.
@@ -280,7 +283,7 @@ def named(words: list[str]) -> list[tuple[str, Path]]:
 
 
 def listing(suite: Suite) -> str:
-    """Return the columns of the suite as text."""
+    """Return a description of the suite's columns as a text table."""
     rows = [("column", "task", "examples", "metric", "chance", "rescaled")]
     for task in suite.tasks:
         shots = "set by the task" if task.fewshot is None else str(task.fewshot)

@@ -1,10 +1,10 @@
-"""The harness's tasks and their data: locate their YAML files, read data sets and metrics, check
-whether the data is on this machine.
+"""Find the harness's tasks of a suite, and check that their data sets and metrics are on this
+machine.
 
-The harness has about 14,000 YAML files and reads all of them to find one. This module searches
-their first lines for the required names and passes only the folders that contain them. Environment
-variables decide where the libraries store data and whether they may use the network; ``settle``
-sets them before the libraries are imported.
+The harness has about 14,000 YAML files and reads all of them to find one task. This module searches
+the first lines of the files for the required names and passes only the folders that contain them.
+Environment variables determine where the libraries store data and whether they may use the network;
+``settle`` sets them before the libraries are imported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ NO_HARNESS = "lm-evaluation-harness is not installed: pip install -e '.[eval]'"
 
 @dataclass(frozen=True)
 class DataSet:
-    """Data set of a task: its name on the Hub (or a format of local files), configuration, and
-    further arguments as JSON.
+    """Data set of a task.
+
+    path: its name on the Hugging Face Hub, or a format of local files such as ``json``. config:
+    name of its configuration. options: further arguments of ``load_dataset`` as JSON.
     """
 
     path: str
@@ -49,8 +51,9 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One task of the harness that is not a group: its name, its parsed YAML (functions as paths),
-    the folder of the YAML.
+    """One task of the harness that is not a group.
+
+    config: content of its YAML file, with functions as paths. folder: the folder of that file.
     """
 
     name: str
@@ -59,7 +62,7 @@ class Leaf:
 
     @property
     def data(self) -> DataSet | None:
-        """Data set of the task; None if a function of the task creates the data."""
+        """The data set of the task; None if a function of the task creates the data."""
         path = self.config.get("dataset_path")
         if path is None or self.config.get("custom_dataset") is not None or "class" in self.config:
             return None
@@ -77,9 +80,7 @@ class Leaf:
 
     @property
     def metrics(self) -> dict[str, bool | None]:
-        """Names of the metrics, and True if higher is better, None if the YAML does not define
-        it.
-        """
+        """Name of each metric -> True if higher is better, False if lower; None if not defined."""
         listed = self.config.get("metric_list") or []
         return {
             str(entry["metric"]).rsplit(".", 1)[-1]: entry.get("higher_is_better")
@@ -89,8 +90,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The harness's task manager for the tasks of a suite, and the leaves of each task. folder: the
-    harness's own YAML files.
+    """The harness's tasks of a suite.
+
+    manager: the harness's task manager. leaves: task of the suite -> itself, or the members of the
+    group. folder: the folder of the harness's YAML files.
     """
 
     manager: Any
@@ -98,8 +101,9 @@ class Tasks:
     folder: Path
 
     def digest(self, name: str) -> str:
-        """Return a hash of everything that defines a task: its YAML files and, for tasks outside
-        the harness, the files in the same folder.
+        """Return a hash of everything that defines the task ``name`` of the suite.
+
+        The YAML files are included and, for tasks outside the harness, all files in their folders.
         """
         content: list[Any] = []
         for leaf in self.leaves[name]:
@@ -136,8 +140,9 @@ def harness_version() -> str:
 
 
 def harness_folder() -> Path:
-    """Return the folder of the harness's YAML files without importing it. Raises ConfigError if it
-    is not installed.
+    """Return the folder of the harness's YAML files, without importing the harness.
+
+    Raises ConfigError if it is not installed.
     """
     found = importlib.util.find_spec("lm_eval")
     if found is None or not found.submodule_search_locations:
@@ -184,14 +189,15 @@ def find_tasks(suite: Suite) -> Tasks:
 
 
 def named_in(folder: Path) -> Iterable[tuple[str, Path]]:
-    """Yield (name of a task or group, its YAML file) for all files below a folder."""
+    """Yield (name, YAML file) for every task or group that a file below ``folder`` defines."""
     for file in sorted(folder.rglob("*.yaml")):
         yield from ((name.decode(), file) for name in NAMED.findall(file.read_bytes()))
 
 
 def manager_of(folders: Sequence[Path]) -> Any:
-    """Return a task manager of the harness for these folders only; if two tasks have one name, the
-    later folder is used.
+    """Return a task manager of the harness that reads only these folders.
+
+    If two folders define a task with the same name, the later one is used.
     """
     from lm_eval.tasks import TaskManager
 
@@ -199,8 +205,10 @@ def manager_of(folders: Sequence[Path]) -> Any:
 
 
 def children(index: dict[str, Any], name: str) -> list[str]:
-    """Return the names of a group's members, including those of nested groups; the name itself if
-    it is a task or unknown.
+    """Return the names of all tasks in the group ``name``, including those of nested groups.
+
+    If ``name`` is a task or unknown, the list contains only ``name``. index: the harness's index of
+    tasks.
     """
     config = getattr(index.get(name), "cfg", None) or {}
     if "group" not in config:
@@ -224,8 +232,10 @@ def _leaves(index: dict[str, Any], name: str) -> list[Leaf]:
 
 
 def _check(task: SuiteTask, tasks: Tasks) -> None:
-    """Check that the metric belongs to the task, and that a few-shot count fixed at 0 is not
-    overridden, which the harness would ignore.
+    """Raise ConfigError if the suite describes a task differently from the harness.
+
+    The metric and its direction, the names of sub-tasks and the few-shot count are compared. The
+    harness would silently ignore another few-shot count for a task that fixes it at 0.
     """
     leaves, metric = tasks.leaves[task.task], task.metric.split(",")[0]
     group = leaves[0].name != task.task
@@ -281,10 +291,11 @@ PUNKT, PUNKT_NAME = "tokenizers/punkt_tab", "punkt_tab"
 
 
 def settle(online: bool, cache: Path | None) -> None:
-    """Set the environment of the libraries that load data; call it before they are imported.
+    """Set the environment variables of the libraries that load data.
 
-    cache: a folder with datasets/, hub/ and nltk_data/, as written by ``--download --cache``; None:
-    the libraries' default folders.
+    Call it before they are imported. online: the libraries may use the network. cache: a folder
+    with datasets/, hub/ and nltk_data/, as written by ``--download --cache``; None: the libraries'
+    default folders.
     """
     os.environ["TQDM_DISABLE"] = "1"
     # lm-eval's bootstrap forks a process that has threads, and ends its workers with SIGTERM. If
@@ -308,10 +319,9 @@ def cache_folder() -> Path:
 
 
 def require(tasks: Tasks, command: str, stream: TextIO) -> None:
-    """Print one line for each missing data set of the tasks.
+    """Raise ConfigError if a data set of the tasks is missing, after printing one line for each.
 
-    command: the command that downloads it, without ``--cache``. Raises ConfigError if data is
-    missing.
+    command: the command that downloads the data, without ``--cache``, for the message.
     """
     absent = missing(tasks, stream)
     if not absent:
@@ -338,14 +348,16 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
 
 
 def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
-    """Return (data set that cannot be loaded, tasks that need it, reason) in the order of the
-    suite. The reason is empty if it is simply absent.
+    """Return the data sets that cannot be loaded, in the order of the suite.
 
-    All configurations of a data set with one reason share one entry. Online: data that could not be
-    downloaded, with one line of progress per data set.
+    Each entry is (data set, names of the tasks that need it, reason). The reason is empty if the
+    data is simply absent. Configurations of one data set that have the same reason share an entry.
+
+    With the network, data sets are downloaded, with one line of progress each; the result then
+    lists those that could not be downloaded.
 
     Raises:
-        ConfigError: online, and the network does not respond.
+        ConfigError: the network may be used but does not respond.
     """
     wanted: dict[DataSet, dict[str, None]] = {}
     for name, leaves in tasks.leaves.items():
@@ -387,8 +399,9 @@ def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
 
 
 def why_not_loaded(data: DataSet, stream: TextIO) -> str | None:
-    """Return the reason why a data set cannot be loaded (empty: not in the cache), or None if it
-    can. Raises ConfigError as ``missing``.
+    """Return the reason why a data set cannot be loaded, or None if it can.
+
+    The reason is empty if the data set is not in the cache. Raises ConfigError as ``missing`` does.
     """
     import datasets
 
@@ -412,7 +425,7 @@ def why_not_loaded(data: DataSet, stream: TextIO) -> str | None:
 
 
 def local_files(data: DataSet) -> list[str]:
-    """Return the paths that a data set of local files lists."""
+    """Return the paths of the files that a data set of local files lists, without patterns."""
     files = json.loads(data.options).get("data_files") or []
     named = list(files.values()) if isinstance(files, dict) else [files]
     return [
@@ -424,8 +437,9 @@ def local_files(data: DataSet) -> list[str]:
 
 
 def sentences_counted() -> bool:
-    """Return True if nltk has the data for counting sentences, which IFEval needs; online, download
-    it.
+    """Return True if nltk has the data to count sentences, which the task IFEval needs.
+
+    If the network may be used, missing data is downloaded.
     """
     import nltk
 
@@ -441,7 +455,10 @@ def sentences_counted() -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard output and logs of libraries within the context; errors are still raised."""
+    """Context manager that discards output and log messages of libraries.
+
+    Errors are still raised.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

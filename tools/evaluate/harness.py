@@ -1,12 +1,14 @@
-"""Adaptor of an open model for lm-evaluation-harness: log-likelihoods and generations of any mixer,
-in batches.
+"""Adapter through which lm-evaluation-harness evaluates an open model: log-likelihoods and
+generations of any mixer, in batches.
 
-The harness's class for transformers' models does the work. This module passes the model that
-``tools.hf.open_model`` opened, encodes texts as the training data was encoded, computes
-log-probabilities in fp32, and stores answers as they are computed, so that an interrupted task can
-resume: one file per model and task, with one line that identifies the model and the task, then one
-line per answer. An incomplete line of a killed process is dropped. The file is deleted when the
-result of the task is written.
+The harness's class for transformers' models does most of the work. This module passes the model
+that ``tools.hf.open_model`` opened, encodes texts like the training data, and computes
+log-probabilities in fp32.
+
+It also stores each answer immediately after computing it, so that an interrupted task can resume.
+Each model and task has one file. Its first line identifies the model and the task; each further
+line is one answer. An incomplete last line of a killed process is dropped. The file is deleted when
+the result of the task is written.
 """
 
 from __future__ import annotations
@@ -41,17 +43,16 @@ from .suite import SuiteTask
 
 
 class NotANumber(ValueError):
-    """The model returned NaN as the log-likelihood of a text: its weights are broken and its scores
-    are meaningless.
-    """
+    """Error: the model returned NaN as a log-likelihood, so its weights are broken."""
 
 
 class Answers:
-    """Answers by request, stored in ``path``. identity: of the model, the task and the settings; a
-    file with another identity is overwritten.
+    """Context manager with the model's answers to the requests of a task, stored in the file
+    ``path``.
 
-    truncated: keys of requests whose beginning did not fit into the context. progress: counts
-    requests without a stored answer.
+    identity: values that identify the model, the task and the settings; a file with another
+    identity is overwritten. progress: counts the requests without a stored answer. known: key of a
+    request -> answer. truncated: keys of requests whose prompt was too long and lost its beginning.
 
     Raises InUse on entering if another process writes the file.
     """
@@ -108,8 +109,10 @@ class Answers:
         self._file.flush()
 
     def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
-        """Store an answer. The harness's models call this method for each answer (the name is the
-        harness's).
+        """Store the answer to one request. The harness calls this method; the name is the
+        harness's.
+
+        kind: method of the harness that computed the answer. arguments: those of the request.
 
         Raises:
             NotANumber: the answer is NaN.
@@ -129,12 +132,12 @@ class Answers:
 
 
 def request_key(kind: str, arguments: Any) -> str:
-    """Return the key of a request within a task: a hash of its kind and arguments."""
+    """Return a hash that identifies a request within a task."""
     return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()
 
 
 def sampled(arguments: Any) -> bool:
-    """Return True if a request samples its answer, which must then be drawn again each time."""
+    """Return True if the answer to a request is sampled; it is then not stored and reused."""
     return (
         len(arguments) > 1
         and isinstance(arguments[1], dict)
@@ -147,15 +150,14 @@ SEED = 1234  # default of the harness, except for the order of choices, where it
 
 
 class Adaptor(HFLM):
-    """An OpenModel for the harness.
+    """Model of the harness that evaluates an OpenModel.
 
-    For a model that was trained by this project, texts are encoded as its data was
-    (``tools.hf.encoding``), and a text without context follows the token that ends documents. For
-    other models, imported or not, their tokenizer decides. Prompts are truncated at their beginning
-    to ``max_length`` tokens, generations at half of it; requests with truncated prompts are
-    counted.
+    If this project trained the model, texts are encoded as its training data was
+    (``tools.hf.encoding``), and a text without context follows the end-of-document token. Otherwise
+    the model's tokenizer decides both. Prompts are truncated at their beginning to ``max_length``
+    tokens; a generation has at most half of ``max_length`` tokens. Truncated prompts are counted.
 
-    Raises ConfigError: no tokenizer; a model that is not causal, or that accepts fewer than
+    Raises ConfigError if the model has no tokenizer, is not causal, or accepts fewer than
     ``max_length`` tokens.
     """
 
@@ -200,7 +202,7 @@ class Adaptor(HFLM):
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the ids of a text, limited to the last ``left_truncate_len``."""
+        """Return the token ids of a text; with ``left_truncate_len``, only that many last ids."""
         if self._encode is None:
             foreign: list[int] = super().tok_encode(
                 string, add_special_tokens, left_truncate_len, **options
@@ -215,7 +217,7 @@ class Adaptor(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids and mask [b, t] of several texts."""
+        """Return the token ids and the attention mask of several texts, both [b, t], padded."""
         if self._encode is None:
             foreign: tuple[torch.Tensor, torch.Tensor] = super().tok_batch_encode(
                 strings, padding_side, left_truncate_len, truncation
@@ -232,33 +234,37 @@ class Adaptor(HFLM):
         )
 
     def keep_in(self, answers: Answers) -> None:
-        """Store further answers in ``answers``."""
+        """Use ``answers`` as the store of all following answers."""
         self.answers = answers
         self.set_cache_hook(answers)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return no information: the harness would use the network for it."""
+        """Return an empty dictionary; the harness's own method would use the network."""
         return {}
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Return, for each (context, continuation), the log-probability of the continuation in
-        nats, and True if greedy decoding gives it.
+        """Score the continuation of each request (context, continuation).
+
+        Returns:
+            For each request the log-probability of the continuation in nats, and True if greedy
+            decoding produces it.
         """
         return self._answered("loglikelihood", requests, super().loglikelihood)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
-        """Return the log-probability of each text in nats, in windows if it is longer than the
-        context.
+        """Return the log-probability of each text in nats.
+
+        A text longer than the context is scored in several windows.
         """
         return self._answered("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return, for each (context, settings), the text that the model generates up to the first
-        stop word.
+        """Return the generated text for each request (context, settings), up to the first stop
+        word.
         """
         most = self.max_length // 2
         fitted = []
@@ -278,7 +284,10 @@ class Adaptor(HFLM):
     def _answered(
         self, kind: str, requests: list[Instance], ask: Callable[..., list[Any]]
     ) -> list[Any]:
-        """Return stored answers, and the model's answers to all other requests."""
+        """Return the answers to all requests: stored ones and new ones.
+
+        ask: function that computes the answers to a list of requests.
+        """
         found = [self.answers.known.get(request_key(kind, request.args)) for request in requests]
         waiting = [
             request for request, answer in zip(requests, found, strict=True) if answer is None
@@ -288,8 +297,11 @@ class Adaptor(HFLM):
         return [next(fresh) if answer is None else answer for answer in found]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Split the tokens of both texts together, as the harness does; encode them separately if
-        the last token of the context contains the continuation.
+        """Return the token ids of the context and of the continuation.
+
+        Both texts are encoded together and then split, as in the harness. If no token is left for
+        the continuation, because the last token of the context contains it, it is encoded
+        separately.
         """
         both: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
         return (
@@ -307,8 +319,9 @@ class Adaptor(HFLM):
     def _model_call(
         self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None
     ) -> torch.Tensor:
-        """Return logits [b, t, vocabulary]. Rows are padded on the right, which does not affect the
-        scored tokens of a causal model.
+        """Return the logits [b, t, vocabulary] for token ids ``inps`` [b, t].
+
+        Rows are padded on the right, which does not affect earlier tokens of a causal model.
         """
         with torch.inference_mode():
             logits: torch.Tensor = self.model(input_ids=inps, use_cache=False).logits
@@ -317,8 +330,11 @@ class Adaptor(HFLM):
 
 @dataclass(frozen=True)
 class Asked:
-    """Numbers of a task. scores: name of the task or part -> its metrics. chance: score of
-    guessing, for tasks with choices.
+    """Scores of one task. Dictionaries have the names of the task and, for a group, of its members.
+
+    scores: name -> its metrics. counts: name -> number of examples. chance: name -> score of
+    guessing, only for multiple choice. truncated: number of requests whose prompt was too long.
+    requests: their total number.
     """
 
     scores: dict[str, dict[str, Any]]
@@ -338,11 +354,10 @@ def ask(
     seed: int | None,
     answers: Answers,
 ) -> Asked:
-    """Evaluate the model on one task, with all parts of a group at once. limit: number of examples
-    per part.
+    """Evaluate the model on one task; a group is evaluated with all its members.
 
-    seed: for the order of choices, the selection of examples and sampled answers; None: the
-    harness's default.
+    column: the task. limit: number of examples per member; None: all. seed: for the order of
+    choices, the selection of few-shot examples and sampled answers; None: the harness's default.
 
     Raises any error of the harness, the task's code or the model.
     """
@@ -382,7 +397,7 @@ def ask(
 
 
 def numbers(scores: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the harness that are numbers."""
+    """Return the entries of the harness's results that are metrics with a number as value."""
     return {
         key: float(value)
         for key, value in scores.items()
@@ -391,8 +406,9 @@ def numbers(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def guessing(task: Any) -> float | None:
-    """Return the score of guessing in a multiple-choice task: the mean of 1 / number of choices
-    over the evaluated examples.
+    """Return the score of guessing in a task; None unless it is multiple choice.
+
+    It is the mean of 1 / number of choices over the evaluated examples.
     """
     if task.OUTPUT_TYPE != "multiple_choice":
         return None

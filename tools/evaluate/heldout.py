@@ -1,8 +1,9 @@
 """Data for held-out loss: a .bin/.idx pair with its documents and bytes, windows over its tokens,
 and sums over scored tokens.
 
-A token is scored from the earlier tokens of its window: a window reads ids[begin:end] and scores a
-part of ids[begin + 1:end + 1]. This module reads files and a tokenizer, but no model.
+A window reads the tokens ids[begin:end]. The model predicts each next token, and the loss is summed
+over a part of ids[begin + 1:end + 1], the scored tokens. This module reads files and a tokenizer,
+but no model.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Window:
-    """Token range: read ids[begin:end] and score ids[first:end + 1], each with a context of at
-    least ``first - begin`` tokens.
+    """Window over tokens: the model reads ids[begin:end], and ids[first:end + 1] are scored.
+
+    Each scored token has a context of at least ``first - begin`` tokens.
     """
 
     begin: int
@@ -44,13 +46,15 @@ class Window:
 
 
 def windows(sections: Iterable[tuple[int, int]], context: int, stride: int) -> Iterator[Window]:
-    """Yield windows of at most ``context`` tokens at distances of ``stride`` (1 to ``context``).
-    Every token except the first of a section is scored once.
+    """Yield windows of at most ``context`` tokens, each beginning ``stride`` tokens after the last
+    one.
 
-    With stride = context windows do not overlap, as in training: a token has 0 to context - 1
-    tokens of context besides the one before it. With a smaller stride, each window except the first
-    of a section scores only its last ``stride`` tokens, with context - stride + 1 or more tokens of
-    context.
+    sections: spans [begin, end) of tokens that no window crosses. Every token except the first of a
+    section is scored once. 1 <= stride <= context.
+
+    With stride = context, windows do not overlap, as in training: the context of a scored token is
+    1 to ``context`` tokens. With a smaller stride, each window except the first of a section scores
+    only its last ``stride`` tokens, each with at least context - stride + 1 tokens of context.
     """
     for start, stop in sections:
         first, begin = start + 1, start
@@ -74,11 +78,11 @@ def batched(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
 
 @dataclass
 class Sums:
-    """Sums over the tokens before ``position``. Every number of a result is a function of them, and
-    they can be stored.
+    """Sums over the scored tokens before ``position``; every number of a result follows from them.
 
-    Losses and tokens of the current document are in ``open_*`` until the next document begins. Sums
-    are float64, per document, so that they do not depend on the batch size.
+    They can be stored. Loss and number of tokens of the current document are in ``open_nats`` and
+    ``open_tokens`` until the next document begins. The sums are float64 and per document, so that
+    they do not depend on the batch size.
     """
 
     position: int = 0
@@ -94,11 +98,11 @@ class Sums:
     def add(
         self, first: int, losses: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]
     ) -> None:
-        """Add losses in nats [n] of consecutive tokens from ``first`` on. starts: first tokens of
-        documents.
+        """Add the losses [n] of consecutive tokens, in nats.
 
-        A document may begin with tokens that are not scored: before ``first``, after the last added
-        token.
+        first: index of the first of these tokens. starts: indices of the first tokens of all
+        documents. A document may begin with tokens that are not scored, between the last added
+        token and ``first``.
         """
         begun = (
             starts[
@@ -126,27 +130,30 @@ class Sums:
         self.open_nats, self.open_tokens = 0.0, 0
 
     def done(self) -> Sums:
-        """Return a copy that includes the last document."""
+        """Return a copy of the sums in which the last document is finished."""
         closed = replace(self)
         closed._close()
         return closed
 
     def __add__(self, other: Sums) -> Sums:
-        """Return the sums over two finished texts."""
+        """Return the sums over two texts; both must be finished (see ``done``)."""
         return Sums(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     @property
     def mean(self) -> float:
-        """Nats per token, over all tokens."""
+        """Mean loss in nats per token."""
         return self.nats / self.tokens
 
     @property
     def stderr(self) -> float | None:
-        """Standard error of the mean over documents, as of a ratio of two sums over documents; None
-        for fewer than two documents.
+        """Standard error of ``mean``; None for fewer than two documents.
 
-        sqrt(D / (D - 1) * sum_d (L_d - mean * n_d)^2) / sum_d n_d, for D documents with n_d tokens
-        and losses L_d. Tokens of one document are not independent; documents are assumed to be.
+        The mean is a ratio of two sums over D documents with losses L_d and n_d tokens, and its
+        error is
+
+            sqrt(D / (D - 1) * sum_d (L_d - mean * n_d)^2) / sum_d n_d.
+
+        Documents are assumed to be independent; tokens of one document are not.
         """
         if self.documents < 2:
             return None
@@ -160,11 +167,12 @@ class Sums:
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of a memory-mapped pair. ``ids`` [n] as stored; ``starts`` int64 [documents + 1]: the
-    first token of each document, and n.
+    """Tokens of a memory-mapped .bin/.idx pair.
 
-    ``eod``: the id that ends a document; ``whole_bytes``: UTF-8 bytes of all documents;
-    ``tokenizer``: the folder of its tokenizer. These are None without a manifest.
+    ids: [n] as stored. starts: int64 [documents + 1], the index of the first token of each
+    document, and n. The following are None without a manifest. eod: the id that ends a document.
+    vocab_size: entries of the tokenizer. whole_bytes: UTF-8 bytes of all documents. tokenizer:
+    folder of the tokenizer.
     """
 
     prefix: Path
@@ -181,11 +189,11 @@ class Text:
         return len(self.starts) - 1
 
     def sample(self, tokens: int | None) -> Text:
-        """Return a sample of ``tokens`` tokens (None: all): complete documents spread evenly over
-        the text, the last one truncated.
+        """Return a Text with only ``tokens`` tokens (None: all).
 
-        Documents are ordered by the fractional parts of the golden multiples of their numbers, so
-        that any first few of them are far from each other.
+        The sample consists of complete documents that are spread evenly over the text; only its
+        last document is truncated. Documents are taken in the order of the fractional part of
+        (document number x golden ratio), so that any first few of them are far from each other.
         """
         if tokens is None or tokens >= len(self.ids):
             return self
@@ -201,12 +209,11 @@ class Text:
         return replace(self, ids=np.concatenate(taken), starts=starts, whole_bytes=None)
 
     def text_bytes(self, tokenizer: Any | None) -> int | None:
-        """Return the UTF-8 bytes of the documents: as counted by data_prep, else of the text that
-        the tokenizer decodes, per document.
+        """Return the number of UTF-8 bytes of all documents; None if it cannot be determined.
 
-        The second is exact if the tokenizer reproduces the original text (byte-level BPE); of a
-        document truncated within a character, complete characters count. None if neither is
-        available.
+        It is the number that data_prep counted. Without it, the tokenizer decodes each document.
+        The result is then exact if the tokenizer reproduces the original text (byte-level BPE); if
+        a document is truncated within a character, only its complete characters count.
         """
         if self.whole_bytes is not None or tokenizer is None:
             return self.whole_bytes
@@ -223,28 +230,32 @@ class Text:
         )
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield [start, end) of every document, in order."""
+        """Yield the span [start, end) of every document, in order."""
         return zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)
 
     def eod_of(self, tokenizer: Any | None) -> int | None:
-        """Return the id that ends a document: from the manifest, else the tokenizer's end of
-        sequence.
+        """Return the id that ends a document, or None if unknown.
+
+        It is the id in the manifest; without a manifest it is the tokenizer's end-of-sequence
+        token.
         """
         return self.eod if self.eod is not None or tokenizer is None else tokenizer.eos_token_id
 
     def identity(self) -> list[Any]:
-        """Return values that identify these tokens in any folder: size and a sample of the .bin,
-        tokens, documents.
+        """Return values that identify the tokens independently of their folder.
+
+        They are a digest of the size and a sample of the .bin file, the number of tokens, and the
+        number of documents.
         """
         return [sample_digest(with_ending(self.prefix, "bin")), len(self.ids), self.documents]
 
     def sections(self, per_document: bool, eod: int | None) -> Iterator[tuple[int, int]]:
-        """Yield spans [begin, end) that no window crosses; all tokens of a span except the first
-        are scored.
+        """Yield the spans [begin, end) that no window crosses (see ``windows``).
 
-        The span is the entire stream or, per document, a document with the one end-of-document
-        token before it, so that the same tokens are scored. A document without such a token before
-        it is scored from its second token on.
+        All tokens of a span except its first are scored. With per_document False, the only span is
+        the entire text. Otherwise each document is a span that begins with the end-of-document
+        token before it, so that the same tokens are scored. A document without this token before it
+        is scored from its second token on. eod: the end-of-document token.
         """
         if not per_document:
             yield 0, len(self.ids)
@@ -294,7 +305,7 @@ def open_text(prefix: Path) -> Text:
 
 
 def _facts(prefix: Path) -> DataFacts:
-    """Return the facts that training would read about the pair."""
+    """Return the facts about the pair, read and checked as for training data."""
     key, any_vocabulary = "data.train.0.prefix = ", 2**31
     # A sequence length of 1 needs two tokens.
     settings = RunConfig(
@@ -314,8 +325,10 @@ def _facts(prefix: Path) -> DataFacts:
 
 
 def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None:
-    """Raise ConfigError if the data was created with another tokenizer than the model's, judging by
-    names and ids.
+    """Raise ConfigError if the data was created with another tokenizer than the model's.
+
+    vocab_size: that of the model. tokenizer: the model's; None: only sizes are compared. The tokens
+    and their ids must agree.
     """
     if text.vocab_size is not None and text.vocab_size > vocab_size:
         raise ConfigError(
@@ -337,8 +350,9 @@ def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None
 
 
 def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return (token, id) of a tokenizer.json; in a Unigram's list of [token, score], ids are
-    positions.
+    """Return all (token, id) pairs of the content of a tokenizer.json.
+
+    A Unigram model has a list of [token, score], in which ids are positions.
     """
     vocabulary = raw.get("model", {}).get("vocab", {})
     pairs = (
@@ -351,8 +365,10 @@ def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Windows over a text: tokens per window, distance between windows, and whether a window stays
-    within a document.
+    """Windows over a text.
+
+    context: tokens per window. stride: tokens between the beginnings of two windows. per_document:
+    no window crosses the border of a document.
     """
 
     context: int
@@ -361,8 +377,9 @@ class Settings:
 
 
 class Kept:
-    """Sums stored on disk by a key of the measurement, so that an interrupted measurement can
-    resume.
+    """Sums on disk, so that an interrupted measurement can resume.
+
+    sums: key of a measurement -> its Sums. path: None: sums are not written to disk.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -378,7 +395,7 @@ class Kept:
             self.sums = {}  # costs only time: the measurement starts from the first token
 
     def keep(self, key: str, sums: Sums) -> None:
-        """Store sums, atomically."""
+        """Store the sums of a measurement; the file is replaced atomically."""
         self.sums[key] = sums
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

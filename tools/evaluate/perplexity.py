@@ -3,21 +3,29 @@ chosen context lengths.
 
     python -m tools.evaluate.perplexity runs/demo --context 128 256 --stride 64
 
-Every token except the first is scored exactly once, from the earlier tokens of its window
-(``heldout``). By default the method is that of validation during training: one stream of documents,
-end-of-document tokens are scored, and windows do not overlap. With ``per_document`` a window
-contains no token of earlier documents except the end-of-document token. The same tokens are scored
-if one precedes each document, else all tokens of a document except its first. Bits per byte: all
-nats / ln 2 / UTF-8 bytes of the entire text, as counted by data_prep or decoded by the tokenizer;
-not available if first tokens are not scored, whose bytes are unknown.
+Every token except the first is scored exactly once, from the earlier tokens of its window (see
+``heldout``). By default the method is that of validation during training: the documents form one
+stream, end-of-document tokens are scored, and windows do not overlap.
 
-A result is one file per task in the format of ``tools.evaluate``: ``value`` is nats per token at
-the longest context length, ``stderr`` over documents (``n``), ``subtasks`` one entry per context
-length ("@128", "@256") if it has several. ``raw`` contains, for the longest one, bits_per_byte,
-perplexity, nats, tokens, unscored (first tokens of documents without an end-of-document token
-before them), bytes, context, stride, per_document and data, and ``contexts`` the same for every
-length. The command writes one file per context length, ``valid_256.json`` with the label ``valid
-@256``.
+With ``per_document`` a window contains no token of earlier documents except the end-of-document
+token before its document. If this token precedes each document, the same tokens are scored as
+without ``per_document``; otherwise the first token of a document is not scored.
+
+Bits per byte are all nats / ln 2 / UTF-8 bytes of the entire text. The bytes are those that
+data_prep counted or that the tokenizer decodes. Bits per byte are not available if first tokens of
+documents are not scored, because the bytes of the scored tokens are then unknown.
+
+A result is one file per task in the format of ``tools.evaluate``:
+
+- ``value`` is nats per token at the longest context length, ``stderr`` its standard error over
+  the ``n`` documents.
+- ``subtasks`` has one entry per context length ("@128", "@256"), unless only one was measured.
+- ``raw`` contains, for the longest context length: bits_per_byte, perplexity, nats, tokens,
+  unscored (number of first tokens that are not scored), bytes, context, stride, per_document,
+  data. ``raw.contexts`` contains the same for every length.
+
+The command writes one file per context length, for example ``valid_256.json`` with the label
+``valid @256``.
 """
 
 from __future__ import annotations
@@ -75,10 +83,16 @@ def measure(
     batch_size: int | None = None,
     stream: TextIO = sys.stderr,
 ) -> Sums:
-    """Return the sums over a text. Stored sums of the same measurement are reused, and an
-    interruption stores the finished part.
+    """Return the loss sums of a model over a text.
 
-    The batch size affects speed only: windows are padded on the right, which no scored token reads.
+    Stored sums of the same measurement are reused, and an interruption stores the finished part.
+
+    Args:
+        settings: windows over the text.
+        kept: storage of the sums.
+        model_key: text that identifies the weights.
+        batch_size: affects speed only: windows are padded on the right, which no scored token
+            reads.
 
     Raises:
         ConfigError: a token is not in the model's vocabulary, or a loss is not finite.
@@ -103,9 +117,8 @@ def measure(
     )
     try:
         for batch in batched((window for window in cut if window.end >= sums.position), size):
-            after = replace(
-                sums
-            )  # a copy, so that an interruption leaves the sums of complete batches
+            # A copy, so that an interruption leaves the sums of complete batches.
+            after = replace(sums)
             for window, losses in zip(batch, _losses(opened, text, batch), strict=True):
                 after.add(window.first, losses, text.starts)
             sums = after
@@ -122,7 +135,7 @@ def measure(
 def _losses(
     opened: OpenModel, text: Text, batch: Sequence[Window]
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the nats of every scored token of each window, from one call of the model."""
+    """Return the losses in nats of the scored tokens, one array per window, from one model call."""
     import torch
 
     longest = max(map(len, batch))
@@ -164,13 +177,14 @@ def _losses(
 
 
 def vocabulary(opened: OpenModel) -> int:
-    """Return the number of ids in the model's embedding."""
+    """Return the number of rows of the model's embedding."""
     return int(opened.model.get_input_embeddings().weight.shape[0])
 
 
 def _batch_size(context: int, vocab_size: int) -> int:
-    """Return the windows per call: enough to use a device, few enough for the memory of their
-    logits.
+    """Return the number of windows per model call.
+
+    It is large enough to use a device, and small enough for the memory of the logits.
     """
     return max(1, min(_TOKENS_A_BATCH // context, _LOGITS_BYTES // (4 * context * vocab_size)))
 
@@ -185,12 +199,15 @@ def heldout_result(
     batch_size: int | None = None,
     stream: TextIO = sys.stderr,
 ) -> dict[str, Any]:
-    """Return the result of a ``heldout`` task for an OpenModel; unfinished work is stored in
-    ``out``, the model's folder (None: not stored).
+    """Return the content of a result file for a task of kind ``heldout``.
 
-    ``model_key``: identifies the weights. Contexts: the task's, else the training's length; stride:
-    the task's, else the full window, as in training. Several validation sources of the run are read
-    one after the other, each token once.
+    Args:
+        task: its context lengths default to the sequence length of the training, its stride to
+            the context length, its data to the validation data of the run. Several sources are
+            read one after the other, each token once.
+        out: folder of the model's results, in which unfinished work is stored; None: not stored.
+        model_key: text that identifies the weights.
+        per_document: see ``Settings``.
 
     Raises:
         ConfigError: the data is missing, damaged, empty or of another tokenizer; a context is
@@ -248,11 +265,12 @@ def heldout_result(
 
 
 def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
-    """Return the prefixes of the validation data of the model's run, from its checkpoint or an
-    export's training.json.
+    """Return the prefixes of the validation data of the run that trained a model.
+
+    manifest: of its checkpoint, or training.json of its export. name: of the model, for messages.
 
     Raises:
-        ConfigError: they are unknown, or the run has none.
+        ConfigError: the run is unknown or has no validation data.
     """
     section = manifest.get("config", {}).get("data")
     if section is None:
@@ -269,10 +287,10 @@ def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
 
 
 def data_digest(path: Path, column: SuiteTask) -> str | None:
-    """Return a hash of the tokens of a ``heldout`` column for the model at ``path``, independent of
-    their folder; no weight is read.
+    """Return a hash of the tokens that a ``heldout`` column would score for the model at ``path``.
 
-    None if the tokens are not available or unknown; the evaluation then reports the reason.
+    The hash is independent of the folder of the data. No weight is read. None if the data is
+    unknown or cannot be read; the evaluation itself then reports the reason.
     """
     try:
         prefixes = [Path(column.data)] if column.data else heldout_data(_manifest(path), path.name)
@@ -290,8 +308,9 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def training_length(opened: OpenModel) -> int:
-    """Return the sequence length of the training, else the longest context in a foreign model's
-    configuration.
+    """Return the sequence length of the training in tokens.
+
+    For a model of another project it is the longest context in its configuration.
 
     Raises:
         ConfigError: neither is known.

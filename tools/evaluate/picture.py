@@ -1,5 +1,8 @@
-"""Pictures of an evaluation: one small panel per column with a dot and its standard error per
-model; held-out loss against context length.
+"""Draw the figures of an evaluation: the scores of all models, and held-out loss against context
+length.
+
+The figure of scores has one small panel per column of the table, with a dot and its standard
+error for each model.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ ROW, HEAD = 0.24, 0.95  # inches per model in a panel, and for the title and axi
 
 
 def scores(table: Table) -> Any:
-    """Return a figure of groups of panels, one panel per column, models by average rank; dashed:
-    the score of guessing.
+    """Return the figure of scores with one panel per column, arranged by groups of columns.
+
+    Models are sorted by average rank. A dashed line is the score of guessing.
     """
     groups = [
         (name, list(columns))
@@ -67,7 +71,10 @@ def scores(table: Table) -> Any:
 
 
 def _order(table: Table) -> list[int]:
-    """Return the rows in order of their average rank, or unchanged if no column is ranked."""
+    """Return the indices of the table's rows sorted by average rank.
+
+    The order is unchanged if no column is ranked.
+    """
     found = table.summary()
     return sorted(range(len(table.rows)), key=lambda index: (found[index] or (0.0, 0))[0])
 
@@ -139,10 +146,12 @@ def _limits(
     *,
     alone: bool,
 ) -> None:
-    """Set the range of a panel to the scores, including the score of guessing if it is near or a
-    model is alone; else label its side.
+    """Set the horizontal range of a panel so that it contains all scores.
 
-    floor: lower bound of all scores; None if unknown.
+    The range includes the score of guessing if it is near, or if the panel shows only one model
+    (``alone``). Otherwise a label states on which side it is.
+
+    low, high: ends of the error bars. floor: lower bound of all scores; None if unknown.
     """
     if not low:
         axes.set_xticks([])
@@ -167,8 +176,9 @@ def _limits(
 
 
 def _ticks(axes: Any, least: float, most: float, floor: float | None) -> None:
-    """Set the range and at least two ticks from ``floor`` on, labelled with all digits of their
-    step.
+    """Set the horizontal range from ``least`` to ``most``, with at least two labelled ticks.
+
+    No tick is below ``floor``. Labels have as many digits as the distance of ticks requires.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -187,8 +197,10 @@ def _ticks(axes: Any, least: float, most: float, floor: float | None) -> None:
 
 
 def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
-    """Return a figure of held-out loss against context length, one panel per text, one line per
-    model; None if no text has two lengths.
+    """Return a figure of held-out loss against context length, or None.
+
+    It has one panel per text and one line per model. None if no text has two context lengths.
+    texts: the result of ``table.heldout``.
     """
     shown = {
         text: models

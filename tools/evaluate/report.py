@@ -1,5 +1,5 @@
-"""Report of an evaluation from its result files: table.md, results.json, table.png, heldout.png,
-and a table on the terminal.
+"""Write the report of an evaluation from its result files: table.md, results.json, table.png,
+heldout.png, and a table on the terminal.
 
     python -m tools.evaluate.report DIR... --suite paper --out merged
 
@@ -35,7 +35,10 @@ AVERAGE = "Leaderboard average, rescaled"
 
 
 def number(score: Score | None, places: int = 3) -> str:
-    """Return ``0.313 ± 0.014``; without a standard error, only the number."""
+    """Return a score as text: ``0.313 ± 0.014``, or only the number without a standard error.
+
+    None becomes the sign for a missing score. places: number of decimals.
+    """
     if score is None:
         return MISSING
     return f"{printed(score.value, places)}" + (
@@ -44,8 +47,10 @@ def number(score: Score | None, places: int = 3) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Return the complete report: scores with ranks, rescaled scores, held-out perplexity,
-    description of the columns, notes.
+    """Return the complete report as Markdown.
+
+    It contains the scores with ranks, rescaled scores, held-out perplexity, a description of the
+    columns, and notes.
     """
     blocks = [
         f"# Evaluation: {table.suite}" if table.suite else "# Evaluation",
@@ -169,8 +174,10 @@ def _escaped(text: str) -> str:
 
 
 def console(table: Table, width: int = 120) -> str:
-    """Return a table for a terminal: tasks as rows, as many models as fit as columns, then the next
-    ones; the best of a row is marked ``*``.
+    """Return the table as text for a terminal with ``width`` characters.
+
+    Tasks are rows, models are columns. Models that do not fit follow in further blocks below. ``*``
+    marks the best score of a row.
     """
     grid = _grid(table)
     left = min(44, max(len(AVERAGE), *(len(row[0]) for row in grid)))
@@ -198,8 +205,9 @@ def console(table: Table, width: int = 120) -> str:
 
 
 def _grid(table: Table) -> list[list[str]]:
-    """Return rows of cells for a terminal, one column per model: groups, tasks, the average,
-    ranks.
+    """Return the cells of the terminal table by row: a label, then one cell per model.
+
+    Rows are the groups, the tasks, the average of the rescaled scores, and the ranks.
     """
     empty = [""] * len(table.rows)
     grid: list[list[str]] = []
@@ -233,8 +241,10 @@ def _grid(table: Table) -> list[list[str]]:
 
 
 def _breaks(widths: Sequence[int], room: int) -> list[int]:
-    """Return the first columns of all blocks, and the end: each block has as many columns as fit,
-    at least one.
+    """Return the index of the first column of each block, and the number of columns.
+
+    A block has as many columns as fit into ``room`` characters, at least one. widths: of the
+    columns.
     """
     starts, used = [0], 0
     for index, width in enumerate(widths):
@@ -250,9 +260,7 @@ def _short(text: str, width: int) -> str:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Return everything in the table in full precision: raw and rescaled scores, sub-tasks, ranks,
-    notes.
-    """
+    """Return the content of results.json: all data of the table in full precision."""
     summary = table.summary()
     ranks = {column.name: table.ranks(column) for column in table.columns}
     return {
@@ -291,10 +299,10 @@ def _score(score: Score | None) -> dict[str, float | None] | None:
 
 
 def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None:
-    """Read FOLDER/MODEL/NAME.json of the folders (default: ``out``), write the report into ``out``
-    and print the table.
+    """Write the report on all results in ``folders`` into ``out``, and print the table.
 
-    suite: the columns and their order; None: all results, sorted by name.
+    folders: folders of an evaluation; empty: only ``out``. suite: defines the columns and their
+    order; None: all results, in alphabetical order.
 
     Raises:
         ScoreError: a file is not a result, or the results cannot share one table.

@@ -1,16 +1,16 @@
-"""Result files, FOLDER/MODEL/NAME.json, one per model and column: write, read, check; rescale
-scores as the Open LLM Leaderboard.
+"""Write, read and check result files, FOLDER/MODEL/NAME.json, one per model and column, and rescale
+scores like the Open LLM Leaderboard.
 
-Everything that would put a wrong number into a table is an error of one line: a file that is not a
-result, NaN, two sets of weights with one name, and models with different examples, few-shot count,
-metric or task version in one column. Only held-out loss may use each model's own text; the table
-reports it.
+Each condition that would put a wrong number into a table raises an error of one line: a file that
+is not a result, NaN, two sets of weights with one name, and models with different examples,
+few-shot count, metric or task version in one column. Only held-out loss may use a different text
+for each model; the table reports it.
 
-The rule of the leaderboard is its page "Scores Normalization"
+Rescaled scores follow the leaderboard's page "Scores Normalization"
 (https://huggingface.co/docs/leaderboards/open_llm_leaderboard/normalization): 0 for guessing, 100
-for a perfect score. Baselines are 1 / number of choices and are stored with the scores: MMLU-Pro
-0.1 (though a sixth of its questions have fewer than ten choices), GPQA 0.25, BBH and MuSR one
-baseline per sub-task, MATH and IFEval 0.
+for a perfect score. The scores of guessing are 1 / number of choices and are stored with the
+scores: MMLU-Pro 0.1 (though a sixth of its questions have fewer than ten choices), GPQA 0.25, BBH
+and MuSR one value per sub-task, MATH and IFEval 0.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .suite import SuiteTask
 
 @dataclass(frozen=True)
 class Score:
-    """A measured number. stderr: None if unknown; n: number of examples; chance: score of guessing,
-    None if unknown.
+    """A measured score. n: number of examples. stderr, n and chance (score of guessing) are None if
+    unknown.
     """
 
     value: float
@@ -44,11 +44,10 @@ class Score:
 
 
 def rescale(score: Score) -> Score:
-    """Return a share of right answers (0 .. 1) on the scale where guessing is 0 and a perfect score
-    100; scores below guessing are 0.
+    """Convert a score on the scale 0 to 1 to the leaderboard's: 0 for guessing, 100 for perfect.
 
-    The standard error is scaled linearly, also for scores below guessing: they are not known more
-    precisely.
+    Scores below guessing become 0. Their standard error is scaled linearly like all others, because
+    they are not known more precisely.
 
     Raises:
         ValueError: the score of guessing is unknown.
@@ -61,8 +60,10 @@ def rescale(score: Score) -> Score:
 
 
 def mean(scores: Sequence[Score]) -> Score:
-    """Return the unweighted mean. Its standard error assumes independent measurements; None if one
-    is unknown.
+    """Return the unweighted mean of the scores.
+
+    Its standard error assumes that the measurements are independent. Standard error and number of
+    examples are None if one of them is unknown.
     """
     errors = [score.stderr for score in scores if score.stderr is not None]
     known = len(errors) == len(scores)
@@ -76,11 +77,11 @@ def mean(scores: Sequence[Score]) -> Score:
 
 
 def leaderboard(score: Score, subtasks: Sequence[Score]) -> Score:
-    """Return the score of a task as the leaderboard shows it, 0 .. 100.
+    """Return the score of a task as the leaderboard shows it, 0 to 100.
 
-    If sub-tasks have different baselines (BBH, MuSR), they are rescaled first and then averaged
-    without weights. With one baseline for all (GPQA's three sets, the chapters of MATH) the score
-    of the task is rescaled, as on the leaderboard.
+    subtasks: scores of its sub-tasks. If their scores of guessing differ (BBH, MuSR), each is
+    rescaled, and the result is the unweighted mean. If they are equal (GPQA's three sets, the
+    chapters of MATH), the score of the entire task is rescaled.
 
     Raises:
         ValueError: the score of guessing is unknown.
@@ -95,8 +96,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that determine a score besides the model. limit: examples per task; seed,
-    max_length: None: the defaults; dtype: None: as stored.
+    """Settings of the command line that affect a score.
+
+    limit: examples per task. limit, seed and max_length are None for the default, dtype for the
+    stored dtype. harness: version of the harness.
     """
 
     limit: int | None
@@ -106,8 +109,9 @@ class Settings:
     harness: str
 
     def of(self, column: SuiteTask, digest: str | None) -> dict[str, Any]:
-        """Return the settings as a result records them. digest: of the harness task, or of the
-        tokens of a held-out loss.
+        """Return the settings of one column as a result file records them.
+
+        digest: hash of the definition of the harness task, or of the tokens of a held-out loss.
         """
         if column.kind == "heldout":
             windows = {
@@ -143,7 +147,11 @@ def result_file(out: Path, model: str, column: SuiteTask) -> Path:
 def fitting(
     out: Path, model: str, key: str, column: SuiteTask, settings: dict[str, Any]
 ) -> str | None:
-    """Return the fault of an existing result; "" if it is valid, None if it does not exist."""
+    """Return why an existing result file cannot be used for this evaluation.
+
+    Returns:
+        A message; "" if the result can be used; None if the file does not exist.
+    """
     file = result_file(out, model, column)
     with files_told():
         try:
@@ -181,12 +189,12 @@ def fitting(
 
 
 def shown(value: Any) -> str:
-    """Return a setting as text for a sentence."""
+    """Return the value of a setting as text for a message; None becomes "not given"."""
     return "not given" if value is None else str(value)
 
 
 def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> None:
-    """Write a result atomically."""
+    """Write the content of a result file atomically."""
     file = result_file(out, model, column)
     with files_told():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -194,11 +202,12 @@ def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> 
 
 
 def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
-    """Return the numbers of a column from those of its task (class Asked), without the names of
-    the model.
+    """Return the content of a result file for one column, except the names of the model.
+
+    The scores are those of the column's task, as returned by ``harness.ask``.
 
     Raises:
-        ConfigError: the task does not have this metric.
+        ConfigError: the task does not have the metric of the column.
     """
     metric = column.metric if "," in column.metric else f"{column.metric},none"
     scores = asked.scores[column.task]
@@ -248,7 +257,10 @@ def harness_result(column: SuiteTask, asked: Any) -> dict[str, Any]:
 
 
 def _weighted(chances: dict[str, float | None], counts: dict[str, int]) -> float | None:
-    """Return the score of guessing in a group whose parts are weighted by their sizes."""
+    """Return the score of guessing in a group: the mean over its members, weighted by size.
+
+    None if it is unknown for a member. counts: name of a member -> number of examples.
+    """
     known = [(chance, counts[name]) for name, chance in chances.items() if chance is not None]
     if len(known) < len(chances):
         return None
@@ -256,7 +268,7 @@ def _weighted(chances: dict[str, float | None], counts: dict[str, int]) -> float
 
 
 class ScoreError(UserError, ValueError):
-    """Results that cannot share one table; the message names the file and the fault."""
+    """Error: results cannot share one table; the message names the file and the fault."""
 
 
 def _text(value: str) -> str | None:
@@ -265,8 +277,10 @@ def _text(value: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Contents of a result file. settings: of the evaluation; truncated: prompts that lost their
-    beginning because they were too long.
+    """Fields of a result file that are read unchanged.
+
+    settings: settings of the evaluation. truncated: number of prompts that were too long and lost
+    their beginning.
     """
 
     model: str = setting("", "", check=_text)
@@ -285,8 +299,10 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Written):
-    """One result file. name: of the file, which is the column's; score: a share of 1, or nats per
-    token if lower is better.
+    """Content of one result file.
+
+    name: name of the file and of the column. score: a score from 0 to 1, or nats per token if lower
+    is better.
     """
 
     file: Path
@@ -295,8 +311,9 @@ class Result(Written):
 
 
 def read(folders: Sequence[Path]) -> list[Result]:
-    """Return all results in the folders, in their order, then by model and name; identical results
-    count once.
+    """Return all results in the folders: in the order of ``folders``, then by model and name.
+
+    Identical results in several folders count once.
 
     Raises:
         ScoreError: a file is not a result, or the results cannot share one table.
@@ -332,7 +349,7 @@ def read(folders: Sequence[Path]) -> list[Result]:
 
 
 def read_one(file: Path) -> Result:
-    """Read one result file.
+    """Return the result in one file.
 
     Raises:
         ScoreError: it is not a result of this format, or a value in it is not a number.
@@ -370,8 +387,9 @@ def read_one(file: Path) -> Result:
 
 
 def check(results: Iterable[Result]) -> None:
-    """Raise ScoreError if one name is used for two models, or if models were evaluated differently
-    in one column.
+    """Raise ScoreError unless the results can share one table.
+
+    A name must belong to one model, and all models must be evaluated equally in each column.
     """
     models: dict[str, Result] = {}
     columns: dict[str, Result] = {}
@@ -396,8 +414,9 @@ def _one_model(first: Result, result: Result) -> None:
 
 
 def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
-    """Return (property, first value, second value) for everything that must be equal in two
-    results.
+    """Return the properties that must be equal in two results of one column.
+
+    Each entry is (name of the property, its value in ``ours``, its value in ``theirs``).
     """
     named = [
         (what, getattr(ours, what), getattr(theirs, what))

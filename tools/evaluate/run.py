@@ -1,5 +1,5 @@
-"""The evaluation: run every task without a result for every model, write one result file at a time,
-and report progress.
+"""Run an evaluation: run every task that has no result for every model, write each result file when
+it is complete, and report progress.
 
 Existing results are not computed again. A failed task is reported at the end and does not stop the
 others.
@@ -29,7 +29,7 @@ CPU_BATCH = 8
 
 @dataclass(frozen=True)
 class Model:
-    """A model to evaluate: its name in the table, its path, the key of its weights."""
+    """Model to evaluate. name: name in the table. key: fingerprint of its weights."""
 
     name: str
     path: Path
@@ -38,7 +38,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Job:
-    """A task to run once for a model, and the columns that use it."""
+    """One run of a task for a model. columns: the columns of the table that use its scores."""
 
     model: Model
     columns: tuple[SuiteTask, ...]
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Jobs in the order of the models, and the number of finished ones."""
+    """Jobs that must run, in the order of the models. done: number of jobs that have results."""
 
     jobs: tuple[Job, ...]
     done: int
@@ -66,8 +66,9 @@ def plan(
     tasks: Tasks | None,
     retry: bool,
 ) -> Plan:
-    """Return the parts of the suite without a result. retry: run again where a result does not
-    match.
+    """Return the jobs of the suite that have no valid result yet.
+
+    retry: run a job again if its existing result does not fit; False: raise ConfigError.
 
     Raises:
         ConfigError: an existing result is of another model, suite or setting.
@@ -98,7 +99,10 @@ def plan(
 
 
 def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
-    """Return groups of columns with one task and few-shot count, in the order of the suite."""
+    """Return the columns in groups that one run of a task serves, in the order of the suite.
+
+    Columns share a run if task and few-shot count are equal. Held-out columns are not grouped.
+    """
     groups: dict[Any, list[SuiteTask]] = {}
     for column in suite.tasks:
         groups.setdefault(
@@ -108,9 +112,10 @@ def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
 
 
 class Runner:
-    """Runs the jobs of a plan. options: the command line's device, dtype, tokenizer and batch_size.
+    """Runs the jobs of a plan.
 
-    failed: messages of failures; skipped: messages of tasks that this machine cannot run.
+    options: device, dtype, tokenizer and batch_size of the command line. failed: messages of
+    failures. skipped: messages of tasks that this machine cannot run.
     """
 
     def __init__(
@@ -208,8 +213,9 @@ class Runner:
             self._answers(job).remove()
 
     def _answers(self, job: Job, count: str = "") -> Answers:
-        """Return the store of answers: a hidden file next to the results, one per task for all its
-        columns.
+        """Return the store of a job's answers, a hidden file next to its results.
+
+        count: the number of the job, shown with the progress.
         """
         file = self.out / job.model.name / ".answers" / f"{job.columns[0].name}.jsonl"
         progress = Progress(0, "requests", f"{count} {job.title}", stream=self.stream)
@@ -276,7 +282,7 @@ class Runner:
 
 
 def _cut(content: dict[str, Any]) -> str:
-    """Return the text about prompts of a result that did not fit into the context."""
+    """Return a note on the prompts of a result that were too long; empty if all fitted."""
     cut = content.get("truncated")
     return (
         f" ({cut} of {content['requests']} prompts were longer than the context and were cut at the"

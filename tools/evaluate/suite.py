@@ -1,7 +1,7 @@
-"""Suites: the tasks to run and the number to report for each, as dataclasses, and the strict reader
-of their YAML files.
+"""Suites: the tasks to evaluate and the metric to report for each; dataclasses and the strict
+reader of their YAML files.
 
-Imports neither torch nor the harness.
+The module imports neither torch nor the harness.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SuiteTask:
 
 @dataclass(frozen=True)
 class Suite:
-    """Columns in the order of the table."""
+    """Suite of tasks. Its columns have the order of the table."""
 
     name: str = setting("", "Name of the suite; empty: the name of the file.")
     title: str = setting("", "Title line above the table.")
@@ -118,8 +118,9 @@ class Suite:
 
 
 def load_suite(word: str) -> Suite:
-    """Return the suite with this name in suites/, or the one in a file (a path with a slash, or
-    ending in .yaml or .yml).
+    """Return the suite ``word``: the name of a file in suites/, or a path to a file.
+
+    A path contains a slash or ends in .yaml or .yml.
 
     Raises:
         ConfigError: the suite does not exist, or a key, type or value in it is invalid.
@@ -148,7 +149,10 @@ def load_suite(word: str) -> Suite:
 
 
 def _named(task: SuiteTask, at: str) -> SuiteTask:
-    """Return the task with its name and label filled in."""
+    """Return the task with defaults for its name and label, after checking its keys.
+
+    at: position of the task in the file, for messages. Raises ConfigError for an invalid key.
+    """
     if not task.task:
         raise ConfigError(f"{at}.task: expected the name of a task")
     name = task.name or task.task

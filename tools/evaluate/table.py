@@ -1,11 +1,13 @@
-"""Results of several models as one table: cells, ranks, average rank, number of first ranks. Only
-arithmetic, no drawing.
+"""Combine the results of several models into one table: cells, ranks, average rank, number of first
+ranks. The module only computes; ``report`` and ``picture`` write the table.
 
 Ranks follow Table 2 of the FEM paper, whose Avg Rank and #Top1 are all reproduced from its printed
-scores (tests/tools/evaluate/test_table.py): scores are compared with three decimals as printed;
-equal scores share the better rank, and the next rank counts all models before it (1, 1, 3); every
-model with the best score of a column counts as first; a column counts once. Only columns that every
-model has are ranked.
+scores (tests/tools/evaluate/test_table.py):
+
+- Scores are compared with three decimals, as printed.
+- Equal scores share the better rank, and the next rank counts all models before it (1, 1, 3).
+- Every model with the best score of a column counts as first in this column.
+- Only columns for which every model has a result are ranked.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ PLACES = 3
 
 @dataclass(frozen=True)
 class Column:
-    """Heading of a column, and whether it is also shown rescaled. n: examples; fewshot: None if the
-    task has no few-shot count.
+    """Column of the table.
+
+    n: number of examples. fewshot: None if the task has no few-shot count. chance: score of
+    guessing; None if unknown. rescaled: the column is also shown rescaled.
     """
 
     name: str
@@ -46,15 +50,17 @@ class Column:
 
     @property
     def asked(self) -> str:
-        """Metric and few-shot count, shown below the heading."""
+        """Metric and few-shot count as text, shown below the heading."""
         metric = "nats/token" if self.metric == HELDOUT else self.metric.replace(",none", "")
         return metric if self.fewshot is None else f"{metric}, {self.fewshot}-shot"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one model by column name; missing ones are absent. average: over the rescaled
-    tasks, if it has all of them.
+    """Results of one model.
+
+    results: column name -> result, without missing ones. rescaled: column name -> rescaled score.
+    average: mean of the rescaled scores (see ``_average``); None if one is missing.
     """
 
     model: str
@@ -66,8 +72,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns in the order of the suite, rows in the order of the results. notes: remarks for the
-    reader, one sentence each.
+    """Results of all models.
+
+    columns: in the order of the suite. rows: one per model, in the order of the results. notes:
+    remarks for the reader, one sentence each.
     """
 
     suite: str
@@ -78,7 +86,7 @@ class Table:
 
     @property
     def ranked(self) -> tuple[Column, ...]:
-        """Columns that every model has with equal settings; none for a single model."""
+        """Columns that have comparable results of every model; empty for a single model."""
         if len(self.rows) < 2:
             return ()
         return tuple(
@@ -90,7 +98,9 @@ class Table:
 
     @property
     def unlike(self) -> dict[str, str]:
-        """Held-out columns whose numbers are not comparable between the models, with the reason."""
+        """Name of each held-out column whose numbers are not comparable between the models -> the
+        reason.
+        """
         found = {}
         for column in self.columns:
             here = [row.results[column.name] for row in self.rows if column.name in row.results]
@@ -109,7 +119,7 @@ class Table:
         return found
 
     def ranks(self, column: Column) -> list[int | None]:
-        """Return the rank of each row in a column, None without a result."""
+        """Return the rank of each row in a column; None for a row without a result."""
         here = [
             row.results[column.name].score.value for row in self.rows if column.name in row.results
         ]
@@ -117,8 +127,10 @@ class Table:
         return [next(found) if column.name in row.results else None for row in self.rows]
 
     def marks(self, column: Column) -> list[int | None]:
-        """Return 1 for the best printed number, 2 for the second, else None; all None if fewer than
-        two results are comparable.
+        """Return 1 for rows with the best printed score of a column, 2 for the second best, else
+        None.
+
+        All are None if fewer than two results are comparable.
         """
         ranks = self.ranks(column)
         order = sorted({rank for rank in ranks if rank is not None})
@@ -127,11 +139,11 @@ class Table:
         return [order.index(rank) + 1 if rank in order[:2] else None for rank in ranks]
 
     def ahead(self, column: Column) -> int | None:
-        """Return the row that is better than all others by more than one standard error of the
-        difference; None for a tie or without comparable scores.
+        """Return the index of the row that is clearly better than all other rows; None without one.
 
-        The error assumes independent scores, which overestimates it for equal questions; a score
-        without an error counts as exact.
+        The distance must exceed one standard error of the difference. The error assumes independent
+        scores, which overestimates it if all models answer the same questions. A score without an
+        error counts as exact.
         """
         scores = {
             index: row.results[column.name].score
@@ -151,8 +163,9 @@ class Table:
         return best if all(apart) else None
 
     def summary(self) -> list[tuple[float, int] | None]:
-        """Return (average rank, number of first ranks) of each row over the ranked columns; None if
-        no column is ranked.
+        """Return (average rank, number of first ranks) of each row over the ranked columns.
+
+        The values are None if no column is ranked.
         """
         return summary(
             [[row.results[c.name].score.value for c in self.ranked] for row in self.rows],
@@ -171,8 +184,9 @@ def _cut(result: Result) -> list[Any]:
 
 @dataclass(frozen=True)
 class Point:
-    """Held-out loss at one context length. nats: per token; bits_per_byte: None if the bytes of the
-    text are unknown.
+    """Held-out loss at one context length.
+
+    nats: loss per token. bits_per_byte: None if the number of bytes of the text is unknown.
     """
 
     context: int
@@ -181,8 +195,9 @@ class Point:
 
 
 def heldout(table: Table) -> dict[str, dict[str, list[Point]]]:
-    """Return held-out text and windows -> model -> points by context length, over all held-out
-    columns of the table.
+    """Return text -> model -> points sorted by context length, over all held-out columns.
+
+    The name of a text includes its windows (see ``_text``).
     """
     found: dict[str, dict[str, dict[int, Point]]] = {}
     for row in table.rows:
@@ -201,20 +216,24 @@ def heldout(table: Table) -> dict[str, dict[str, list[Point]]]:
 
 
 def _text(raw: dict[str, Any]) -> str:
-    """Return the name of the text, with its windows if they differ from training."""
+    """Return the name of a held-out text, followed by its windows if they differ from training."""
     name = " + ".join(Path(prefix).name for prefix in raw["data"])
     stride = "" if raw["stride"] == raw["context"] else f", stride {raw['stride']}"
     return name + stride + (", each document separately" if raw["per_document"] else "")
 
 
 def printed(value: float, places: int = PLACES) -> Decimal:
-    """Return the number as a table prints it: rounded half up from its shortest decimal form."""
+    """Return the number rounded half up to ``places`` decimals, as tables print it.
+
+    The rounding starts from the shortest decimal form of the number.
+    """
     return Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP)
 
 
 def ranks(values: Sequence[float], higher_is_better: bool = True) -> list[int]:
-    """Return 1 + the number of better values as printed, for each value; equal values share the
-    better rank.
+    """Return the rank of each value: 1 + the number of better values.
+
+    Values are compared as printed; equal values share the better rank.
     """
     shown = [printed(value) for value in values]
     return [
@@ -227,7 +246,9 @@ def summary(
     scores: Sequence[Sequence[float]], higher_is_better: Sequence[bool]
 ) -> list[tuple[float, int] | None]:
     """Return (average rank, number of columns ranked first) for each row of scores [models,
-    columns]; None for rows without columns.
+    columns].
+
+    higher_is_better: one value per column. The result contains only None without columns.
     """
     if not higher_is_better:
         return [None] * len(scores)
@@ -240,8 +261,9 @@ def summary(
 
 
 def build(results: Sequence[Result], suite: Suite | None) -> Table:
-    """Return the table of a suite with its columns in order; without a suite, all results sorted by
-    name.
+    """Return the table of the results.
+
+    suite: defines the columns and their order; None: all results, in alphabetical order.
 
     Raises:
         ScoreError: no results, or one whose settings differ from the suite.
@@ -286,7 +308,7 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort key that orders valid_64 before valid_256."""
+    """Return a sort key that orders valid_64 before valid_256."""
     return [
         (part.isdigit(), int(part) if part.isdigit() else 0, part)
         for part in re.split(r"(\d+)", name)
@@ -319,7 +341,10 @@ def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str
 
 
 def _column(task: SuiteTask, result: Result | None) -> Column:
-    """Return a column as described by its results, or by the suite if no model has a result."""
+    """Return a column as its results describe it.
+
+    If no model has a result, the column is described by the suite.
+    """
     rescaled = task.rescale == "leaderboard"
     if result is None:
         chance, metric = task.chance, task.metric
@@ -369,11 +394,10 @@ def _row(model: str, results: Sequence[Result], columns: Sequence[Column]) -> Ro
 
 
 def _average(rescaled: dict[str, Score], columns: Sequence[Column]) -> Score | None:
-    """Return the leaderboard's average. Columns of one task (IFEval's two) are averaged first; None
-    for a single task or if one is missing.
+    """Return the leaderboard's average of the rescaled scores.
 
-    Two numbers of the same answers are not independent, so the standard error of their average is
-    unknown.
+    Columns of one task (IFEval's two) are averaged first. Such numbers are not independent, so the
+    standard error of their average is unknown. None for a single task, or if a score is missing.
     """
     by_task: dict[str, list[Score]] = {}
     for column in columns:
@@ -387,7 +411,10 @@ def _average(rescaled: dict[str, Score], columns: Sequence[Column]) -> Score | N
 
 
 def _notes(table: Table, others: Sequence[str]) -> list[str]:
-    """Return notes on missing and excluded results, and their effect on the ranks."""
+    """Return notes on missing and excluded results and on their effect on the ranks.
+
+    others: names of results that the suite does not contain.
+    """
     notes = []
     holes = {
         row.model: [c.label for c in table.columns if c.name not in row.results]

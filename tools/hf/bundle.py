@@ -1,22 +1,25 @@
-"""Code of an exported folder: the files that trained the model, in one flat folder, as
-transformers' loader of remote code requires.
+"""Build the code files of an export: this project's model code in one flat folder.
 
-transformers copies the modeling file and, recursively, the files that it imports by ``from .name
-import``; it does not support sub-packages. Therefore ``fem_megatron/mixers/fem/layer.py`` becomes
-``fem_megatron_mixers_fem_layer.py``, and ``from fem_megatron.mixers.fem.layer import FemMixer``
-becomes ``from .fem_megatron_mixers_fem_layer import FemMixer``. A shape names the class of its
-layer, which is imported when the layer is built (``fem_megatron.shape.located``), so the folder of
-a softmax model contains no other mixer's layer and does not require packages of other mixers. Three
-more things change:
+transformers' loader of remote code copies the modeling file and, recursively, the files that it
+imports by ``from .name import``; it does not support sub-packages. Therefore
+``fem_megatron/mixers/fem/layer.py`` becomes ``fem_megatron_mixers_fem_layer.py``, and ``from
+fem_megatron.mixers.fem.layer import FemMixer`` becomes ``from .fem_megatron_mixers_fem_layer
+import FemMixer``.
+
+A layer shape contains the name of its layer class, which is imported when the layer is built
+(``fem_megatron.shape.located``). The export therefore contains only the layers that the model
+uses, and does not require the packages of other mixers.
+
+Three more things change:
 
 - An import of an external package is placed into ``try: ... finally: pass``. Otherwise transformers
-  treats it as a requirement of the entire folder, also inside a function, and a GPU kernel would
-  prevent use on a CPU.
-- The two files that config.json names end with the names of all modules that they import
-  indirectly, because older versions copy no further.
-- The configuration file ends with a digest of all code. In one process transformers identifies two
-  folders of the same name if the code of their configurations is equal, even if the code of their
-  models differs.
+  treats it as a requirement of the entire folder, even inside a function, and the requirement of a
+  GPU package would prevent use on a CPU.
+- The two files that config.json names (configuration and modeling) end with the names of all
+  modules that they import indirectly, because older versions of transformers copy no further.
+- The configuration file ends with a digest of all code. Within one process transformers treats two
+  folders of the same name as identical if their configuration files are equal, even if their
+  modeling files differ.
 """
 
 from __future__ import annotations
@@ -49,12 +52,14 @@ Edits = dict[tuple[int, int], list[str]]
 
 
 class BundleError(ValueError):
-    """A source file has an import without a flat form; the message names the file and the line."""
+    """Error for a source file with an import that has no flat form; names the file and the line."""
 
 
 def bundle(shapes: Iterable[Any]) -> dict[str, str]:
-    """Return file name -> content of every file that a model with these shapes needs, including the
-    modeling and configuration files.
+    """Return file name -> content of all code files of an export, for the layer shapes of the
+    model.
+
+    The configuration and modeling files are included.
 
     Raises:
         BundleError: an import has no flat form, or two files would have one name.
@@ -86,7 +91,10 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
 
 
 def _reached(entry: str, needed: dict[str, frozenset[str]]) -> set[str]:
-    """Return the modules that importing ``entry`` imports, including ``entry``."""
+    """Return ``entry`` and all modules that it imports, directly or indirectly.
+
+    needed: module -> modules that it imports directly.
+    """
     found, waiting = {entry}, [entry]
     while waiting:
         new = needed[waiting.pop()] - found
@@ -96,8 +104,9 @@ def _reached(entry: str, needed: dict[str, frozenset[str]]) -> set[str]:
 
 
 def _named(modules: set[str]) -> str:
-    """Return lines that mention modules without importing them, for versions of transformers that
-    copy only files named by the entry file.
+    """Return lines of code that name the modules in imports that are never executed.
+
+    Older versions of transformers copy only files that the entry file itself imports.
     """
     return "\n\nif False:\n" + "".join(
         f"    from .{flat(module)} import __name__ as _\n" for module in sorted(modules)
@@ -105,14 +114,14 @@ def _named(modules: set[str]) -> str:
 
 
 def packages(files: dict[str, str]) -> list[str]:
-    """Return the external packages that the files import anywhere, without torch, transformers and
-    OPTIONAL.
+    """Return the external packages that the files import, without torch, transformers and the
+    optional ones (OPTIONAL).
     """
     return sorted(set().union(*(_outside_names(text) for text in files.values())) - OPTIONAL)
 
 
 def license_text() -> str:
-    """Return the text of this project's license, which applies to the files."""
+    """Return the text of this project's license, which applies to the exported code."""
     file = ROOT / LICENSE  # absent if the project is installed from a wheel
     return (
         file.read_text(encoding="utf-8")
@@ -132,8 +141,9 @@ def layer_modules(shapes: Iterable[Any]) -> frozenset[str]:
 
 
 def module_file(module: str) -> Path | None:
-    """Return the file of a module that may be copied; None if it is not part of this project or
-    does not exist.
+    """Return the source file of a module, or None if it does not exist or may not be copied.
+
+    Only modules of the packages in COPIED may be copied.
     """
     if not f"{module}.".startswith(COPIED):
         return None
@@ -144,7 +154,9 @@ def module_file(module: str) -> Path | None:
 
 
 def flat(module: str) -> str:
-    """Return the name of a module in the folder."""
+    """Return the flat name of a module in the exported folder: ``kernels.scan`` ->
+    ``kernels_scan``.
+    """
     return module.removeprefix(HERE).replace(".", "_")
 
 
@@ -185,8 +197,8 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
 
 
 def _flat_import(source: str, node: ast.ImportFrom) -> tuple[list[str], set[str]]:
-    """Return the lines that replace a ``from source import ...``, and the modules that they
-    need.
+    """Return the lines that replace ``from source import ...``, and the project's modules that they
+    import.
     """
     space, lines, wanted = " " * node.col_offset, [], set()
     names = []
@@ -221,8 +233,9 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def _outside_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield imports of external packages, except torch and transformers, that are not inside a
-    ``try``.
+    """Yield the import statements of external packages that are not inside a ``try``.
+
+    torch and transformers do not count as external.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom) and _outside(child):

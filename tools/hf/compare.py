@@ -1,5 +1,6 @@
-"""Numerical differences between two tensors, the weights of two models, two forward passes, and two
-tokenizers. No input or output.
+"""Compare tensors, weights, outputs, settings and tokenizers of two models numerically.
+
+The functions work in memory; ``verify`` reads the models and prints the results.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ computation.
 
 
 def place(path: str) -> str:
-    """Convert ``model.layers.3.mixer.in_proj`` to ``layer 3, mixer.in_proj``; outside the layers
-    return the module's name or the common term for it.
+    """Return a module path as text for a reader.
+
+    ``model.layers.3.mixer.in_proj`` becomes ``layer 3, mixer.in_proj``. Outside the layers the
+    result is the common term for the module if TOP contains one, else its name.
     """
     found = _LAYER.search(path)
     if found is None:
@@ -43,12 +46,16 @@ def place(path: str) -> str:
 
 
 def place_of_weight(name: str) -> str:
-    """Return the place of the module that owns a parameter."""
+    """Return the ``place`` of the module that contains the parameter ``name``."""
     return place(re.sub(r"\.(weight|bias)$", "", name))
 
 
 def layer_of(where: str) -> float:
-    """Return the layer number of a place; -1 before the layers, infinity after them."""
+    """Return the layer number in a place (see ``place``).
+
+    The result is infinity for the final norm and the logits, -1 for all other modules outside
+    layers.
+    """
     found = re.match(r"layer (\d+)", where)
     if found:
         return int(found[1])
@@ -57,8 +64,10 @@ def layer_of(where: str) -> float:
 
 @torch.no_grad()
 def trace(model: Any, ids: list[int]) -> Trace:
-    """Run one sequence forward and return the outputs of all modules. Repeated calls of a module
-    have separate entries, ``layer 0, mixer, time 2``.
+    """Run the model on one sequence and return place -> output of every module, on the CPU.
+
+    If a module runs several times, its second output is at ``layer 0, mixer, time 2``, and so on.
+    The last entry contains the logits [t, vocabulary].
     """
     seen: Trace = {}
 
@@ -90,7 +99,7 @@ def trace(model: Any, ids: list[int]) -> Trace:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """Return the tensor that a module returns, the first one of several."""
+    """Return the first tensor in a module's output (tensor, tuple or list); None without one."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, tuple | list):
@@ -110,9 +119,10 @@ CHUNK = 1 << 22  # numbers compared in one step: 32 MB in float64
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two tensors at one place. absolute: the largest |a - b|; infinite if only one
-    is non-finite or shapes differ. scale: the largest finite |a| or |b|. note: the shapes, if they
-    differ.
+    """Difference of two tensors a and b at one place (see ``place``) or of one weight.
+
+    absolute: the largest |a - b|; infinite if the shapes differ or only one number is non-finite.
+    scale: the largest finite |a| or |b|. note: the two shapes if they differ, else empty.
     """
 
     where: str
@@ -122,11 +132,13 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Ratio absolute / scale."""
+        """The ratio absolute / scale; infinite if only scale is 0."""
         return 0.0 if self.absolute == 0 else self.absolute / self.scale if self.scale else math.inf
 
     def worse(self, other: Difference) -> Difference:
-        """Return the larger value of each number, for two differences of one place."""
+        """Return the larger absolute difference and the larger scale of two differences at one
+        place.
+        """
         return replace(
             self,
             absolute=max(self.absolute, other.absolute),
@@ -136,7 +148,7 @@ class Difference:
 
 
 def difference(where: str, a: Tensor, b: Tensor) -> Difference:
-    """Return the difference of two tensors; NaN equals NaN."""
+    """Return the Difference of tensors a and b; two NaN at the same position are equal."""
     if a.shape != b.shape:
         return Difference(where, math.inf, 1.0, f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
     absolute = scale = 0.0
@@ -156,14 +168,16 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def exported(weights: Tensors, model: ModelConfig) -> Tensors:
-    """Return the tensors of a checkpoint with the names and shapes of its export."""
+    """Return a checkpoint's tensors with the names and shapes that its export would have."""
     return Made(weights, to_stock(model) if why_not_stock(model) is None else to_fem(model))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Comparison of two models' weights. differences: of every common tensor. only_a, only_b: names
-    that one model lacks.
+    """Comparison of two models' weights.
+
+    differences: one entry for each tensor name that both models have. only_a, only_b: names that
+    only one model has.
     """
 
     differences: list[Difference]
@@ -176,16 +190,20 @@ class Weights:
         return all(found.absolute == 0 for found in self.differences)
 
     def beyond(self, tolerance: float) -> list[Difference]:
-        """Return differences larger than ``tolerance`` times the largest number of the tensor, in
-        the order of the layers.
+        """Return the differences larger than ``tolerance`` times the largest element of their
+        tensor.
+
+        They are sorted by layer.
         """
         far = [found for found in self.differences if found.relative > tolerance]
         return sorted(far, key=lambda found: layer_of(place_of_weight(found.where)))
 
 
 def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
-    """Compare two models tensor by tensor. ``tied``: an output layer that only one of them stores
-    equals the embedding of the other.
+    """Compare two models tensor by tensor.
+
+    tied: output layer and embedding are one tensor in at least one of the models, so a missing
+    ``lm_head.weight`` is not reported.
     """
     shared = [name for name in a.shapes if name in b.shapes]
     alone = (
@@ -205,8 +223,9 @@ def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
 
 
 def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
-    """Yield the difference at every common place, in the order of ``a``; logits are compared over
-    the entries that both vocabularies have.
+    """Yield the difference at each place that both traces contain, in the order of ``a``.
+
+    If the vocabularies differ in size, only the logits of the common ids are compared.
     """
     for where, value in a.items():
         if where in b:
@@ -223,8 +242,10 @@ def compare_traces(a: Trace, b: Trace) -> Iterator[Difference]:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Comparison of next-token distributions. agree: tokens with the same most likely successor.
-    kl: sum of KL(a || b) in nats.
+    """Comparison of next-token distributions of two models, summed over tokens.
+
+    agree: number of tokens for which both models predict the same most likely next token. kl: sum
+    of KL(a || b) in nats; largest_kl: its largest value at one token.
     """
 
     tokens: int = 0
@@ -233,7 +254,7 @@ class Predictions:
     largest_kl: float = 0.0
 
     def and_of(self, a: Tensor, b: Tensor) -> Predictions:
-        """Return the sums with those of logits a and b [t, vocabulary] added."""
+        """Return these sums plus those of one more sequence with logits a and b [t, vocabulary]."""
         entries = min(a.shape[-1], b.shape[-1])
         one, two = (logits[..., :entries].double().log_softmax(-1) for logits in (a, b))
         kl = (one.exp() * (one - two)).nan_to_num(0.0).sum(-1).clamp_min(0.0)
@@ -248,8 +269,9 @@ class Predictions:
 
 
 def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one with dotted keys, without keys that do not affect the
-    computation.
+    """Return nested dictionaries as one dictionary with dotted keys.
+
+    Keys that do not affect the computation are left out.
     """
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -261,7 +283,10 @@ def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def compare_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> both values for each difference; None for a key that one side lacks."""
+    """Return dotted key -> (value in a, value in b) for all settings that differ.
+
+    The value of a missing key is None.
+    """
     one, two = flat(a), flat(b)
     return {
         key: (one.get(key), two.get(key))
@@ -271,7 +296,10 @@ def compare_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[An
 
 
 def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | None:
-    """Return the difference of two tokenizers as text; None if they are equal or one is unknown."""
+    """Return how two tokenizers differ, as text; None if they are equal or one of them is None.
+
+    Vocabularies and the ids of ``texts`` are compared.
+    """
     if a is None or b is None:
         return None
     one, two = a.get_vocab(), b.get_vocab()
@@ -288,10 +316,12 @@ def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | 
 
 @dataclass(frozen=True)
 class First:
-    """First place at which two models differ. weights: differing weights of its layer; None: not
-    compared. computed: the differing output, or None.
+    """First place at which two models differ.
 
-    before: the largest relative difference of earlier outputs.
+    weights: differing weights of that layer; None if weights were not compared. computed: the
+    difference of the output at that place; None if no output of that layer differs.
+
+    before: the largest relative difference of all earlier outputs.
     """
 
     where: str
@@ -326,10 +356,12 @@ class First:
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of a comparison of two models. differences: place -> the largest over all prompts, in
-    the order of computation.
+    """Result of a comparison of two models.
 
-    weights: None if no names are equal. skipped: prompts that the second model does not accept.
+    about: a description of each model. differences: place -> the largest difference over all
+    prompts, in the order of computation. weights: None if no weights could be compared. skipped:
+    number of prompts that the second model does not accept. tolerance_from: the origin of
+    ``tolerance``, for the report.
     """
 
     sides: tuple[Path, Path]
@@ -348,7 +380,9 @@ class Findings:
 
     @property
     def logits(self) -> Difference:
-        """Difference of the logits over all prompts."""
+        """The largest difference of the logits over all prompts; infinite if no prompt was
+        compared.
+        """
         return self.differences.get(
             LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models accept")
         )
@@ -384,7 +418,7 @@ class Findings:
 
     @property
     def bitwise(self) -> bool:
-        """True if all weights and all outputs are equal bit for bit."""
+        """True if the models are equal and all weights and all outputs agree bit for bit."""
         return (
             self.equal
             and (self.weights is None or self.weights.equal)
@@ -392,7 +426,9 @@ class Findings:
         )
 
     def first(self) -> First | None:
-        """Return the first place whose weights or outputs differ by more than the tolerance."""
+        """Return the first place whose weights or output differ by more than the tolerance, or
+        None.
+        """
         far = self.weights.beyond(self.tolerance) if self.weights else []
         order = list(self.differences.values())
         cut = next(
@@ -418,8 +454,10 @@ class Findings:
         return First(where, here if self.weights else None, computed, before)
 
     def layers(self) -> Iterator[tuple[str, Difference]]:
-        """Yield (row, its largest difference): embedding, every layer with its parts, final norm,
-        logits.
+        """Yield (row of the report, its largest difference) in the order of computation.
+
+        The rows are the embedding, the layers, the final norm and the logits. The row of a layer
+        covers all of its modules.
         """
         rows: dict[str, Difference] = {}
         for found in self.differences.values():

@@ -1,5 +1,7 @@
-"""Configuration class of an exported model; copied to the export together with the torch-free files
-that it imports.
+"""Configuration class of an exported model.
+
+The file is copied into the export together with the files that it imports, which do not need
+torch.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ def named_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def older_names(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `named_rope` with the names of transformers before 5.0, which ignores
-    ``rope_parameters`` and would use base 10000.
+    """Return the rotary settings of `named_rope` under the names of transformers before 5.0.
+
+    Older versions ignore ``rope_parameters`` and would use base 10000.
     """
     rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
     return {
@@ -47,8 +50,9 @@ def older_names(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Return the fields rope_base and rope_scaling of a ModelConfig from ``rope_parameters``, for a
-    context of ``length`` tokens.
+    """Return the ModelConfig fields rope_base and rope_scaling for the settings ``parameters``.
+
+    parameters: transformers' ``rope_parameters``. length: context length of the training in tokens.
 
     Raises ValueError for settings that the model does not support.
     """
@@ -106,8 +110,10 @@ def stretched(
     rope_theta: float | None = None,
     rope_scaling: Any = None,
 ) -> ModelConfig:
-    """Return ``model`` with the RoPE settings that differ from its own: the older names first, then
-    ``rope_parameters``.
+    """Return ``model`` with RoPE settings that a user changed under transformers' names.
+
+    The older names (``rope_theta``, ``rope_scaling``) have precedence over ``rope_parameters``.
+    ``model`` is returned unchanged if all settings equal its own. length: as in ``read_rope``.
     """
     told, rest = named_rope(model), dict(rope_scaling or {})
     older = {"rope_type": rest.pop("type", "default"), "rope_theta": rope_theta, **rest}
@@ -123,28 +129,30 @@ def stretched(
 
 
 class FemLMConfig(PretrainedConfig):
-    """Configuration of a decoder-only language model with blocks of any mixer, with transformers'
-    names for the training code's settings.
+    """Configuration of an exported decoder-only language model, under transformers' names.
 
     Args:
-        architecture: fields of the training code's ModelConfig as a dictionary; missing ones have
-        its defaults. vocab_size: entries of the tokenizer, rows of the embedding. hidden_size:
-        width D of the residual stream. num_hidden_layers: blocks (mixer + MLP).
-        num_attention_heads: heads of the mixer. initializer_range: standard deviation of the normal
-        initialisation. tie_word_embeddings: the output layer is the input embedding. recurrence:
-        number of applications of every block; may exceed the value of the training, which
-        ``architecture`` contains. max_position_embeddings: context length of the training (for
-        information; it does not limit the model). use_cache: return the decoding state for the next
-        call, unless the model is in training mode.
-
-        rope_parameters, rope_theta, rope_scaling: base and scaling of RoPE, with the names of
-        transformers 5 and of earlier versions, for models that use RoPE.
+        architecture: fields of the training code's ModelConfig as a dictionary; missing
+            ones have its defaults.
+        vocab_size: entries of the tokenizer, rows of the embedding.
+        hidden_size: width D of the residual stream.
+        num_hidden_layers: blocks (mixer + MLP).
+        num_attention_heads: heads of the mixer.
+        initializer_range: standard deviation of the normal initialisation.
+        tie_word_embeddings: True: output layer and input embedding are one tensor.
+        recurrence: number of times that every block is applied; may exceed the number in
+            training, which ``architecture`` contains.
+        max_position_embeddings: context length of the training; does not limit the model.
+        use_cache: return the decoding state for the next call, unless in training mode.
+        rope_parameters: base and scaling of RoPE under the names of transformers 5.
+        rope_theta, rope_scaling: the same under the names of earlier versions.
 
     The arguments from vocab_size to recurrence, and those of RoPE, are also in ``architecture``
     with the training code's names; explicit arguments have precedence.
 
     Raises:
-        ValueError: sizes do not match. TypeError: ``architecture`` has an unknown key.
+        ValueError: sizes do not match.
+        TypeError: ``architecture`` has an unknown key.
     """
 
     model_type = "fem_lm"
@@ -230,8 +238,10 @@ class FemLMConfig(PretrainedConfig):
             setattr(self, key, value)
 
     def model_fields(self) -> dict[str, Any]:
-        """Return ``architecture`` with later changes of transformers' names applied (a resized
-        vocabulary, a scaled RoPE).
+        """Return the fields of ModelConfig: ``architecture`` with changes made under transformers'
+        names.
+
+        Examples of changes are a resized vocabulary and a scaled RoPE.
         """
         fields = {
             **self.architecture,
@@ -243,7 +253,5 @@ class FemLMConfig(PretrainedConfig):
         return fields | {"rope_base": model.rope_base, "rope_scaling": asdict(model.rope_scaling)}
 
     def model(self) -> ModelConfig:
-        """Return the training code's configuration of the current model, including
-        ``recurrence``.
-        """
+        """Return the ModelConfig of the model with all changes, including ``recurrence``."""
         return replace(ModelConfig.from_dict(self.model_fields()), recurrence=self.recurrence)

@@ -1,5 +1,7 @@
-"""Text to token ids: as ``data_prep`` encodes it for models that were trained by this project, by
-its tokenizer for other models.
+"""Convert text to token ids in the way that a model was trained on.
+
+Models that this project trained receive the ids that ``data_prep`` would write. Other models
+receive the ids of transformers' tokenizer.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ Encode = Callable[[str], list[int]]
 
 
 def trained_here(manifest: Mapping[str, Any]) -> bool:
-    """Return True if a model was trained on data of ``data_prep``, judging by its checkpoint's
-    manifest or its export's training.json ({}: False).
+    """Return True if a model was trained on data of ``data_prep``.
 
-    False for the import of another project's model until it has been trained by this project. An
-    import without such a record has neither steps nor training data.
+    manifest: of its checkpoint, or the training.json of its export; False if empty.
+
+    The import of another project's model counts only after this project has trained it further. If
+    the manifest does not record the origin, a model with zero steps and no training data is an
+    import.
     """
     foreign = manifest.get("inherited", {}).get("foreign")
     if foreign is None:
@@ -35,12 +39,13 @@ def trained_here(manifest: Mapping[str, Any]) -> bool:
 def encoder(tokenizer: Any, folder: Path | None, *, as_data: bool) -> Encode:
     """Return the function that converts a text to the ids that a model reads.
 
-    as_data: the ids that ``data_prep`` writes for the text with the tokenizer in ``folder``,
-    without the EOD: no tokens are added, and the literal text of a special token is text. Otherwise
-    the result of transformers' ``tokenizer`` with the tokens of its template.
+    as_data: True: the ids that ``data_prep`` writes for the text with the tokenizer in ``folder``,
+    without the end-of-document id. No special tokens are added, and the literal text of a special
+    token is encoded as ordinary text. False: the result of transformers' ``tokenizer``, including
+    the special tokens that it adds.
 
     Raises:
-        ConfigError: ``folder`` has no tokenizer.json.
+        ConfigError: ``as_data``, and ``folder`` has no tokenizer.json.
     """
     if not as_data:
         return lambda text: list(tokenizer(text)["input_ids"])

@@ -2,18 +2,21 @@
 class if it matches exactly, else with our code.
 
 The plain Transformer becomes LlamaForCausalLM (Qwen3 with qk_norm, Qwen2 with biases, Mistral with
-a window) by the table of ``stock``, without any code. All others become FemLMForCausalLM, the
-training's own code (see ``bundle``), with other parameter names. No tensor is reshaped, and only
-the rows that pad the vocabulary are dropped (see ``recipes``):
+a window), without any code; ``stock`` contains the table of names. All other models become
+FemLMForCausalLM, the training code itself (see ``bundle``), with these parameter names:
 
-    embedding.word_embeddings.weight  model.embed_tokens.weight
-    embedding.velocity.word_embeddings.weight  model.embed_velocities.weight decoder.layers.N.*
-    model.layers.N.*           mixer.* and mlp.*, with the names of the block's shape
-    decoder.final_layernorm.weight    model.norm.weight output_layer.weight
-    lm_head.weight             absent if tied
+    checkpoint                                 export
+    embedding.word_embeddings.weight           model.embed_tokens.weight
+    embedding.velocity.word_embeddings.weight  model.embed_velocities.weight
+    decoder.layers.N.*                         model.layers.N.*
+    decoder.final_layernorm.weight             model.norm.weight
+    output_layer.weight                        lm_head.weight; absent if tied
 
-Weights are read one tensor at a time and written at once (see ``folder``). The same source gives
-the same bytes.
+The names within a layer, mixer.* and mlp.*, are equal on both sides. No tensor is reshaped; only
+the rows that pad the vocabulary are dropped (see ``weight_conversion``).
+
+Weights are read one tensor at a time and written immediately (see ``folder``). The same source
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -164,8 +167,9 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
 
 
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
-    """Raise ConfigError unless ``held`` are exactly the tensors of ``model`` in their shapes, and
-    all layers are this project's code.
+    """Raise ConfigError unless a checkpoint with tensors ``held`` (name -> shape) can be exported.
+
+    The tensors must be exactly those of ``model``, and no layer may belong to another package.
     """
     if model.vocab_size is None:
         raise ConfigError(
@@ -214,8 +218,10 @@ def hf_config(
 
 
 def _config_values(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the content of config.json: every field of our class, and transformers' own fields
-    that are not at their defaults.
+    """Return the content of config.json.
+
+    It contains every field of FemLMConfig, and transformers' own fields that differ from their
+    defaults.
     """
     changed = config.to_diff_dict()
     if not isinstance(config, FemLMConfig):
@@ -240,8 +246,9 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def beside(out: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder that replaces ``out`` if the block succeeds and is deleted
-    otherwise.
+    """Context manager: yield an empty temporary folder that replaces ``out`` if the block succeeds.
+
+    If the block fails, the temporary folder is deleted and ``out`` is unchanged.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -275,8 +282,11 @@ def export_checkpoint(
     max_shard_size: str,
     overwrite: bool,
 ) -> None:
-    """Export ``checkpoint`` (any layout; of a run directory the newest) to ``out``. dtype and
-    tokenizer default to the checkpoint's.
+    """Export the checkpoint at ``checkpoint`` to the folder ``out``.
+
+    checkpoint: the folder of a step, of any layout, or a run directory, whose newest checkpoint is
+    exported. dtype, tokenizer: None: those of the checkpoint. license_id: license of the weights
+    for the model card (see ``License.read``). max_shard_size: text such as ``5GB``.
 
     Raises:
         ConfigError: see ``export``; the tokenizer of the training is missing, or a different one is
@@ -340,8 +350,9 @@ def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
 
 
 def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None:
-    """Raise ConfigError if ``out`` would replace the checkpoint or, with ``inside``, is inside
-    it.
+    """Raise ConfigError if ``out`` is the checkpoint or contains it.
+
+    inside: raise also if ``out`` is inside the checkpoint.
     """
     place, target = checkpoint.resolve(), out.resolve()
     if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
@@ -356,8 +367,9 @@ def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None
 def _tokenizer(
     given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]
 ) -> Tokenizer | None:
-    """Return the tokenizer to export. Raises ConfigError if it is missing or is not the tokenizer
-    of the training data.
+    """Return the tokenizer to export; None, with a printed note, if the checkpoint records none.
+
+    Raises ConfigError if it is missing or is not the tokenizer of the training data.
     """
     usual = tokenizers_of_checkpoint(found.path, found.manifest)
     folder = given or next((folder for folder in usual if folder.is_dir()), None)

@@ -1,9 +1,9 @@
-"""A Hugging Face folder on disk: configuration, names and shapes of weights, tensors read and
-written one at a time. No model is built.
+"""Read and write a Hugging Face folder: its configuration, names and shapes of the weights, and
+tensors one at a time. No model is built.
 
-Only safetensors are supported: reading a pickle runs code. No network is used. The bytes written
-equal those of the safetensors library, whose own function needs all tensors of a file in memory and
-copies them.
+Only safetensors files are supported, because reading a pickle runs code. No network is used. The
+written bytes equal those of the safetensors library. The library's function is not used because it
+needs all tensors of a file in memory and copies them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of one tensor. file: its safetensors file. dtype: the name in the file (``F32``,
-    ``BF16``).
+    """Location of one tensor.
+
+    file: the safetensors file that contains it. dtype: its name in that file (``F32``, ``BF16``).
     """
 
     file: Path
@@ -65,7 +66,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Folder:
-    """A complete folder. config: config.json. files: of weights. tensors: name -> location."""
+    """A complete Hugging Face folder.
+
+    config: content of config.json. files: files of weights. tensors: name -> location.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -74,7 +78,7 @@ class Folder:
 
     @property
     def ours(self) -> bool:
-        """True if the folder contains this project's modeling code."""
+        """True if the folder is an export with this project's modeling code."""
         return self.config.get("model_type") == "fem_lm"
 
     def get(self, name: str) -> torch.Tensor:
@@ -96,12 +100,13 @@ class Folder:
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return several tensors as ``get`` does."""
+        """Return name -> tensor on the CPU for ``names``, as ``get`` does for one name."""
         return {name: self.get(name) for name in names}
 
     def training(self) -> dict[str, Any]:
-        """Return the part of the checkpoint's manifest that an export keeps; {} if absent. Raises
-        ConfigError if it is not JSON.
+        """Return the content of training.json, the part of the manifest that an export keeps.
+
+        An empty dictionary if the file is absent. Raises ConfigError if it is not JSON.
         """
         path = self.path / TRAINING
         return json_object(path) if path.is_file() else {}
@@ -118,8 +123,9 @@ def is_folder(path: Path) -> bool:
 
 
 def read_folder(path: Path) -> Folder:
-    """Return the folder after checking that every named file is complete and contains its tensors.
-    Only headers are read.
+    """Return the Folder at ``path`` after checking that all its files are complete.
+
+    Every file in the index must exist and contain its tensors. Only headers are read.
 
     Raises:
         ConfigError: a file is missing, damaged or a pickle; the message names it.
@@ -162,8 +168,9 @@ def read_folder(path: Path) -> Folder:
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """Return name -> tensor of one safetensors file. Raises ConfigError if it is not a complete
-    safetensors file.
+    """Return name -> location of every tensor in one safetensors file.
+
+    Raises ConfigError if it is not a complete safetensors file.
     """
     try:
         with files_told(), safe_open(file, framework="pt") as opened:
@@ -177,7 +184,7 @@ def header(file: Path) -> dict[str, Stored]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if it contains none."""
+    """Return the content of a JSON file as a dictionary. Raises ConfigError if it is no object."""
     with files_told():
         text = path.read_bytes()
     try:
@@ -217,8 +224,9 @@ PIECE = 2**22  # elements whose dtype is converted in one step
 
 
 def byte_count(text: str | int) -> int:
-    """Parse ``5GB`` as 5 * 10**9, ``200MiB`` as 200 * 2**20, a plain number as bytes. Raises
-    ValueError with the expected format.
+    """Return a file size in bytes from text such as ``5GB``, ``200MiB`` or ``1000``.
+
+    GB is 10**9 bytes, MiB 2**20. Raises ValueError, with the expected format, for other texts.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", str(text).strip().upper())
     size = int(float(found[1]) * UNITS[found[2] or "B"]) if found else 0
@@ -235,10 +243,10 @@ def write_shards(
     max_shard_size: int,
     progress: Progress,
 ) -> None:
-    """Write ``model*.safetensors``, a file with the hash of each, and the index if the weights need
-    several files.
+    """Write the weights as ``model*.safetensors`` into ``folder``, converted to ``dtype``.
 
-    A tensor larger than ``max_shard_size`` has its own file.
+    Next to each file a second one with its hash is written, and an index if the weights need
+    several files. max_shard_size: maximum bytes per file; a larger tensor has its own file.
 
     Raises:
         OSError: the file system failed. ConfigError: the source is damaged.
@@ -272,7 +280,10 @@ def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _header(recipes: Recipes, dtype: torch.dtype) -> bytes:
-    """Return length and JSON of the header; the bytes of the tensors follow in the same order."""
+    """Return the header of a safetensors file: its length in 8 bytes, then JSON.
+
+    The tensors must follow in the order of ``recipes``.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, recipe in recipes.items():

@@ -1,24 +1,32 @@
-"""Initialise a model with another mixer from a Transformer's weights: which parts of which tensors
-correspond, and which are new.
+"""Initialise a model with another mixer from a Transformer's weights: plan which parts of which
+tensors are copied, and which tensors are new.
 
-Parts of a layer by their role. q and k are compared; v is read, and out_proj maps the result to the
-stream:
+Attention has queries and keys (q, k), which are compared, values (v), which are read, and out_proj,
+which maps the result to the residual stream. Copied to each target mixer:
 
-    fem_softmax, fem_linear, fem_gla       q, k (budget i: same width as attention); v and out_proj
-    if model.fem.value_size equals attention's fem_aft, fem_lrnn_decay, fem_mamba     v and
-    out_proj, likewise; their weights have no queries or keys like attention's transformer with
-    other groups          q, out_proj; k and v that fewer queries share are repeated for each cem
-    query, key: its energy is of q.k; values and output use the same two matrices by definition
-    mha2nd1st, mha2nd, energy_linear       q, k; keys are the values, so out_proj reads something
-    else differential                           q, k with half the heads (two heads of attention
-    form one); v, out_proj deltanet, gated_deltanet, mamba2       parts with equal width: q, k, v;
-    out_proj together with v hyperset                               no part: one matrix is query,
-    key and value
+    fem_softmax, fem_linear, fem_gla
+        q, k if they are as wide as attention's (model.fem.budget "i");
+        v and out_proj if model.fem.value_size equals attention's width
+    fem_aft, fem_lrnn_decay, fem_mamba
+        v and out_proj, on the same condition; their weights contain no q and k like attention's
+    transformer with another number of key/value groups
+        q, out_proj; k and v, repeated for each group, if fewer queries share them in the target
+    cem
+        query, key: its energy is of q.k; values and output use the same two matrices by definition
+    mha2nd1st, mha2nd, energy_linear
+        q, k; their keys are also the values, so out_proj has another input and is new
+    differential
+        q, k with half the heads (two heads of attention form one); v, out_proj
+    deltanet, gated_deltanet, mamba2
+        those of q, k, v that are as wide as attention's; out_proj if v is copied
+    hyperset
+        no part: one matrix is query, key and value
 
-MLPs: swiglu completely; cem: up, inside SiLU, is the gate projection, gamma, its factor, is the up
-projection; its output matrix is the transpose of up. The channels of a head stay together, and
-heads keep their order. The norms of q and k (model.qk_norm) are copied with them. All other weights
-are initialised as in training, from the run's seed.
+SwiGLU MLPs are copied completely. In a cem MLP, ``up`` (inside SiLU) receives the gate projection,
+``gamma`` (its factor) the up projection; the output matrix is the transpose of ``up``.
+
+Channels of a head stay together, and heads keep their order. The norms of q and k (model.qk_norm)
+are copied with them. All other weights are initialised as in training, from the run's seed.
 """
 
 from __future__ import annotations
@@ -46,11 +54,12 @@ Fill = Callable[[Tensor, list[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of one tensor of the target.
+    """Origin of one tensor of the target model.
 
-    sources: names of the source's tensors that ``fill`` takes. parts: copied parts of the tensor,
-    in a user's words; () for all of it. copied: number of elements. fill: (the initialised tensor,
-    the sources) -> the tensor. taken: parts of the source's tensors that it uses.
+    sources: names of the tensors of the source model that ``fill`` uses. copied: number of copied
+    elements. fill: function (initialised tensor, source tensors) -> tensor. parts: names of the
+    copied parts, for the user; empty if the entire tensor is copied. taken: parts of the source
+    tensors that are used.
     """
 
     sources: tuple[str, ...]
@@ -66,7 +75,11 @@ Origins = dict[str, Origin]
 
 @dataclass(frozen=True)
 class Graft:
-    """A target and the origins of its tensors. left: unused parts of the source."""
+    """Plan for a target model.
+
+    origins: tensor of the target -> its origin; tensors without an entry are new. left: parts of
+    the source model that are not used.
+    """
 
     target: ModelConfig
     origins: Origins
@@ -100,7 +113,10 @@ def check_target(source: ModelConfig, target: ModelConfig) -> None:
 
 
 def graft(source: ModelConfig, target: ModelConfig) -> Graft:
-    """Return the plan for a target, checked by ``check_target``, from the source's weights."""
+    """Return the plan to initialise ``target`` from the weights of ``source``.
+
+    The target must have passed ``check_target``.
+    """
     have, want = model_weights(source), model_weights(target)
     origins: Origins = {}
     embedding, output, norm = (
@@ -131,8 +147,9 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
 
 
 def described(plan: Graft) -> dict[str, Any]:
-    """Return the table for programs: one entry for equal tensors of several layers with one origin,
-    in the order of the model.
+    """Return the plan as a dictionary for JSON: copied and new tensors, sums, unused parts.
+
+    Equal tensors of several layers share one entry. Entries have the order of the model.
     """
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
     for name, weight in model_weights(plan.target).items():
@@ -158,8 +175,10 @@ def described(plan: Graft) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Return the result of ``described`` as lines of text: every tensor, copied parts, number of
-    elements; sums; unused parts.
+    """Return the result of ``described`` as lines of text for the user.
+
+    The lines contain one row per tensor (copied parts, numbers of elements), the sums, and the
+    unused parts of the source.
     """
     cells = [("tensor", "layers", "", "parameters", "copied")]
     total = f"{100 * found['copied'] / found['parameters']:.1f}% copied"
@@ -178,8 +197,9 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def _generalised(names: tuple[str, ...]) -> list[str]:
-    """Return parts of tensors, one entry per tensor with its layers:
-    ``decoder.layers.N.mixer.in_proj.weight (0-3): q, k``.
+    """Return the names of tensor parts with equal names of several layers joined.
+
+    Example of an entry: ``decoder.layers.N.mixer.in_proj.weight (0-3): q, k``.
     """
     layers: dict[str, list[int]] = {}
     for name in names:
@@ -248,8 +268,10 @@ def _mixer(source: Shape, target: Shape) -> Origins:
 
 
 def _fits(source: AttentionShape, packing: Packing, part: str, role: str) -> bool:
-    """Return True if a slice is as wide as a head of attention, or as the heads that it
-    contains.
+    """Return True if attention's heads can be copied into one part of a packed matrix.
+
+    part: its name; role: q, k or v. Per head of the target, the part must be as wide as one head of
+    attention, or, if a head of the target has several queries, as the same number of heads.
     """
     width, queries = packing.widths[part], packing.queries
     if packing.heads == source.heads and width == source.head:
@@ -260,8 +282,10 @@ def _fits(source: AttentionShape, packing: Packing, part: str, role: str) -> boo
 
 
 def _regrouped(source: AttentionShape, target: AttentionShape) -> Origins:
-    """Return the origins of attention from attention: complete if keys and values are shared by as
-    many or fewer queries; else only the queries.
+    """Return the origins for attention whose heads share keys and values in other groups.
+
+    Keys and values are copied if the target's number of groups is a multiple of the source's; else
+    only queries and out_proj. The result is empty if the heads differ.
     """
     if (target.heads, target.head) != (source.heads, source.head):
         return {}
@@ -306,8 +330,14 @@ def _mlp(source: Shape, target: Shape) -> Origins:
 
 
 def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> dict[str, Tensor]:
-    """Split in_proj [rows, ...] into q [heads, d, ...], k and v [groups, d, ...], repeated from the
-    source's groups to ``groups`` (None: heads).
+    """Split packed rows of attention by head.
+
+    Args:
+        packed: in_proj [rows, ...] of attention with this ``shape``.
+        groups: number of groups to which k and v are repeated; None: one per head.
+
+    Returns:
+        q [heads, d, ...], k and v [groups, d, ...], with d the width of a head.
     """
     each = shape.heads // shape.groups
     grouped = packed.unflatten(0, (shape.groups, each + 2, shape.head))
@@ -317,8 +347,10 @@ def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> 
 
 
 def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Fill:
-    """Return a function that replaces the slices of ``fitting`` in the initialised tensor by the
-    source's heads.
+    """Return the ``fill`` function (see ``Origin``) that copies attention's heads into a packed
+    tensor.
+
+    fitting: part of the packed tensor -> q, k or v. Other parts keep their initial values.
     """
 
     def fill(start: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -351,7 +383,7 @@ def _whole(name: str, size: int) -> Origin:
 
 
 def _renamed(origins: Origins, prefix: str) -> Origins:
-    """Return the origins with ``prefix`` before the names, in the source and in the target."""
+    """Return the origins with ``prefix`` before all names of tensors and parts."""
     return {
         prefix + name: Origin(
             tuple(prefix + source for source in origin.sources),
@@ -371,6 +403,6 @@ def _all_of(name: str) -> list[str]:
 
 
 def _parts_of(name: str, source: ModelConfig) -> list[str]:
-    """Return the result of ``_all_of`` for a name in the full model."""
+    """Return the parts of a tensor (see ``_all_of``), given its name in the full model."""
     found = re.match(r"(decoder\.layers\.\d+\.(?:mixer|mlp)\.)(.*)", name)
     return [found[1] + part for part in _all_of(found[2])] if found else [name]

@@ -1,14 +1,14 @@
 """Verb ``import``: convert a Hugging Face folder, our export or a stock Transformer, to a
 checkpoint of weights for ``checkpoint.load``.
 
-    OUT/step_NNNNNNNN   the checkpoint, usable at any layout; step of training.json, else 0
+    OUT/step_NNNNNNNN   checkpoint, usable at any layout; the step is that of training.json, else 0
     OUT/tokenizer       the folder's tokenizer, if it has one
     OUT/model.yaml      the model section, for model=OUT/model.yaml
     OUT/grafted.json    with another mixer: copied and new weights (see ``graft``)
 
-If config.json and training.json disagree on the model, config.json is used: transformers reads it,
-so users edit it. Peak memory: the weights once in their stored dtype, and the sources of one
-tensor.
+If config.json and training.json describe different models, config.json is used, because it is the
+file that transformers reads and that users edit. Peak memory: the weights once in their stored
+dtype, plus the sources of one tensor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ PROGRESS = ("step", "consumed_samples", "order_samples", "skipped_steps", "bad_s
 
 @dataclass(frozen=True)
 class Source:
-    """Content of a folder. model: from config.json. training: from training.json, {} if absent."""
+    """Folder to import.
+
+    model: the model of config.json. training: content of training.json; {} if absent.
+    """
 
     folder: Folder
     model: ModelConfig
@@ -71,12 +74,14 @@ class Source:
 
     @cached_property
     def recipes(self) -> Recipes:
-        """Return name in the checkpoint -> recipe from the folder's tensors."""
+        """Return name in the checkpoint -> recipe that creates the tensor from the folder's
+        tensors.
+        """
         return from_fem(self.model) if self.folder.ours else from_stock(self.model)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name in the folder -> required shape."""
+        """Return name in the folder -> required shape, for all tensors of the model."""
         recipes = to_fem(self.model) if self.folder.ours else to_stock(self.model)
         return {name: recipe.shape for name, recipe in recipes.items()}
 
@@ -113,9 +118,13 @@ def import_folder(
 ) -> None:
     """Write the folder ``hf_dir`` as a checkpoint to ``out``, atomically, and print the result.
 
-    mixer: initialise a model with this mixer from the folder's weights (see ``graft``). dtype: of
-    all weights; None: as stored. settings: ``section.key=value`` for the configuration in the
-    checkpoint, including the model.
+    Args:
+        mixer: name of the mixer of the new model, which is initialised from the folder's weights
+            (see ``graft``); None: the folder's own model.
+        dtype: dtype of all weights; None: as stored.
+        settings: ``section.key=value`` texts for the configuration in the checkpoint, including
+            the model.
+        overwrite: replace an earlier import in ``out``.
 
     Raises:
         ConfigError: the folder is invalid, incomplete or of an unsupported model; a setting is
@@ -178,7 +187,7 @@ def import_folder(
 
 
 def read_source(path: Path) -> Source:
-    """Read the headers and the model of the folder at ``path``.
+    """Return the folder at ``path`` as a Source; only headers of the weights are read.
 
     Raises:
         ConfigError: it is not a complete folder in safetensors of a supported model.
@@ -218,14 +227,15 @@ def read_source(path: Path) -> Source:
 def run_config(
     source: Source, out: Path, mixer: str | None, dtype: str | None, settings: list[str]
 ) -> tuple[RunConfig, list[str]]:
-    """Return the configuration in the checkpoint, and notes for the user.
+    """Return the configuration for the checkpoint, and notes for the user.
 
-    It is that of training.json if present, else the defaults; the model is that of config.json,
-    with ``mixer`` the same with another mixer; the tokenizer is OUT's; then ``settings`` apply.
+    The configuration is that of training.json, or the defaults if that file is absent. Its model is
+    the one of config.json, with ``mixer`` as its mixer unless None. Its tokenizer is OUT/tokenizer.
+    Finally ``settings`` are applied.
 
     Raises:
-        ConfigError: a key or a value is invalid; a mixer is set only by ``settings``, or does not
-        fit.
+        ConfigError: a key or a value is invalid; ``settings`` change the mixer without ``mixer``;
+        the mixer does not fit the weights.
     """
     folder, model, notes = source.folder, source.model, []
     values = dict(source.training.get("config") or _defaults(folder, dtype))
@@ -274,8 +284,10 @@ def run_config(
 
 
 def check_tensors(source: Source) -> None:
-    """Raise ConfigError unless the folder contains exactly the tensors of its config.json, in their
-    shapes and a floating dtype.
+    """Raise ConfigError unless the folder contains exactly the tensors that its config.json
+    requires.
+
+    Shapes must match, and all dtypes must be floating-point types.
     """
     tensors, path, shapes, head = (
         source.folder.tensors,
@@ -321,7 +333,7 @@ def check_tensors(source: Source) -> None:
 
 
 def model_yaml(model: ModelConfig, source: Path) -> str:
-    """Return the model section as a file for ``model=PATH``."""
+    """Return the text of model.yaml: the model section, for ``model=PATH`` on a command line."""
     text = yaml.safe_dump(plain(model), sort_keys=False, allow_unicode=True, width=120)
     return (
         f"# Model section of {source.resolve().name}, written by python -m tools.hf import.\n{text}"
@@ -332,7 +344,10 @@ def model_yaml(model: ModelConfig, source: Path) -> str:
 
 
 def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
-    """Raise ConfigError if the checkpoint cannot be written to ``out``."""
+    """Raise ConfigError if ``out`` contains the folder to import or anything but an earlier import.
+
+    An earlier import is accepted with ``overwrite``.
+    """
     if hf_dir.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
             f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'contains'} the folder to"
@@ -364,8 +379,12 @@ def _no_folder(path: Path) -> str:
 
 
 def _padded_as(model: ModelConfig, training: dict[str, Any]) -> ModelConfig:
-    """Return a stock model as the run that exported it defined it; if the run's model differs, take
-    only its padding of the vocabulary.
+    """Return the model of a stock folder with settings of the run that exported it.
+
+    config.json of a stock class does not contain settings such as the padding of the vocabulary;
+    training.json does. If both describe the same model, that of training.json is returned.
+    Otherwise only the padding is taken from training.json. Without one, ``model`` is returned
+    unchanged.
     """
     trained = training.get("config", {}).get("model")
     if trained is None:
@@ -390,8 +409,9 @@ def _padding(model: ModelConfig) -> dict[str, Any]:
 
 
 def _differing(model: dict[str, Any], trained: dict[str, Any], prefix: str = "model.") -> list[str]:
-    """Return the keys with different values as ``model.key is A, was B``; keys that the older one
-    lacks are ignored.
+    """Return one text ``model.key is A, was B`` for each key whose value differs from ``trained``.
+
+    Keys that ``trained``, which may be older, does not contain are ignored.
     """
     found = []
     for key in [key for key in model if key in trained]:
@@ -403,8 +423,9 @@ def _differing(model: dict[str, Any], trained: dict[str, Any], prefix: str = "mo
 
 
 def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
-    """Return the settings that a folder without training.json provides: name, context length, the
-    precision of the weights.
+    """Return run settings for a folder without training.json.
+
+    They contain its name, its context length if known, and the precision of its weights.
     """
     stored = {stored.dtype for stored in folder.tensors.values()}
     precision = "bf16" if dtype == "bfloat16" or (dtype is None and stored == {"BF16"}) else "fp32"
@@ -414,7 +435,7 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
 
 
 def _all_in(ids: Any, entries: range) -> bool:
-    """Return True if ``ids``, one token or several, are all entries of the vocabulary."""
+    """Return True if ``ids`` (one token id or a non-empty list) are in the range ``entries``."""
     return bool(ids != []) and all(
         type(token) is int and token in entries
         for token in (ids if isinstance(ids, list) else [ids])
@@ -423,7 +444,7 @@ def _all_in(ids: Any, entries: range) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """Training state of an export besides its configuration; for a new model, zero steps."""
+    """Progress, data and validation loss in an export; the defaults are of a new model."""
 
     progress: dict[str, Any] = field(
         default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0}
@@ -433,7 +454,10 @@ class Kept:
 
 
 def _kept(source: Source) -> Kept:
-    """Return the training state of an export. Raises ConfigError if training.json is damaged."""
+    """Return the progress, data and validation loss in training.json.
+
+    Raises ConfigError if the file is damaged.
+    """
     given = source.training
     progress, data, loss = (
         given.get("progress") or {},
@@ -466,8 +490,10 @@ def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
 def _grafted(
     source: Source, config: RunConfig, plan: Graft, dtype: str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and weight of the target: initialised as in training, in the dtype of the folder's
-    embedding, with the copied parts.
+    """Yield (name, weight) of the target model of a graft.
+
+    Each weight is initialised as in training and then receives its copied parts. dtype: None: that
+    of the folder's embedding.
     """
     from fem_megatron.megatron.model import start
 
@@ -495,8 +521,10 @@ def _grafted(
 
 
 def _owned(tensor: Tensor, dtype: str | None) -> Tensor:
-    """Return the tensor in its dtype, contiguous, in its own memory: not a view of a mapped file or
-    of a larger tensor.
+    """Return the tensor, converted to ``dtype`` (None: unchanged), contiguous and in its own
+    memory.
+
+    The result is not a view of a memory-mapped file or of a larger tensor.
     """
     cast = tensor.to(DTYPES[dtype]) if dtype else tensor
     alone = cast.is_contiguous() and cast.untyped_storage().nbytes() == cast.nbytes

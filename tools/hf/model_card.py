@@ -1,5 +1,5 @@
-"""Facts about a model for readers (README.md: description, usage, citation) and for programs
-(training.json).
+"""Collect facts about a model and write them for readers (README.md: description, usage, citation)
+and for programs (training.json).
 
 Facts come from the checkpoint, its run directory and its data. References contain only data that
 was read in the papers; no author and no number is guessed.
@@ -57,7 +57,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class License:
-    """License of weights: an id of the Hub, or a name with a link to the text."""
+    """License of weights: an id of the Hugging Face Hub, or another name with a link."""
 
     name: str
     link: str | None = None
@@ -78,7 +78,7 @@ class License:
         return cls(name, link or None)
 
     def metadata(self) -> dict[str, str]:
-        """Return the entries in the header of a model card that the Hub reads."""
+        """Return the license entries for the YAML header of a model card, in the Hub's format."""
         return (
             {"license": self.name}
             if self.link is None
@@ -103,13 +103,20 @@ def model_card(
     has_code: bool,
     weights_license: License | None,
 ) -> str:
-    """Return the card as Markdown.
+    """Return the model card as Markdown.
 
-    ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers
-    builds. whole_tokenizer: True if the folder has a tokenizer.json. packages: requirements of the
-    model's code besides torch and transformers; None: a class of transformers. has_code: the folder has
-    Python files of the model or the tokenizer.
-    """  # noqa: E501
+    Args:
+        parameters: number of parameters.
+        card: ``name`` (the title), and facts under the keys of ROWS.
+        architecture: class that transformers builds.
+        has_tokenizer: the folder contains a tokenizer.
+        whole_tokenizer: the folder contains a tokenizer.json.
+        has_training: the folder contains training.json.
+        packages: requirements of the model's code besides torch and transformers;
+            None: the model is a class of transformers.
+        has_code: the folder has Python files of the model or the tokenizer.
+        weights_license: None: no license is stated for the weights.
+    """
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
     depth = (
@@ -183,8 +190,9 @@ def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
 
 
 def _licenses(weights: License | None, has_code: bool) -> list[str]:
-    """Return one sentence for the code and one for the weights; none for weights without code and
-    without a chosen license.
+    """Return sentences about the licenses of the code and of the weights.
+
+    The result is empty if the folder has no code and no license was chosen for the weights.
     """
     code = (
         [f"The Python files are under {LICENSE_ID} ([{LICENSE}]({LICENSE}))."] if has_code else []
@@ -219,7 +227,10 @@ def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any
 
 
 def _changed(settings: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Return the settings of the mixers' sections that differ from their defaults."""
+    """Return (key as Markdown, value) for each setting of a mixer that differs from its default.
+
+    Nested sections are included; settings of the top level are not.
+    """
     rows: list[tuple[str, Any]] = []
     default = type(settings)()
     for field in fields(settings):
@@ -245,15 +256,18 @@ METRICS = "metrics.jsonl"
 
 
 def run_config(step: Path, manifest: dict[str, Any]) -> RunConfig:
-    """Return the configuration in a checkpoint. Raises ConfigError if this code does not support
+    """Return the run configuration in a checkpoint's manifest.
+
+    step: folder of the checkpoint, for messages. Raises ConfigError if this code does not support
     it.
     """
     return run_of(manifest["config"], step / "manifest.json")
 
 
 def training_record(manifest: dict[str, Any], heldout_loss: float | None) -> dict[str, Any]:
-    """Return the content of training.json, which an import restores: the manifest's entries about
-    the training, without those about files.
+    """Return the content of training.json, from which an import restores the training state.
+
+    It contains the manifest's entries about the training, but none about files.
     """
     return {
         "format": 1,
@@ -266,8 +280,9 @@ def training_record(manifest: dict[str, Any], heldout_loss: float | None) -> dic
 
 
 def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
-    """Return the validation loss in nats per token at the checkpoint's step, from the manifest or
-    else the run's log; None if unknown.
+    """Return the validation loss at the checkpoint's step, in nats per token; None if unknown.
+
+    The loss is in the manifest or in the run's metrics log.
     """
     if manifest.get("heldout_loss") is not None:
         return float(manifest["heldout_loss"])
@@ -288,8 +303,11 @@ def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
 
 
 def data_manifests(config: RunConfig) -> tuple[dict[str, Manifest], list[str]]:
-    """Return prefix of a source -> its data_prep manifest, if it exists; and one line for each that
-    cannot be read.
+    """Return the data_prep manifests of all training and validation sources.
+
+    Returns:
+        Prefix of a source -> its manifest, if one exists; and one message for each manifest that
+        cannot be read.
     """
     found, notes = {}, []
     for source in (*config.data.train, *config.data.valid):
@@ -306,7 +324,11 @@ def data_manifests(config: RunConfig) -> tuple[dict[str, Manifest], list[str]]:
 def training_card(
     config: RunConfig, found: Found, loss: float | None, manifests: dict[str, Manifest]
 ) -> dict[str, Any]:
-    """Return the known facts with the keys of ``model_card``."""
+    """Return the known facts about the training, under the keys of ``model_card``'s ``card``.
+
+    found: the checkpoint. loss: validation loss in nats per token, or None. manifests: as returned
+    by ``data_manifests``.
+    """
     train, length = config.train, config.data.seq_length
     card: dict[str, Any] = {
         "name": config.name,
@@ -341,8 +363,10 @@ def training_card(
 
 
 def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> str:
-    """Return the text about each source: the last two parts of its path, its share of the blend,
-    and its tokens if known.
+    """Return one text that describes all data sources.
+
+    For each source it contains the last two parts of its path, its share if several sources are
+    blended, and its number of tokens if known.
     """
     total, texts = sum(source.weight for source in sources) or 1.0, []
     for source in sources:
@@ -357,8 +381,9 @@ def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> st
 
 
 def _bytes_per_token(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> float | None:
-    """Return the bytes per token of the validation text; None without a manifest or with several
-    blended sources.
+    """Return the bytes per token of the validation text.
+
+    None without a manifest or if several sources are blended.
     """
     split = _split(sources[0], manifests) if len(sources) == 1 else None
     return (

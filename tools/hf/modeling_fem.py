@@ -1,8 +1,8 @@
 """The exported language model for stock transformers: the training code's blocks between an
 embedding and an output layer.
 
-Copied to every export together with the files that it imports; it may use only torch and
-transformers. The mathematics of a mixer and its decoding state are in the blocks. This file
+This file is copied to every export together with the files that it imports. It may use only torch
+and transformers. The blocks contain the mathematics of a mixer and its decoding state; this file
 contains the interface that transformers requires, and creates, reorders and clears decoding states.
 
 Long, because transformers requires the classes of a model in one modeling file.
@@ -34,8 +34,10 @@ from .configuration_fem import FemLMConfig
 
 
 class FemCacheLayer(DynamicLayer):
-    """Decoding state of one block: named tensors, batch dimension first, and the number of tokens
-    that they represent.
+    """Decoding state of one block.
+
+    It contains named tensors, with the batch as first dimension, and the number of tokens that they
+    represent.
     """
 
     is_croppable = False
@@ -48,10 +50,10 @@ class FemCacheLayer(DynamicLayer):
         self.tokens = 0
 
     def before(self, x: Tensor) -> None:
-        """Prepare the state before the block reads x [t, b, hidden]."""
+        """Prepare the state for the next call of the block with input x [t, b, hidden]."""
 
     def after(self, x: Tensor) -> None:
-        """Count the tokens after the block has read them."""
+        """Count the tokens of x [t, b, hidden], which the block has just processed."""
         self.tokens += x.shape[0]
         self.is_initialized = True
 
@@ -60,7 +62,7 @@ class FemCacheLayer(DynamicLayer):
         return self.tokens
 
     def get_max_cache_shape(self) -> int:
-        """Return the maximum number of tokens; -1: unlimited."""
+        """Return -1: the number of tokens is unlimited."""
         return -1
 
     get_max_length = get_max_cache_shape
@@ -70,14 +72,15 @@ class FemCacheLayer(DynamicLayer):
         self.state, self.tokens, self.is_initialized = {}, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove no tokens; other counts raise ValueError, since an earlier state cannot be
-        recovered from a later one.
+        """Return if the number of tokens is 0; raise ValueError for any other number.
+
+        An earlier state cannot be recovered from a later one.
         """
         if tokens_to_remove != 0:
             raise ValueError("this model's cache cannot return to an earlier step")
 
     def offload(self) -> None:
-        """Raise ValueError: the state stays on the layer's device."""
+        """Raise ValueError: the state must stay on the device of its layer."""
         raise ValueError(
             "this model's cache cannot be offloaded; `python -m pretrain --plan` reports its size"
         )
@@ -96,11 +99,11 @@ class FemCacheLayer(DynamicLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
+        """Keep only the rows ``indices`` of the batch, in this order."""
         self.state = {name: value[indices.to(value.device)] for name, value in self.state.items()}
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
+        """Repeat each row of the batch ``repeats`` times."""
         self.state = {
             name: value.repeat_interleave(repeats, dim=0) for name, value in self.state.items()
         }
@@ -117,10 +120,10 @@ class FemStaticCacheLayer(FemCacheLayer):
         self.room = Room(places, torch.zeros((), dtype=torch.int64))
 
     def before(self, x: Tensor) -> None:
-        """Prepare the state; at the start, move the token count to the block's device.
+        """Prepare the state; before the first call, move the token count to the device of x.
 
-        Raises ValueError if the tokens do not fit, or if torch.export would store a tensor that the
-        step writes as a constant.
+        Raises ValueError if the tokens do not fit, or if torch.export would store the token count,
+        which every step changes, as a constant.
         """
         if (
             torch.compiler.is_exporting()
@@ -137,12 +140,16 @@ class FemStaticCacheLayer(FemCacheLayer):
             self.room.check(x.shape[0])
 
     def after(self, x: Tensor) -> None:
-        """Count the tokens in place: a compiled step refers to the tensor, not to its value."""
+        """Add the tokens of x to the count, in place.
+
+        A compiled step refers to the tensor that contains the count, so this tensor must not be
+        replaced.
+        """
         self.room.taken.add_(x.shape[0])
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        """Return the number of past tokens; waits for the device."""
+        """Return the number of past tokens. Synchronizes with the device."""
         return int(self.room.taken)
 
     def get_max_cache_shape(self) -> int:
@@ -158,22 +165,23 @@ class FemStaticCacheLayer(FemCacheLayer):
 
 
 class FemCache(Cache):
-    """Cache with one FemCacheLayer per block. KV caches grow with the text; states of linear-time
-    mixers do not.
+    """Cache with one FemCacheLayer per block.
+
+    KV caches grow with the text; states of linear-time mixers have a constant size.
     """
 
     def __init__(self, config: FemLMConfig) -> None:
         super().__init__(layers=[FemCacheLayer() for _ in range(config.num_hidden_layers)])
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the tensors of each block's state; () before the first token."""
+        """Yield one tuple per block with the tensors of its state; empty tuples before the first
+        token.
+        """
         for layer in self.layers:
             yield tuple(layer.state.values())  # type: ignore[union-attr]
 
     def __getitem__(self, index: int) -> Any:
-        """Raise TypeError: by transformers' convention this would return the keys and values of a
-        layer.
-        """
+        """Raise TypeError: transformers expects keys and values, which this cache does not have."""
         raise TypeError(
             "a FemCache has no keys and values: read cache.layers[i].state, and"
             " cache.get_seq_length() for its tokens"
@@ -190,14 +198,14 @@ class FemCache(Cache):
 
 
 class FemStaticCache(FemCache):
-    """FemCache for at most ``max_cache_len`` tokens: all decoding steps have equal shapes, so they
-    are compiled once.
+    """FemCache with a fixed size of ``max_cache_len`` tokens.
 
-    A KV cache allocates max_cache_len + 1 positions at the first token, also with a window; states
-    of linear-time mixers keep their size.
+    All decoding steps have equal shapes, so one step is compiled once and reused. A KV cache
+    allocates max_cache_len + 1 positions at the first token, even with a sliding window. The states
+    of linear-time mixers have the same size as without a limit.
 
     Raises:
-        ValueError: the length is below 1 or above the limit of a mixer.
+        ValueError: max_cache_len is below 1 or above the limit of a mixer.
     """
 
     def __init__(self, config: FemLMConfig, max_cache_len: int) -> None:
@@ -220,19 +228,18 @@ class FemStaticCache(FemCache):
 
 
 class Alone(OneProcess):
-    """A single process whose parameters have no attributes: transformers 4 interprets them as
-    arguments of the parameter's class.
+    """A single process (see OneProcess) that creates parameters without extra attributes.
+
+    transformers 4 would pass such attributes as arguments to the parameter's class.
     """
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Create the parameter of OneProcess, constant or uninitialised."""
+        """Return the parameter that OneProcess creates, without its attributes."""
         return nn.Parameter(super().parameter(weight).data)
 
 
 class FemBlock(GradientCheckpointingLayer, Block):
-    """A block of the training code in one process, with its decoding state in transformers'
-    cache.
-    """
+    """Block of the training code in one process; its decoding state is in transformers' cache."""
 
     def __init__(self, shape: BlockShape, layer_idx: int, causal: bool, recurrence: int) -> None:
         super().__init__(shape, Alone(torch.get_default_dtype()))
@@ -250,8 +257,11 @@ class FemBlock(GradientCheckpointingLayer, Block):
         past_key_values: Cache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Map x [t, b, hidden] to the same shape; positions [t] or [t, b]; valid [b, past + t]
-        bool, False at padding.
+        """Apply the block to x [t, b, hidden] and return a tensor of the same shape.
+
+        positions [t] or [t, b]: positions of the tokens. valid [b, past + t] bool: False at
+        padding. past_key_values: the cache, whose entry for this block is updated. documents:
+        packed documents, which are used only without a cache.
         """
         layer: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if layer is None:
@@ -275,7 +285,7 @@ class FemBlock(GradientCheckpointingLayer, Block):
 
 
 class FemLMPreTrainedModel(PreTrainedModel):
-    """Base class with the attributes that transformers requires."""
+    """Base class of the models, with the attributes that transformers requires."""
 
     config: FemLMConfig
     config_class = FemLMConfig
@@ -288,7 +298,7 @@ class FemLMPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise weights as in training, from the shapes of the block."""
+        """Initialise the weights of one module as in training."""
         starts: dict[str, Weight] = getattr(module, "starts", {})
         if not starts and isinstance(module, nn.Linear | nn.Embedding):
             whole: Any = module.weight
@@ -309,8 +319,10 @@ class FemLMPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
 
     def resize_token_embeddings(self, *given: Any, **named: Any) -> nn.Embedding:
-        """Call transformers' method. Raises ValueError if tokens have velocities, whose embedding
-        it would not resize.
+        """Resize the embedding as transformers does, and return it.
+
+        Raises ValueError if the model has a second embedding for velocities, which transformers
+        would not resize.
         """
         if getattr(self.base_model, "embed_velocities", None) is not None:
             raise ValueError(
@@ -322,7 +334,7 @@ class FemLMPreTrainedModel(PreTrainedModel):
 
 
 class FemLMModel(FemLMPreTrainedModel):
-    """Embedding, blocks, final norm.
+    """Model without an output layer: embedding, blocks and final norm.
 
     Raises:
         ValueError: sizes in the configuration do not match, or its recurrence is below 1.
@@ -361,13 +373,18 @@ class FemLMModel(FemLMPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Map input_ids [b, t] or inputs_embeds [b, t, hidden], with attention_mask [b, past + t]
-        (0 at padding), to last_hidden_state [b, t, hidden].
+        """Compute the hidden states after the final norm, last_hidden_state [b, t, hidden].
 
-        Where position_ids do not increase by one, a new document begins, which is read separately.
-        This is transformers' convention for packed documents, which have no padding and no cache.
-        ``cu_seq_lens_q`` (for a single row) or ``seq_idx`` in ``kwargs`` also begin documents.
-        Other ``kwargs`` are ignored, as in transformers' models.
+        Args:
+            input_ids [b, t] or inputs_embeds [b, t, hidden]: exactly one of them.
+            attention_mask [b, past + t]: 0 at padding.
+            position_ids [b or 1, t]: None: counted from the mask.
+            kwargs: ``cu_seq_lens_q`` (for a single row) or ``seq_idx`` define packed documents.
+                Other arguments are ignored, as in transformers' models.
+
+        Wherever position_ids do not increase by one, a new document begins, which is read
+        separately. This is transformers' convention for packed documents, which have no padding and
+        no cache.
 
         Raises:
             ValueError: not exactly one input; a mask of another length; a cache that is not a
@@ -438,7 +455,12 @@ class FemLMModel(FemLMPreTrainedModel):
         return output if return_dict is not False else output.to_tuple()
 
     def _cache(self, given: Any, use_cache: bool | None) -> Any:
-        """Return the cache that this call fills: the given one, a new one, or None."""
+        """Return the cache that this call updates.
+
+        It is ``given`` unless None, else a new one. The result is None if no cache is given and
+        ``use_cache`` is False or the model is not causal. Raises ValueError if the model cannot use
+        the given cache.
+        """
         if given is None:
             if use_cache is None:
                 use_cache = self.config.use_cache and not self.training
@@ -469,8 +491,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def new_cache(self, max_cache_len: int | None = None) -> FemCache:
-        """Return an empty cache for ``generate(..., past_key_values=...)`` over several turns; with
-        a length, one of that fixed size.
+        """Return an empty cache for ``generate(..., past_key_values=...)`` over several turns.
+
+        max_cache_len: its fixed size in tokens; None: it grows with the text.
         """
         return (
             FemCache(self.config)
@@ -479,8 +502,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Raise ValueError, also for ``generate_batch`` and the context manager that call it:
-        blocks have their own states.
+        """Raise ValueError: continuous batching needs a paged cache of keys and values.
+
+        ``generate_batch`` and the context manager of transformers call this method and fail too.
         """
         raise ValueError(
             "continuous batching needs a paged cache of keys and values, which this model does not"
@@ -495,11 +519,13 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Prepare the cache (hook of transformers): ``cache_implementation`` is None, "dynamic" or
-        "static", or the caller passes a cache.
+        """Add the cache for ``generate`` to ``model_kwargs`` (hook of transformers).
 
-        Raises ValueError for another implementation, for both at once, and for generation methods
-        that would return to an earlier step.
+        ``cache_implementation`` may be None, "dynamic" or "static"; alternatively the caller passes
+        a cache.
+
+        Raises ValueError for another implementation, for an implementation together with a cache,
+        and for generation methods that would return to an earlier step.
         """
         kind, given = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if generation_mode in ("assisted_generation", "contrastive_search", "dola_generation"):
@@ -531,8 +557,9 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
                 self.largest_static_cache = longest
 
     def _prepare_position_ids_for_generation(self, *_: Any, **__: Any) -> None:
-        """Pass no positions (hook of transformers since 5.0): ``forward`` counts the tokens of the
-        mask at every step.
+        """Return None (hook of transformers since 5.0).
+
+        ``forward`` then counts the positions from the mask at every step.
         """
 
     def create_masks_for_generate(
@@ -542,10 +569,11 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> Tensor | None:
-        """Widen the mask to the size of a static cache (hook of transformers), so that it has the
-        same shape at every step.
+        """Return the attention mask, extended to the size of the static cache (hook of
+        transformers).
 
-        transformers 5 passes no mask for a batch without padding; then a mask of ones is created.
+        With the same shape at every step, the step is compiled only once. transformers 5 passes no
+        mask for a batch without padding; then the mask consists of ones.
         """
         if attention_mask is None and inputs_embeds is None:
             return None
@@ -575,11 +603,15 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Run FemLMModel and return loss [] for labels [b, t] (-100: ignored; shifted by this
-        method) and logits [b, t or logits_to_keep, vocab_size].
+        """Run FemLMModel and the output layer.
 
-        ``kwargs`` are also passed to transformers' loss function (num_items_in_batch,
-        shift_labels).
+        Args:
+            labels [b, t]: token ids, -100 where ignored; this method shifts them by one token.
+            logits_to_keep: number of last positions, or indices of positions, with logits; 0: all.
+            kwargs: also passed to transformers' loss function (num_items_in_batch, shift_labels).
+
+        Returns:
+            loss, a scalar or None without labels, and logits [b, t or logits_to_keep, vocab_size].
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -616,11 +648,14 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FemLMConfig.model_type] = FemLMForCausalLM.__n
 def _placed(
     cache: Any, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor, gapless: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Return valid as in `Context`, and the positions of the new tokens x [b, t, hidden], [t] or
-    [t, b].
+    """Return the mask and the positions that the blocks need for the new tokens x [b, t, hidden].
 
-    Unless given (as [b or 1, t]), positions are counted without the padding before them. gapless:
-    no padding is inside the text of a row.
+    Args:
+        position_ids [b or 1, t]: None: tokens are counted from 0, without the padding before them.
+        gapless: raise ValueError if padding is between two tokens of a row.
+
+    Returns:
+        The mask of `Context.valid` or None; positions [t] or [t, b].
     """
     batch, length = x.shape[:2]
     room: Room | None = None if cache is None else cache.layers[0].room
@@ -649,12 +684,14 @@ def _placed(
 
 
 def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
-    """Return the first tokens of documents in x [b, t, hidden] by these keyword arguments, [b, t]
-    bool on the CPU; None if none is given.
+    """Return [b, t] bool on the CPU, True at the first token of each document in x [b, t, hidden].
 
-    cu_seq_lens_q, cu_seq_lens_k: 0, and the end of each document of a single row. seq_idx [1 or b,
-    t]: the document number of each token. Raises ValueError if they do not fit x or contradict each
-    other.
+    None if ``given`` contains none of these arguments of ``forward``:
+
+    - cu_seq_lens_q, cu_seq_lens_k: 0, then the end of each document of a single row;
+    - seq_idx [1 or b, t]: the document number of each token.
+
+    Raises ValueError if they do not fit x or contradict each other.
     """
     batch, length = x.shape[:2]
     found: dict[str, Tensor] = {}
@@ -692,11 +729,11 @@ def _borders(given: dict[str, Any], x: Tensor) -> Tensor | None:
 def _packed(
     borders: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor
 ) -> Documents | None:
-    """Return the documents of x [b, t, hidden] from `_borders` and position_ids [b or 1, t]; None
-    if each sequence is one document.
+    """Return the packed documents of x [b, t, hidden]; None if each sequence is one document.
 
-    Raises ValueError if the two contradict each other; and for padded sequences if documents begin,
-    or positions decrease between two tokens.
+    Documents are defined by ``borders`` (the result of `_borders`) and by position_ids [b or 1, t].
+    Raises ValueError if the two contradict each other, or if padded sequences contain several
+    documents or decreasing positions.
     """
     if position_ids is None and borders is None:
         return None
@@ -728,8 +765,10 @@ def _packed(
 def _placed_in_room(
     room: Room, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor, gapless: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `_placed` for a static cache with a past; attention_mask [b, any number
-    up to its size] or None.
+    """Return the result of `_placed` for a static cache that already contains tokens.
+
+    room: size and token count of the cache. attention_mask [b, at most the size of the cache] or
+    None.
     """
     batch, length = x.shape[:2]
     if not torch.compiler.is_compiling():
@@ -751,15 +790,17 @@ def _placed_in_room(
 
 
 def _counted(valid: Tensor) -> Tensor:
-    """Return the positions of valid [b, n] without padding; padding has position 1, as in
-    transformers 4.
+    """Return the position of each token of valid [b, n], counted without padding.
+
+    Padding has position 1, as in transformers 4.
     """
     return (valid.long().cumsum(dim=-1) - 1).masked_fill(~valid, 1)
 
 
 def _check_gaps(valid: Tensor) -> None:
-    """Raise ValueError if padding is between two tokens of a row of valid [b, n]. Waits for the
-    device; skipped in compiled code.
+    """Raise ValueError if padding is between two tokens of a row of valid [b, n].
+
+    Synchronizes with the device; returns at once in compiled code.
     """
     if not torch.compiler.is_compiling() and bool(
         ((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0] > 1).any()
@@ -772,5 +813,5 @@ def _check_gaps(valid: Tensor) -> None:
 
 
 def _by_token(position_ids: Tensor) -> Tensor:
-    """Convert [b or 1, t] to [t] for one row, else to [t, b]."""
+    """Convert position_ids [1, t] to [t], and [b, t] with b > 1 to [t, b]."""
     return position_ids[0] if position_ids.shape[0] == 1 else position_ids.T.contiguous()

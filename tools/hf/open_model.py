@@ -1,8 +1,9 @@
 """Open any model for transformers in one process: an export, another Hugging Face folder, or a
 checkpoint of any layout.
 
-``verify``, ``tools.generate`` and ``tools.evaluate`` open models only through this module, which
-also computes fingerprints. No network is used, and only code of our own exports is executed.
+``verify``, ``tools.generate`` and ``tools.evaluate`` open models only through this module. It also
+computes the fingerprints that identify models in stored results. No network is used, and only code
+of our own exports is executed.
 """
 
 from __future__ import annotations
@@ -61,11 +62,15 @@ CACHE_LINE = 64
 class OpenModel:
     """A model ready for use: on its device, in eval mode.
 
-    name: for tables. source: the checkpoint's step folder or the Hugging Face folder. model: a
-    transformers PreTrainedModel. tokenizer: None if unknown; ``no_tokenizer`` is then the reason.
-    config: the training code's configuration, if it supports the model. manifest: the checkpoint's,
-    or the part that an export keeps (training.json), else {}. kind: description of the source.
-    tokenizer_folder: the folder of the tokenizer.
+    Attributes:
+        name: name of the model in tables.
+        source: folder of the checkpoint's step, or the Hugging Face folder.
+        model: a transformers PreTrainedModel.
+        tokenizer: None if none was found; ``no_tokenizer`` is then the reason.
+        config: the training code's configuration; None if it does not support the model.
+        manifest: the checkpoint's manifest, or an export's training.json, or {}.
+        kind: description of the source, for messages.
+        tokenizer_folder: folder of the tokenizer.
     """
 
     name: str
@@ -80,7 +85,7 @@ class OpenModel:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence that the model accepts; None: unlimited."""
+        """Maximum number of tokens in a sequence; None: unlimited."""
         if self.config is not None:
             limits = [block.mixer.max_length() for block in self.config.blocks()]
             return min((limit for limit in limits if limit is not None), default=None)
@@ -89,13 +94,14 @@ class OpenModel:
 
     @property
     def trained_here(self) -> bool:
-        """True if its training data was prepared by ``data_prep`` (see ``encoding``)."""
+        """True if the model was trained on data of ``data_prep`` (see ``encoding``)."""
         return trained_here(self.manifest)
 
     @cached_property
     def encode(self) -> Encode:
-        """Function from text to the ids that the model reads; every tool encodes prompts with it.
-        Raises ConfigError (see ``encoder``).
+        """Function that converts a text to the ids that the model reads.
+
+        Every tool encodes prompts with it. Raises ConfigError (see ``encoder``).
         """
         return encoder(self.tokenizer, self.tokenizer_folder, as_data=self.trained_here)
 
@@ -114,14 +120,19 @@ def open_model(
     tokenizer: Path | None = None,
 ) -> OpenModel:
     """Open the model at ``path``: a run directory (its newest checkpoint), the folder of a step, an
-    export, or a stock folder.
+    export, or a Hugging Face folder of a class of transformers.
 
-    A checkpoint is opened as the class of its export: a stock class if it matches, else
-    FemLMForCausalLM. Memory: the weights once, and one more tensor while loading. dtype: None: as
-    stored. device: ``auto``, ``cpu`` or ``cuda``.
+    A checkpoint is opened as the class that its export would have (see ``export``). Peak memory:
+    the weights once, plus one tensor while loading.
+
+    Args:
+        dtype: dtype of the weights; None: as stored.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        tokenizer: folder of the tokenizer; None: the model's own, or the training's.
 
     Raises:
-        ConfigError: no model, an unreadable one, or a checkpoint whose parts do not match.
+        ConfigError: no model exists, it cannot be read, or tensors and configuration of the
+        checkpoint do not match.
     """
     place = device_named(device)
     path = Path(path)
@@ -156,8 +167,10 @@ def weights_at(path: Path) -> Path:
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device for ``auto`` (this machine's), ``cpu`` or ``cuda``. Raises ConfigError if
-    it does not exist.
+    """Return the device for ``auto``, ``cpu`` or ``cuda``.
+
+    ``auto`` selects the accelerator of this machine, if any. Raises ConfigError if the device does
+    not exist.
     """
     if name == "auto":
         return platform.device()
@@ -198,8 +211,9 @@ def check_there(path: Path) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress progress bars and reports of transformers in the block; relevant messages are
-    printed as one line elsewhere.
+    """Context manager that suppresses progress bars and log messages of transformers.
+
+    Callers print the relevant messages as one line themselves.
     """
     verbosity, bar = (
         transformers_logging.get_verbosity(),
@@ -219,8 +233,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def check_architecture(folder: Folder) -> None:
-    """Raise ConfigError unless transformers has this architecture as a causal language model, or
-    the folder is our export.
+    """Raise ConfigError unless the folder's model can be opened as a causal language model.
+
+    It must be an export of this project with its code, or a causal class of transformers.
     """
     kind, wanted = folder.config.get("model_type"), folder.config.get("auto_map")
     if folder.ours:
@@ -287,11 +302,12 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
 
 
 def _align(model: torch.nn.Module) -> None:
-    """Move weights that are mapped from their file to the alignment that torch would allocate.
+    """Copy each weight whose address is not a multiple of a cache line (64 bytes) to aligned
+    memory.
 
-    A product may be summed in another order if its matrix does not begin on a cache line (64
-    bytes). With weights at their address in the file, the same model would differ from its
-    checkpoint in the last bit, depending on the length of a header.
+    Weights that are mapped from a file may begin anywhere. A matrix product may then be summed in
+    another order, so that the same model would differ from its checkpoint in the last bit,
+    depending on the length of the file's header.
     """
     for weight in (*model.parameters(), *model.buffers()):
         if weight.data_ptr() % CACHE_LINE:
@@ -299,7 +315,9 @@ def _align(model: torch.nn.Module) -> None:
 
 
 def known_model(folder: Folder) -> ModelConfig | None:
-    """Return the training code's configuration of the folder's model, or None."""
+    """Return the training code's configuration of the folder's model; None if it does not support
+    it.
+    """
     if folder.ours:
         return FemLMConfig.from_dict(folder.config).model()
     try:
@@ -337,8 +355,10 @@ def _open_checkpoint(
 
 
 def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that ``open_model`` would return, without the model. Raises ConfigError
-    likewise.
+    """Return the tokenizer that ``open_model`` would find, without opening the model; None without
+    one.
+
+    Raises ConfigError as ``open_model`` does.
     """
     check_there(path)
     if is_folder(path):
@@ -350,8 +370,10 @@ def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokeniz
 def misread_by_transformers(
     path: Path, tokenizer: PreTrainedTokenizerBase | None, texts: list[str]
 ) -> str | None:
-    """Return how transformers encodes these texts differently from ``tokenizer`` in a model's
-    folder, and the remedy; None if it does not.
+    """Return a message if transformers would encode some ``texts`` differently from ``tokenizer``.
+
+    The message contains the difference and the remedy. None if both agree, or if ``path`` is not a
+    Hugging Face folder with a tokenizer.json.
     """
     if tokenizer is None or not is_folder(path) or not (path / WHOLE).is_file():
         return None
@@ -370,8 +392,10 @@ def misread_by_transformers(
 def _tokenizer(
     named: Path | None, usual: list[Path]
 ) -> tuple[PreTrainedTokenizerBase | None, Path | None, str | None]:
-    """Return the named tokenizer, or the first one in the usual folders, and its folder; or the
-    reason why none exists.
+    """Find the tokenizer: in the folder ``named``, or else in the first of ``usual`` that has one.
+
+    Returns:
+        (tokenizer, its folder, None), or (None, None, reason) if no tokenizer exists.
     """
     if named is not None and not has_tokenizer(named):
         raise ConfigError(
@@ -396,8 +420,9 @@ def checkpoint_model(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Any:
-    """Return the model of a checkpoint on ``device`` in eval mode, with the special tokens of its
-    export; dtype None: as stored.
+    """Return the model of a checkpoint on ``device`` in eval mode.
+
+    It has the special tokens that its export would have. dtype: None: as stored.
 
     Raises:
         ConfigError: the folder is damaged, or its tensors are not those of its configuration.
@@ -426,8 +451,10 @@ def checkpoint_model(
 def state_of(
     source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the tensors of the recipes with dtype and device; parts of a tensor are copied, so
-    that the full one can be freed.
+    """Return name -> tensor for all recipes, with this dtype and device.
+
+    A tensor that is part of a larger one is copied, so that the memory of the larger one can be
+    freed.
     """
     state = {}
     for name, whole in made(source, recipes):
@@ -449,13 +476,15 @@ READING = "2 "
 
 
 def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
-    """Return 64 hex digits that identify a model's answers: they change with any bit of its
-    weights, configuration, code or tokenizer.
+    """Return 64 hex digits that change with any bit of the weights, configuration, code or
+    tokenizer.
 
     model: an open model with its tokenizer, or a path as for ``open_model``. Every tensor is read
-    and hashed, about 1 GB/s, which is faster than opening it. Not included: the model's folder and
-    name, the split of its weights into files or over ranks, and the dtype and device after opening.
-    The same weights in another format (a checkpoint and its export) have different fingerprints.
+    and hashed, about 1 GB/s, which is faster than opening it.
+
+    The fingerprint does not depend on the model's folder and name, on the split of its weights into
+    files or over ranks, or on dtype and device after opening. The same weights in another format (a
+    checkpoint and its export) have different fingerprints.
 
     Raises:
         ConfigError: as ``open_model``.
@@ -488,8 +517,9 @@ def _tensors(source: Tensors) -> Iterable[str]:
 
 
 def _tokenizer_digest(*folders: Path) -> str:
-    """Return a digest of the files that a tokenizer reads, in the first of the folders that
-    contains some, without config.json and weight indexes.
+    """Return a digest of the tokenizer's files in the first folder that contains a tokenizer.
+
+    Empty if no folder does.
     """
     folder = next((folder for folder in folders if has_tokenizer(folder)), None)
     return (

@@ -1,21 +1,23 @@
-"""Correspondence of our Transformer with transformers' Llama, Mistral, Qwen2 and Qwen3, with names
-in both directions.
+"""Correspondence of our Transformer with transformers' Llama, Mistral, Qwen2 and Qwen3:
+configurations and weights in both directions.
 
-The conversion is exact; models that one side cannot represent exactly are refused. Names, with g
-the groups of keys and values, n the queries of a group:
+The conversion is exact; models that one side cannot represent exactly are refused. Names of the
+tensors (checkpoint, then transformers), where layer = decoder.layers.N and theirs = model.layers.N:
 
-    embedding.word_embeddings.weight      model.embed_tokens.weight
-    decoder.layers.N.mixer.norm.weight    model.layers.N.input_layernorm.weight
-    decoder.layers.N.mixer.in_proj.*      model.layers.N.self_attn.{q,k,v}_proj.*, packed group by
-    group: g x (n queries, k, v) decoder.layers.N.mixer.{q,k}_norm
-    model.layers.N.self_attn.{q,k}_norm.weight (Qwen3) decoder.layers.N.mixer.out_proj
-    model.layers.N.self_attn.o_proj decoder.layers.N.mlp.norm.weight
-    model.layers.N.post_attention_layernorm.weight decoder.layers.N.mlp.gate_up
-    model.layers.N.mlp.{gate,up}_proj.weight, concatenated decoder.layers.N.mlp.down
-    model.layers.N.mlp.down_proj decoder.final_layernorm.weight        model.norm.weight
-    output_layer.weight                   lm_head.weight, absent if tied
+    embedding.word_embeddings.weight   model.embed_tokens.weight
+    layer.mixer.norm.weight            theirs.input_layernorm.weight
+    layer.mixer.in_proj.*              theirs.self_attn.{q,k,v}_proj.*
+    layer.mixer.{q,k}_norm.weight      theirs.self_attn.{q,k}_norm.weight (Qwen3)
+    layer.mixer.out_proj               theirs.self_attn.o_proj
+    layer.mlp.norm.weight              theirs.post_attention_layernorm.weight
+    layer.mlp.gate_up                  theirs.mlp.{gate,up}_proj.weight, concatenated
+    layer.mlp.down                     theirs.mlp.down_proj
+    decoder.final_layernorm.weight     model.norm.weight
+    output_layer.weight                lm_head.weight, absent if tied
 
-RoPE pairs the same channels on both sides, so no row moves within a head.
+in_proj is packed by groups of heads that share one key and value: for each group, the rows of its
+queries, then of k, then of v. RoPE pairs the same channels on both sides, so no row moves within a
+head.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ FOREIGN = (
 
 
 class StockError(ValueError):
-    """A model without an exact counterpart; the message is one line."""
+    """Error for a model without an exact counterpart; the message is one line."""
 
 
 def why_not_stock(model: ModelConfig) -> str | None:
@@ -98,11 +100,11 @@ def stock_config(
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
 ) -> PretrainedConfig:
-    """Return the configuration of transformers' class for ``model``: Qwen3 with qk_norm, Qwen2 with
-    biases, Mistral with a window, else Llama.
+    """Return the configuration of transformers' class for ``model``.
 
-    max_position_embeddings: of the training, for information; None: the default of the class.
-    Raises StockError if no class matches.
+    The class is Qwen3 with qk_norm, Qwen2 with biases, Mistral with a window, else Llama.
+    max_position_embeddings: context length of the training, for information; None: the default of
+    the class. Raises StockError if no class matches.
     """
     reason = why_not_stock(model)
     if reason is not None:
@@ -144,8 +146,9 @@ def stock_config(
 
 
 def to_stock(model: ModelConfig) -> Recipes:
-    """Return recipes from a checkpoint to transformers' class; rows that pad the vocabulary are
-    dropped.
+    """Return name in transformers' class -> recipe that creates the tensor from a checkpoint.
+
+    Rows that pad the vocabulary are dropped.
     """
     assert model.vocab_size is not None
     recipes: Recipes = {}
@@ -176,8 +179,9 @@ def to_stock(model: ModelConfig) -> Recipes:
 
 
 def from_stock(model: ModelConfig) -> Recipes:
-    """Return recipes for the reverse direction, bit for bit; rows that pad the vocabulary are
-    zero.
+    """Return name in the checkpoint -> recipe that creates the tensor from a stock folder.
+
+    This is the exact inverse of ``to_stock``; rows that pad the vocabulary are zero.
     """
     recipes: Recipes = {}
     for name, shape in parameter_shapes(model).items():
@@ -200,10 +204,13 @@ def from_stock(model: ModelConfig) -> Recipes:
 
 
 def read_stock(config: dict[str, Any]) -> Any:
-    """Read a config.json as transformers' class of its family, with the defaults of that class.
+    """Return the content of a config.json as a configuration object of transformers.
+
+    Missing keys have the defaults of the class.
 
     Raises:
-        StockError: another family, or settings that the class does not implement.
+        StockError: the model is of another family, or has settings that the class does not
+        implement.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -228,11 +235,10 @@ def read_stock(config: dict[str, Any]) -> Any:
 
 
 def model_of(config: dict[str, Any]) -> ModelConfig:
-    """Return the ModelConfig that computes exactly what transformers' class computes with this
-    config.json.
+    """Return the ModelConfig of the model that a stock config.json describes.
 
-    Missing keys have the defaults of the class in the installed transformers. The vocabulary is not
-    padded.
+    Our Transformer then computes exactly what transformers' class computes. Missing keys have the
+    defaults of the class in the installed transformers. The vocabulary is not padded.
 
     Raises:
         StockError: another family, or a setting that our Transformer does not support.
@@ -291,9 +297,7 @@ def _family(model: ModelConfig) -> str:
 
 
 def _rope_of(stock: Any) -> dict[str, Any]:
-    """Return the RoPE fields of a ModelConfig from a configuration whose rope_parameters were
-    normalised by transformers.
-    """
+    """Return the RoPE fields of a ModelConfig from a configuration object of transformers."""
     try:
         return read_rope(stock.rope_parameters, stock.max_position_embeddings)
     except ValueError as error:
@@ -351,7 +355,7 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
 
 
 def _stock_name(name: str) -> str:
-    """Return the name in transformers of a tensor that is not repacked."""
+    """Return transformers' name of a tensor, for all tensors except those that are repacked."""
     for ours, theirs in (
         (".mixer.norm.", ".input_layernorm."),
         (".mixer.out_proj.", ".self_attn.o_proj."),
@@ -370,7 +374,10 @@ def _rows(shape: AttentionShape) -> dict[str, int]:
 
 
 def _unpacking(shape: AttentionShape, part: str) -> Callable[[list[Tensor]], Tensor]:
-    """Return the function from the rows of in_proj (weight or bias) to those of q, k or v."""
+    """Return the function that extracts the rows of ``part`` (q, k or v) from in_proj.
+
+    It takes a list with one tensor, weight or bias.
+    """
     each = shape.heads // shape.groups
     place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}[part]
     return lambda tensors: (
@@ -379,7 +386,7 @@ def _unpacking(shape: AttentionShape, part: str) -> Callable[[list[Tensor]], Ten
 
 
 def _packing(shape: AttentionShape) -> Callable[[list[Tensor]], Tensor]:
-    """Return the function from the rows of q, k and v to those of in_proj."""
+    """Return the function that packs the list [q, k, v] of weights or biases into in_proj."""
     return lambda tensors: torch.cat(
         [t.unflatten(0, (shape.groups, -1, shape.head)) for t in tensors], dim=1
     ).flatten(0, 2)

@@ -1,8 +1,8 @@
-"""Tokenizer class of an exported folder: reads tokenizer.json unchanged.
+"""Tokenizer class of an exported folder, which uses tokenizer.json unchanged.
 
-Named in ``auto_map`` of tokenizer_config.json if transformers 5 would otherwise replace the class
-by that of the model type, which has another pre-tokenizer. Without ``trust_remote_code`` the entry
-alone has this effect, and this file is not read.
+tokenizer_config.json names this class in ``auto_map`` if transformers 5 would otherwise use the
+class of the model type, which has another pre-tokenizer. Without ``trust_remote_code`` this file is
+not read, but the entry in ``auto_map`` alone already prevents the replacement.
 """
 
 from transformers import PreTrainedTokenizerFast as Opener
@@ -11,6 +11,7 @@ NAME = "tokenization_fem.PreTrainedTokenizerFast"
 
 
 class PreTrainedTokenizerFast(Opener):
-    """Opens tokenizer.json. It has no constructor, because transformers 5 would call it to rebuild
-    the tokenizer.
+    """Tokenizer that is read from tokenizer.json.
+
+    The class defines no constructor, because transformers 5 would call it to rebuild the tokenizer.
     """

@@ -1,6 +1,4 @@
-"""Copy a model's tokenizer into an exported folder: check that it belongs to the model, and select
-its files.
-"""
+"""Read a model's tokenizer, check that it fits the model, and copy its files into an export."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ REPLACED = ("qwen2",)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer that fits the model."""
+    """Tokenizer that fits the model. entries: number of its entries."""
 
     folder: Path
     tokenizer: PreTrainedTokenizerBase
@@ -62,18 +60,19 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str | None:
-        """Return the hash of tokenizer.json as recorded in the data's manifest; None if the file
-        does not exist.
+        """Return the SHA-256 of tokenizer.json, which the manifest of the data also records.
+
+        None if the file does not exist.
         """
         file = self.folder / WHOLE
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
     def copy_to(self, folder: Path, pad: int | None = None, model_type: str | None = None) -> None:
-        """Copy the tokenizer's files and rewrite tokenizer_config.json so that transformers 4 and 5
-        read the same ids from them.
+        """Copy the tokenizer's files into ``folder``, and rewrite tokenizer_config.json.
 
-        pad: the padding id if the tokenizer defines none; the padding side defaults to left, as
-        generation requires. model_type: of the model in the folder.
+        transformers 4 and 5 then produce the same ids. pad: padding id that is set if the tokenizer
+        defines none. The padding side defaults to "left", as generation requires. model_type: the
+        ``model_type`` in the folder's config.json.
         """
         for file in sorted(self.folder.iterdir()):
             ours = (
@@ -102,11 +101,11 @@ class Tokenizer:
 def special_ids(
     tokenizer: PreTrainedTokenizerBase | None, known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the special tokens that ``generate`` needs: the tokenizer's, and those of ``known``
-    that it lacks.
+    """Return the ids of special tokens that ``generate`` needs, under transformers' names.
 
-    Several known end tokens are kept if they include the tokenizer's. A tokenizer without a padding
-    token pads with its end token.
+    They are those of the tokenizer; those that it lacks are taken from ``known``. If ``known`` has
+    a list of end tokens that includes the tokenizer's, the list is used. A tokenizer without a
+    padding token pads with its end token.
     """
     own = {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS}
     found = {name: known.get(name) if value is None else value for name, value in own.items()}
@@ -119,19 +118,23 @@ def special_ids(
 
 
 def tokenizers_of_checkpoint(step: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Return the possible folders of a checkpoint's tokenizer, by priority: next to the steps (an
-    import), then the training's.
+    """Return the folders that may contain the tokenizer of a checkpoint, by priority.
+
+    First ``tokenizer`` next to the folders of the steps (an import), then the one of the training
+    data.
     """
     named = manifest["config"]["data"]["tokenizer"]
     return [step.parent / "tokenizer", *([Path(named)] if named else [])]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder; if tokenizer.json exists, read it as data_prep does,
-    whatever class the folder names.
+    """Return the tokenizer in a folder, reading tokenizer.json unchanged if it exists.
 
-    For most classes transformers 5 takes only vocabulary and merges from tokenizer.json and
-    rebuilds the rest. Raises ConfigError if the tokenizer is damaged or requires running code.
+    data_prep does the same. The class that the folder names is ignored in this case, because for
+    most classes transformers 5 takes only vocabulary and merges from tokenizer.json and rebuilds
+    the rest.
+
+    Raises ConfigError if the tokenizer is damaged or requires running code.
     """
     whole = folder / WHOLE
     if not whole.is_file():
@@ -151,8 +154,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a model's folder as transformers opens it, with the class that it
-    chooses. Raises ConfigError on failure.
+    """Return the tokenizer that transformers' AutoTokenizer opens in a model's folder.
+
+    Raises ConfigError if it cannot be opened.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -166,8 +170,10 @@ def auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
 
 
 def _tokens_of_class(folder: Path) -> dict[str, str]:
-    """Return special tokens that tokenizer_config.json leaves to the defaults of its class or its
-    model's class (GPT-2's leaves all).
+    """Return name -> special token for those that only the tokenizer's class defines.
+
+    tokenizer_config.json does not contain them; GPT-2's, for example, contains none. The class is
+    that of tokenizer_config.json, else that of the model type.
     """
     settings, model = (
         json_object(folder / name) if (folder / name).is_file() else {}
@@ -193,8 +199,9 @@ def _tokens_of_class(folder: Path) -> dict[str, str]:
 def _settings_of_any_class(
     settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return a tokenizer_config.json with which transformers 4 and 5 open the tokenizer.json in the
-    same folder unchanged.
+    """Return the content of tokenizer_config.json with which tokenizer.json is read unchanged.
+
+    settings: the original content, which may name any class.
     """
     found = {key: value for key, value in settings.items() if key not in OF_OTHERS}
     found["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -213,8 +220,9 @@ def _settings_of_any_class(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path
 ) -> int:
-    """Return the number of entries. Raises ConfigError if the model's vocabulary does not contain
-    all of them.
+    """Return the number of entries of the tokenizer.
+
+    Raises ConfigError if an entry is outside the model's vocabulary of ``vocab_size`` ids.
     """
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1
     if vocab_size is not None and entries > vocab_size:

@@ -54,7 +54,7 @@ SHOWN = 8  # settings and tensors that are listed before "and N more"
 
 
 def as_text(found: Findings) -> str:
-    """Return the findings for a reader; the last line is the verdict."""
+    """Return the findings as text for a reader; the last line is the verdict."""
     lines = [
         f"{side}  {path}: {about}"
         for side, path, about in zip("AB", found.sides, found.about, strict=True)
@@ -135,7 +135,7 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """Return the findings for programs; a non-finite number is null."""
+    """Return the findings as a dictionary for JSON; non-finite numbers are None."""
     first, weights, logits, seen = found.first(), found.weights, found.logits, found.predictions
     return {
         "format": 1,
@@ -226,8 +226,10 @@ READ = (
 
 @dataclass(frozen=True)
 class Side:
-    """Data of a model that remain after it is closed. about: description. hf: transformers'
-    configuration. limit: maximum tokens of a prompt.
+    """Data of one of the two models that remain after it is closed.
+
+    about: description of the model. hf: transformers' configuration. limit: maximum number of
+    tokens in a prompt.
     """
 
     path: Path
@@ -240,7 +242,7 @@ class Side:
 
     @classmethod
     def open(cls, path: Path, device: str) -> tuple[Side, Any]:
-        """Open a model and return (side, model)."""
+        """Open the model at ``path`` and return (its Side, the model)."""
         print(f"opening {path}", file=sys.stderr)
         opened = open_model(path, device=device)
         model, dtype = opened.model, str(opened.dtype).removeprefix("torch.")
@@ -254,12 +256,14 @@ class Side:
 
     @property
     def ours(self) -> bool:
-        """True for our modeling code, False for a stock class."""
+        """True if the model is of our modeling code, False for a class of transformers."""
         return bool(self.hf.model_type == "fem_lm")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings of config.json, completed by those that an older export lacks."""
+        """Return the settings of config.json, with the defaults of settings that an older export
+        lacks.
+        """
         settings: dict[str, Any] = self.hf.to_dict()
         known = "architecture" in settings and self.config is not None
         if known:  # then "architecture" contains the rope_ settings, too
@@ -278,14 +282,17 @@ def verify(
     json_out: Path | None,
     device: str,
 ) -> bool:
-    """Compare configuration, tokenizers, weights, activations and logits, print the findings, and
-    return True if the models are equal.
+    """Compare two models (configuration, tokenizers, weights, activations and logits).
 
-    They are equal if no logit differs by more than ``tolerance`` x max(1, the largest logit), no
-    weight by more than ``tolerance`` x the largest element of its tensor, and the tokenizers agree,
-    also as transformers opens them. tolerance None: 1e-4; 2e-2 if one is stored in bf16. prompts: a
-    file with one prompt per line, in place of the built-in texts. json_out: the findings for
-    programs.
+    The findings are printed. Return True if the models are equal, which requires all of these:
+
+    - no logit differs by more than ``tolerance`` x max(1, the largest logit);
+    - no weight differs by more than ``tolerance`` x the largest element of its tensor;
+    - the tokenizers agree, also as transformers opens them.
+
+    tolerance: None: 1e-4, or 2e-2 if one model is stored in bf16. prompts: a file with one prompt
+    per line, in place of the built-in texts. json_out: file to which the findings are written as
+    JSON.
 
     Raises:
         ConfigError: a model cannot be opened, or an argument is invalid.
@@ -354,7 +361,10 @@ def lines_of(prompts: Path) -> list[str]:
 
 
 def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
-    """Return the prompts that need no tokenizer: equal ids for equal vocabulary sizes."""
+    """Return built-in prompts as token ids; they need no tokenizer.
+
+    They depend only on ``vocabulary``, the number of ids, and on ``limit``, the maximum length.
+    """
     state, found = 20240229, []
     for length in LENGTHS:
         ids = []
@@ -371,7 +381,11 @@ def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
 def _remember(
     path: Path, texts: list[str], reader: Any | None, scratch: Path, device: str
 ) -> tuple[Side, list[list[int]]]:
-    """Open the first model, store a trace of each prompt in ``scratch``, and close it."""
+    """Open the first model, store a trace of each prompt in ``scratch``, and close the model.
+
+    Returns:
+        Its Side, and the token ids of all prompts.
+    """
     side, model = Side.open(path, device)
     asked = fixed_ids(side.hf.vocab_size, side.limit)
     if reader is not None:
@@ -389,8 +403,11 @@ def _remember(
 def _compare(
     path: Path, asked: list[list[int]], scratch: Path, device: str
 ) -> tuple[Side, dict[str, Difference], Predictions, int]:
-    """Open the second model and compare its traces with the first's. Return it, the largest
-    difference per place, predictions, skipped prompts.
+    """Open the second model and compare its traces with the first model's in ``scratch``.
+
+    Returns:
+        Its Side; place -> the largest difference; the comparison of predictions; and the number of
+        prompts that it does not accept.
     """
     side, model = Side.open(path, device)
     worst: dict[str, Difference] = {}
@@ -408,8 +425,9 @@ def _compare(
 
 
 def _weights(one: Side, two: Side) -> Weights | None:
-    """Return the differences of the weights; None if no names match, or if only one side is our
-    code.
+    """Return the comparison of the weights.
+
+    None if no names match, or if exactly one model is of our modeling code.
     """
     found = compare_weights(
         _tensors(one), _tensors(two), tied=any(side.hf.tie_word_embeddings for side in (one, two))
@@ -418,7 +436,7 @@ def _weights(one: Side, two: Side) -> Weights | None:
 
 
 def _tensors(side: Side) -> Tensors:
-    """Return the tensors of a side with the names and shapes of its export."""
+    """Return the model's tensors with the names and shapes of an export."""
     if is_folder(side.source):
         return read_folder(side.source)
     assert side.config is not None

@@ -1,8 +1,7 @@
-"""Conversion of weights between formats, one tensor at a time: a recipe lists the source tensors of
-one target tensor.
+"""Conversion of weights between formats, one tensor at a time.
 
-Both directions stream over recipes, so no full model needs to be in memory. Uses only torch, no
-files.
+A recipe lists the source tensors of one target tensor and the function that combines them. No
+full model needs to be in memory. The module uses only torch and reads no files.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ VOCABULARY = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe of one tensor of the target.
+    """Recipe for one tensor of the target format.
 
-    sources: names of the source's tensors, in the order in which ``make`` takes them. shape: of the
-    result. make: cuts, joins and permutes without changing values or dtypes, and may return a view.
+    sources: names of the source tensors, in the order in which ``make`` takes them. shape: shape of
+    the result. make: function that cuts, joins and permutes without changing values or dtypes; its
+    result may be a view.
     """
 
     sources: tuple[str, ...]
@@ -49,8 +49,9 @@ Recipes = dict[str, Recipe]
 
 
 def to_fem(model: ModelConfig) -> Recipes:
-    """Return recipes from a checkpoint to an export with our code; rows that pad the vocabulary are
-    dropped.
+    """Return name in an export with our code -> recipe that creates the tensor from a checkpoint.
+
+    Rows that pad the vocabulary are dropped.
     """
     assert model.vocab_size is not None
     recipes = {}
@@ -65,7 +66,10 @@ def to_fem(model: ModelConfig) -> Recipes:
 
 
 def from_fem(model: ModelConfig) -> Recipes:
-    """Return recipes for the reverse direction; rows that pad the vocabulary are zero."""
+    """Return name in a checkpoint -> recipe that creates the tensor from an export with our code.
+
+    Rows that pad the vocabulary are zero.
+    """
     assert model.vocab_size is not None
     return {
         name: Recipe(
@@ -91,7 +95,7 @@ def first_of(names: Collection[str]) -> str:
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """Append rows of zeros to a tensor."""
+    """Return the tensor with zeros appended, so that it has ``rows`` rows."""
     missing = rows - tensor.shape[0]
     return (
         tensor
@@ -110,14 +114,16 @@ class Tensors(Protocol):
         """Shape of every tensor."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return these tensors on the CPU in their stored dtypes. Raises ConfigError if they are
-        damaged.
+        """Return name -> tensor on the CPU in its stored dtype, for ``names``.
+
+        Raises ConfigError if a tensor is damaged.
         """
 
 
 def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensor of every recipe in turn; consecutive recipes with equal sources read them
-    once.
+    """Yield (name, tensor) for every recipe in turn.
+
+    If consecutive recipes have the same sources, the sources are read only once.
     """
     at_hand: dict[str, Tensor] = {}
     for name, recipe in recipes.items():
@@ -132,7 +138,7 @@ def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Made:
-    """Tensors that recipes create from a source, as a source."""
+    """Tensors that recipes create from a source; usable wherever Tensors are expected."""
 
     source: Tensors
     recipes: Recipes
@@ -143,5 +149,5 @@ class Made:
         return {name: recipe.shape for name, recipe in self.recipes.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return these tensors; each may be a view of a source tensor."""
+        """Return name -> tensor for ``names``; a tensor may be a view of a source tensor."""
         return dict(made(self.source, {name: self.recipes[name] for name in names}))

@@ -1,5 +1,5 @@
-"""Examples of the suite ``quick``: small questions about Python from templates, equal on every
-machine and in every Python version.
+"""Generate the examples of the suite ``quick``: small questions about Python from templates, equal
+on every machine and in every Python version.
 
 The harness loads this file by its path and calls the functions that the YAML files in this folder
 name, so it must not import project files. The templates and the continuations of well-known lines
@@ -27,8 +27,9 @@ Rows = list[dict[str, Any]]
 
 
 class Draw:
-    """Random choices from a seed that use only random(), whose sequence is stable over Python
-    versions.
+    """Random choices from a seed.
+
+    Only random() is used, because its sequence is the same in all Python versions.
     """
 
     def __init__(self, seed: int) -> None:
@@ -39,18 +40,21 @@ class Draw:
         return int(self._random.random() * number)
 
     def some(self, words: list[str], number: int = 1) -> list[str]:
-        """Return ``number`` of the words without repetition."""
+        """Return ``number`` different elements of ``words`` in random order."""
         left = list(words)
         return [left.pop(self.below(len(left))) for _ in range(number)]
 
     def choose(self, context: str, right: str, wrong: list[str]) -> dict[str, Any]:
-        """Return a multiple-choice row with its choices in random order."""
+        """Return a multiple-choice row: ``context``, ``choices`` in random order, and ``answer``.
+
+        ``answer`` is the index of ``right`` in ``choices``.
+        """
         choices = self.some([right, *wrong], 1 + len(wrong))
         return {"context": context, "choices": choices, "answer": choices.index(right)}
 
 
 def dataset(rows: Callable[[], Rows]) -> Callable[..., Any]:
-    """Wrap rows as a data set function of the harness."""
+    """Convert a function that returns rows to a data set function of the harness."""
 
     @functools.wraps(rows)
     def given(**_: Any) -> Any:
@@ -63,7 +67,7 @@ def dataset(rows: Callable[[], Rows]) -> Callable[..., Any]:
 
 @dataset
 def brackets() -> Rows:
-    """Return questions on the brackets that close the open ones: four choices of three brackets
+    """Return questions on the closing brackets of an expression: four choices of three brackets
     each.
     """
     draw, rows = Draw(1), Rows()
@@ -92,8 +96,9 @@ def keywords() -> Rows:
 
 @dataset
 def next_line() -> Rows:
-    """Return questions on the next line, with names of the lines before it: four choices of
-    different length.
+    """Return questions on the next line of code: four choices with the names of the earlier lines.
+
+    The choices differ in length.
     """
     draw, rows, written = Draw(3), Rows(), WRITTEN["lines"]
     for number in range(ITEMS):
@@ -114,8 +119,9 @@ def next_line() -> Rows:
 
 @dataset
 def recall() -> Rows:
-    """Return questions on the value that a name was set to some lines before, to be generated
-    exactly.
+    """Return questions on the value that was assigned to a name some lines before.
+
+    The model must generate the exact value.
     """
     draw, rows = Draw(4), Rows()
     for _ in range(50):
