@@ -1,6 +1,7 @@
-"""Shape of CEM: configuration keys and sizes.
+"""Shape of Causal Energy Minimization (CEM): configuration keys, weights and costs.
 
-Attention and MLP are steps down an energy, with tied projections. The module does not import torch.
+Attention and MLP are gradient steps on an energy, with tied projections. The module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ def preconditioner_weights(
 def preconditioner_flops(
     switches: CemConfig, groups: int, rows: int, hidden: int, rank: int, steps: int, length: int
 ) -> dict[str, float]:
-    """Return the FLOPs of the low-rank part.
+    """Return the FLOPs per token of the preconditioners' low-rank part.
 
-    With more than ``rows`` tokens it is folded into ``groups`` matrices [rows, D] once per forward
-    pass.
+    For sequences of more than ``rows`` tokens, the preconditioners are folded into ``groups``
+    matrices [rows, D] once per forward pass. Otherwise they are applied in every step.
     """
     if switches.preconditioner != "low_rank":
         return {}
@@ -136,7 +137,10 @@ def _reads(switches: CemConfig, part: str) -> set[str]:
 
 @dataclass(frozen=True)
 class CemAttentionShape(Shape):
-    """D -> heads of D / heads channels; one matrix for key and value, one for query and output."""
+    """Shape of CEM attention: D -> heads of D / heads channels -> D.
+
+    One matrix produces keys and values, another one queries and the output.
+    """
 
     layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
     once = frozenset({"preconditioner"})
@@ -234,9 +238,10 @@ class CemAttentionShape(Shape):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of k, half of attention's cache; with a diagonal also of h.
+        """Return the bytes of one sequence's decoding state.
 
-        Steps add no state.
+        The state is k, half of standard attention's KV-cache, and with a diagonal also h. It does
+        not depend on the number of steps.
         """
         return length * self.hidden * (1 if self.switches.diagonal == "none" else 2) * element
 
@@ -266,9 +271,10 @@ class CemAttentionShape(Shape):
         return SplitWidths(keyed=self.split_widths())
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the estimate; for a split sequence, plus copies of q and k in each step.
+        """Return the estimated bytes per token that autograd keeps.
 
-        With a diagonal, these include all tokens' u and h.
+        If the sequence is split, copies of q and k in each step are added, and with a diagonal
+        copies of all tokens' u and h.
         """
         kept = super().kept_bytes(training)
         ranks = training.ranks
@@ -279,10 +285,11 @@ class CemAttentionShape(Shape):
         }
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of all steps.
+        """Return the bytes that ranks sharing a sequence exchange in all steps.
 
-        Each step gathers keys, and with a diagonal h; or it exchanges q, k and the output, and
-        gathers the diagonal's u and h, which have no heads.
+        If ``kinds.gathers`` is set, each step gathers keys, and with a diagonal h. Otherwise each
+        step exchanges q, k and the output, and gathers the diagonal's u and h, which are not split
+        into heads.
         """
         steps = self.switches.steps_attention
         e = training.element
@@ -295,7 +302,7 @@ class CemAttentionShape(Shape):
 
 @dataclass(frozen=True)
 class CemMlpShape(Shape):
-    """D -> inner -> D, with one matrix for up and down."""
+    """Shape of the CEM MLP: D -> inner -> D, with one matrix for both directions, and a gate."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
     once = frozenset({"preconditioner"})
@@ -336,14 +343,17 @@ class CemMlpShape(Shape):
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the estimate, including the inner channels of gamma and of each step."""
+        """Return the estimated bytes per token that autograd keeps, with the inner channels of each
+        step.
+        """
         inner = training.element * (3 * self.switches.steps_mlp + 1) * self.inner
         return training.estimate(self.hidden, self.kept, inner)
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of up and gamma.
+        """Return the packing of up and gamma for copying SwiGLU's weights.
 
-        up, inside SiLU, is SwiGLU's gate; gamma, which multiplies it, is SwiGLU's up.
+        up is the argument of SiLU and corresponds to SwiGLU's gate. gamma multiplies the result and
+        corresponds to SwiGLU's up projection.
         """
         pairs = (("up.weight", "gate"), ("gamma.weight", "up"))
         return {name: Packing(1, {role: self.inner}, {role: role}) for name, role in pairs}

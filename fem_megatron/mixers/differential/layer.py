@@ -68,7 +68,7 @@ class DifferentialAttention(Update):
         return q, k, v
 
     def lam_now(self) -> Tensor:
-        """Return lambda, a number, fp32 or wider."""
+        """Return the current lambda as a scalar tensor, fp32 or wider."""
         lam = self.parallel.share(self.lam)
         q1, k1, q2, k2 = lam.to(torch.promote_types(lam.dtype, torch.float32))
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.shape.lambda_init

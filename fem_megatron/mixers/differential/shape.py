@@ -34,10 +34,11 @@ LAMBDA_STD = 0.1
 
 @dataclass(frozen=True)
 class DifferentialShape(Shape):
-    """H heads, each with two queries and two keys of D/2H channels and one value of D/H.
+    """Shape of differential attention: H heads, each with two queries, two keys and one value.
 
-    It has 4 D^2 parameters, like standard attention. In the paper a model has half the heads of the
-    Transformer with which it is compared, so that queries and keys keep their width.
+    A query or key has D/2H channels, a value D/H. The layer has 4 D^2 parameters, like standard
+    attention. In the paper a model has half as many heads as the Transformer with which it is
+    compared, so that queries and keys keep their width.
     """
 
     layer_class = "fem_megatron.mixers.differential.layer:DifferentialAttention"
@@ -93,7 +94,7 @@ class DifferentialShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, two maps' scores, and two reads.
+        """Return the FLOPs of projections, the scores of both softmax maps, and their two reads.
 
         The value that they read is twice as wide as a query.
         """
@@ -118,9 +119,10 @@ class DifferentialShape(Shape):
         return SplitWidths(keyed=self.split_widths(), rings=True)
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of both keys and the value.
+        """Return the bytes that ranks sharing a sequence send.
 
-        If heads are exchanged, it includes both queries and both outputs.
+        If keys are gathered or pass around a ring, ranks send both keys and the value. If heads are
+        exchanged, both queries and both outputs are added.
         """
         e = training.element * self.heads * 2 * self.head / training.tensor_parallel
         if kinds.ring:  # keys as wide as the values

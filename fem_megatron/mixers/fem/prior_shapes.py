@@ -1,5 +1,6 @@
-"""The interface of a prior's shape, and the shapes of all priors. The module does not import
-torch.
+"""Interface of the shapes of the Free Energy Mixer's priors, and the shape of every prior.
+
+The module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class PriorShape(ABC):
-    """Sizes of a prior p_t(i).
+    """Sizes of a prior p_t(i), the weight that token t gives to token i.
 
-    They are the slices of the packed projection that a head reads, and the read's costs.
+    A shape lists the slices of the packed projection that a head reads, and the costs of the read.
 
     layer_class: "module:class" of the ``Prior`` that computes it.
-    kept, product_scores: as in ``Shape``; kept is for a CPU.
-    compares: True if its q and k are attention's queries and keys.
+    kept, product_scores: as in ``Shape``; kept applies to a CPU.
+    compares: True if its q and k correspond to attention's queries and keys.
     """
 
     layer_class: ClassVar[str]
@@ -35,13 +36,17 @@ class PriorShape(ABC):
     @classmethod
     @abstractmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> PriorShape:
-        """Return the shape for a head's widths of q, k and of v; a prior may ignore them."""
+        """Return the shape for the given numbers of channels per head.
+
+        qk_head: channels of q and of k. value_head: channels of v. A prior may ignore both.
+        """
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """Return the projections in the budget if q and k are at most as wide as v.
+        """Return the number of projections that share the parameter budget, or None.
 
-        T and G are not counted. Returns None for other priors.
+        None means that q and k may be wider than v. The projections of T (lambda) and G (the gate)
+        are not counted.
         """
         return None
 
@@ -56,7 +61,7 @@ class PriorShape(ABC):
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
         """Return the FLOPs of the read's matrix products for one token and head.
 
-        streams: value channels that are read.
+        streams: number of value channels that are read (v, and U for the free energy).
         """
 
     @abstractmethod
@@ -68,15 +73,15 @@ class PriorShape(ABC):
 
     @abstractmethod
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes per token and head that its read needs in addition to values and gates.
+        """Return the bytes per token and head that ranks exchange besides values and gates.
 
         gate: True if the mixer has a gate.
         """
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes per token and head that autograd keeps of its read on a GPU.
+        """Return the bytes per token and head that autograd keeps of the read on a GPU.
 
-        The count starts at the slices of the packed product.
+        The count starts at the slices of the packed projection.
         """
         raise NotImplementedError
 
@@ -142,9 +147,9 @@ CHUNK, CHUNK_PER_CHANNEL = 64, 16
 
 @dataclass(frozen=True)
 class ScanShape(PriorShape):
-    """p_t(i) ~ q_t . k_i with decay.
+    """Shape of priors computed by a scan: p_t(i) ~ q_t . k_i with decay.
 
-    features: channels of q and k. decays: log-decays per head; 0: no decay.
+    features: channels of q and k. decays: log-decays per head; 0 means no decay.
     """
 
     features: int
@@ -152,9 +157,10 @@ class ScanShape(PriorShape):
     causal: bool
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Return the FLOPs of pairs within chunks, and of sums at chunk ends and their reads.
+        """Return the FLOPs of the scan, including the channel of ones for the normaliser.
 
-        They cover the value streams and the normaliser's ones.
+        A causal scan computes pairs of tokens within chunks, and updates and reads a state at chunk
+        ends.
         """
         if not self.causal and not self.decays:
             return 4.0 * self.features * (streams + 1)
@@ -174,17 +180,18 @@ class ScanShape(PriorShape):
         return filled_up * (inside + 4.0 * self.features * (streams + ones))
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of the sums over v, U and ones, and of the values' range.
+        """Return the bytes of one head's decoding state, which do not depend on the length.
 
-        They are constant in the length.
+        The state consists of the sums over v, U (with a free energy) and ones, and the values'
+        range.
         """
         streams = value * (2 if free_energy else 1)
         return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes kept by the read on a GPU.
+        """Return the bytes per token and head that the read keeps on a GPU.
 
-        They are the features of q and k (relu and sum), the decays, v and its streams, the output
+        These are the features of q and k (relu and sum), the decays, v and its streams, the output
         in narrow and wide dtype, and the gates.
         """
         e, wide, value = training.element, WIDE * (training.element < WIDE), fem.value_head
@@ -198,9 +205,9 @@ class ScanShape(PriorShape):
         return features + WIDE + value * (wide + 2 * e + WIDE * fem.gate)
 
     def state_size(self, streams: int) -> int:
-        """Return the numbers in the state of ``streams`` value channels.
+        """Return the count of numbers in the state for ``streams`` value channels.
 
-        The normaliser's ones and the decay are included.
+        It includes the channel of ones for the normaliser, and the decay.
         """
         return self.features * (streams + 1 + bool(self.decays))
 
@@ -332,27 +339,28 @@ class AftShape(PriorShape):
         return 0.0
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of a maximum and sums for each channel, fp32.
+        """Return the bytes of one head's decoding state: a maximum and sums per channel, in fp32.
 
-        They are 3 numbers, 4 more with F, and 3 more if F has separate logits.
+        A channel has 3 numbers, 4 more with a free energy F, and 3 more if F has separate logits.
         """
         return (3 + 4 * free_energy + 3 * self.own_logits) * value * max(4, element)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes kept by the read on a GPU.
+        """Return the bytes per token and head that the read keeps on a GPU.
 
-        They are all slices; the query's sigmoid and its product with the gate, or its softplus in
-        fp32; the output; and each block's sums.
+        These are all slices of the projection, the output and each block's sums. With query
+        "after", the query's sigmoid and its product with the gate are added; with query "inside",
+        its softplus in fp32.
         """
         e, value = training.element, fem.value_head
         query = WIDE * 3 * self.width if self.query == "inside" else e * value * (1 + fem.gate)
         return e * fem.head_width + query + e * value + (0.0 if training.again else 0.75 * value)
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes of k and of the query.
+        """Return the bytes per token and head of k and of the query.
 
-        The query is fp32 if it is inside. Otherwise it acts as the gate and counts only without
-        another gate.
+        A query inside the sums is fp32. A query after the read acts as the gate, so it counts only
+        if the mixer has no gate.
         """
         return self.width * (
             training.element
@@ -382,10 +390,10 @@ class MambaShape(PriorShape):
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> MambaShape:
-        """Return the shape.
+        """Return the shape for the given channels of q and k (qk_head) and of v (value_head).
 
-        Without mamba_states, the states fill the budget of q and k: d_v + 2 N = 2 d_k. Values are
-        squashed if the mixer has a free energy.
+        Without fem.mamba_states, the states fill the budget of q and k: d_v + 2 N = 2 d_k. Values
+        pass a sigmoid if the mixer has a free energy.
         """
         fem = model.fem
         states = fem.mamba_states or max(1, (2 * qk_head - value_head) // 2)
@@ -412,9 +420,10 @@ class MambaShape(PriorShape):
         return 2.0 * self.scans * self.states * streams * (1 + self.normalise)
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of ``states`` sums for each channel and stream, fp32.
+        """Return the bytes of one head's decoding state: ``states`` fp32 sums per channel and
+        stream.
 
-        F adds a stream and one number per channel; normalisation doubles the total.
+        A free energy adds a stream and one number per channel. Normalisation doubles the total.
         """
         return (
             value
@@ -427,10 +436,10 @@ class MambaShape(PriorShape):
         return training.wide * (self.value + 2 * self.states)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes kept by the read on a GPU.
+        """Return the bytes per token and head that the read keeps on a GPU.
 
-        They are delta, B and C in fp32 before and after softplus; the squashed values and gates, or
-        without F all slices; and the output.
+        These are delta, B and C in fp32 before and after softplus, and the output. If values pass a
+        sigmoid, these values and the gates are added; otherwise all slices of the projection.
         """
         e, value = training.element, fem.value_head
         slices = e * value * (1 + fem.temperature + fem.gate) if self.squash else e * fem.head_width

@@ -80,14 +80,15 @@ class FemConfig:
 
 @dataclass(frozen=True)
 class FemShape(Shape):
-    """Widths of a FEM mixer.
+    """Shape of a Free Energy Mixer (FEM), with widths that follow from a parameter budget.
 
-    n_T, n_G in {0, 1} count the projections that T and G add. Budget (i) spends 2 D^2 on q, k and 2
-    D^2 on v, o, lambda, g of width d = 2D / (2 + n_T + n_G). Budget (ii) spends 4 D^2 on all of
-    them at one width d = 4D / (4 + n_T + n_G). Priors whose q and k are as wide as the values (AFT)
-    or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)) use one width under both budgets. With all
-    switches on, the widths are the paper's D/2 and 2D/3; with all off, the mixer is the plain prior
-    at standard attention's budget.
+    n_T, n_G in {0, 1} count the projections that the switches T (temperature) and G (gate) add.
+    Budget (i) spends 2 D^2 parameters on q, k and 2 D^2 on v, o, lambda, g of width d = 2D / (2 +
+    n_T + n_G). Budget (ii) spends 4 D^2 on all of them at one width d = 4D / (4 + n_T + n_G).
+    Priors whose q and k are as wide as the values (AFT) or absent (LRNN-decay: d = 4D / (2 + n_T +
+    n_G)) use one width under both budgets. With all switches on, the widths are the paper's D/2 and
+    2D/3. With all switches off, the mixer is the plain prior with as many parameters as standard
+    attention.
     """
 
     layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
@@ -107,9 +108,9 @@ class FemShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, prior: type[PriorShape]) -> FemShape:
-        """Return the widths for ``model`` over a prior of this class.
+        """Return the shape for ``model`` over a prior of this class.
 
-        Raises ValueError if the number of heads does not divide one of them.
+        Raises ValueError if the number of heads does not divide one of the widths.
         """
         fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
         temperature = fem.temperature and fem.free_energy
@@ -159,7 +160,7 @@ class FemShape(Shape):
     def slices(self) -> dict[str, int]:
         """Channels of one head in the packed projection, in order.
 
-        They are the prior's, v, and the lambda-logit and g-logit if present.
+        First the prior's slices, then v, then the lambda-logit and g-logit if present.
         """
         gates = {
             name: self.value_head
@@ -200,9 +201,9 @@ class FemShape(Shape):
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 
     def conditioners(self) -> dict[str, int]:
-        """Return name -> width of the conditioner's state.
+        """Return name -> width of each conditioner's state; empty without fem.conditioner.
 
-        A bidirectional mixer has a second one of half the width, which reads backwards.
+        A bidirectional mixer has a second conditioner of half the width, which scans backwards.
         """
         if not self.conditioner:
             return {}
@@ -239,9 +240,10 @@ class FemShape(Shape):
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the exact terms for the softmax prior.
+        """Return the bytes per token that autograd keeps, by term.
 
-        For other priors they are exact on a GPU and estimated on a CPU.
+        They are exact for the softmax prior. For other priors they are exact on a GPU and estimated
+        on a CPU.
         """
         if not isinstance(self.prior, SoftmaxShape):
             return (
@@ -342,7 +344,10 @@ class FemShape(Shape):
 
     @property
     def passes(self) -> bool:
-        """True if its read can pass states: a causal scan that does not require the exact form."""
+        """True if the read can pass states between ranks.
+
+        This requires a causal scan whose configuration does not force the exact form of the read.
+        """
         return isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference"
 
     def uncapturable(self) -> str | None:
@@ -371,10 +376,10 @@ class FemShape(Shape):
         return SplitWidths(always=heads, scanned=scanned)
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of the read and the conditioners.
+        """Return the bytes that ranks sharing a sequence send, for the read and the conditioners.
 
-        The read exchanges keys and values, or all its inputs and outputs, or a scan's state and the
-        values' range.
+        Depending on ``kinds``, the read gathers or passes keys and values, passes a scan's state
+        and the values' range, or exchanges all its inputs and outputs.
         """
         e = training.element
         tensor = training.tensor_parallel

@@ -31,9 +31,9 @@ class FlaConfig:
 
 @dataclass(frozen=True)
 class FlaShape(Shape):
-    """The layer ``fla.layers.<name>``.
+    """Shape of the layer ``fla.layers.<name>``.
 
-    Its parameters and FLOPs depend on the package and are not available (``external``).
+    Its parameters and FLOPs depend on the package and are not available (``external`` is True).
     """
 
     layer_class = "fem_megatron.mixers.fla.layer:FlaLayer"
