@@ -60,7 +60,7 @@ class Layout:
 
 
 def _keep_memory(weight: torch.Tensor) -> None:
-    """Do nothing: the initialisation function for Megatron. `initialize` fills the weights later."""
+    """Leave the weight unchanged: Megatron's initialisation hook. `initialize` fills it later."""
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:

@@ -120,7 +120,7 @@ class AttentionShape(Shape):
     def keys_seen(self, length: int, whole_square: bool) -> float:
         """Return the average number of keys that a token sees.
 
-        If ``whole_square`` is True, also count masked keys whose scores are computed.
+        With the flag, masked keys whose scores are computed count, too.
         """
         window = self.window
         if window is None or length <= window:
