@@ -533,7 +533,7 @@ class SwiGluShape(Shape):
         return cls(model.hidden_size, model.ffn_size, model.norm_eps)
 
     def weights(self) -> Weights:
-        """Return the weights: norm, gate_up [2, F, D] (both projections in one product), and down."""
+        """Return the weights: norm, gate_up [2, F, D] (both projections in one product), down."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "gate_up": Weight((2, self.inner, self.hidden), split=1),

@@ -47,7 +47,7 @@ class Update(Layer):
         add_weights(self, shape.weights(), parallel)
 
     def build(self) -> None:
-        """Create submodules that must exist before the weights are added. The default creates none."""
+        """Create submodules that must exist before the weights are added. Default: none."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Update x [s (/ tensor-parallel size under sequence parallelism), b, D].

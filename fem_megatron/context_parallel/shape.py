@@ -117,12 +117,16 @@ def split_kinds(
     """Choose the read method of a mixer for sequences split over ``context`` ranks.
 
     tensor: tensor-parallel ranks that share a layer.
-    asked: the requested method, one of SPLIT_KINDS or None. It applies if the mixer has a choice.
-        all_gather: reads with separate keys gather the keys of all tokens.
-        ring: keys pass around a ring if the reads use a softmax.
-        all_to_all: all reads exchange heads.
-        None: scans pass states; reads with separate keys exchange heads if enough heads exist.
+    causal: True if tokens see only earlier tokens.
     separate: True if documents are read separately.
+
+    The remaining parameter is the requested method, one of SPLIT_KINDS or None. It applies if the
+    mixer has a choice:
+
+        all_gather  reads with separate keys gather the keys of all tokens
+        ring        keys pass around a ring if the reads use a softmax
+        all_to_all  all reads exchange heads
+        None        scans pass states; reads with separate keys exchange heads if enough heads exist
 
     Raises:
         ValueError: if the method is impossible. The message names the width or the requested

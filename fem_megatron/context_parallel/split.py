@@ -277,6 +277,6 @@ class SequenceSplit:
         return torch.cat(_in_order(self.ranks.gather(t.movedim(time, 0)), 1)).movedim(0, time)
 
     def _by_rank(self, tokens: Tensor) -> Tensor:
-        """Reorder [tokens, ...] -> [size, tokens of a rank, ...]: entry i has the tokens of rank i."""
+        """Reorder [tokens, ...] -> [size, tokens of a rank, ...]; entry i belongs to rank i."""
         size = self.ranks.size
         return torch.stack([own_tokens(tokens, size, rank, 0) for rank in range(size)])

@@ -58,14 +58,12 @@ class ContextParallel(Ranks):
         self.group, self.size, self.rank = group, group.size(), group.rank()
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of [size, ...] to rank i and return the received parts; see `Ranks.exchange`."""
+        """Send part i to rank i and return the received parts (`Ranks.exchange`)."""
         made: Tensor = _Exchange.apply(parts, self.group)
         return made
 
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending tensors to the next rank and receiving from the previous; see
-        `Ranks.shift`.
-        """
+        """Start sending to the next rank and receiving from the previous (`Ranks.shift`)."""
         sent = [t.contiguous() for t in own]
         received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own]
         after, before = (

@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, known: Known | None = None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function of the three products: y = Q(x) Q(W)^T, dx = Q(dy) Q(W), dW = Q(dy)^T Q(x)."""
+    """The three products of a linear map: y = Q(x) Q(W)^T, dx = Q(dy) Q(W), dW = Q(dy)^T Q(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: Known | None) -> Tensor:

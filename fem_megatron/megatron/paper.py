@@ -196,7 +196,10 @@ class _Stream:
 
 
 def _cuda() -> dict[str, Any]:
-    """Return the replacements for functions of torch.cuda on the simulated machine, by their names."""
+    """Return the replacements for functions of torch.cuda on the simulated machine.
+
+    The result maps the name of each function to its replacement.
+    """
     quiet = (
         "set_device",
         "synchronize",

@@ -218,7 +218,7 @@ class CemAttentionShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs: keys once; query, output, scores and read in every step.
+        """Return the FLOPs by part: keys once; query, output, scores and read in every step.
 
         A shared diagonal's scores are computed once for all heads.
         """
@@ -249,7 +249,7 @@ class CemAttentionShape(Shape):
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of q and k. Values and output are the same two matrices."""
+        """Return the packing of q and k. Values and output use the same two matrices."""
         return {
             name: Packing(self.heads, {part: self.head}, {part: part})
             for name, part in (("query.weight", "q"), ("key.weight", "k"))
@@ -330,7 +330,7 @@ class CemMlpShape(Shape):
         } | preconditioner_weights(self.switches, 1, self.hidden, self.switches.rank_mlp, None)
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs: gamma once; up and down in every step."""
+        """Return the FLOPs by part: gamma once, up and down in every step, the preconditioner."""
         switches = self.switches
         return {
             "MLP": 2.0 * self.hidden * self.inner * (1 + 2 * switches.steps_mlp)

@@ -105,7 +105,7 @@ class DeltaShape(Shape):
 
     @property
     def slices(self) -> dict[str, int]:
-        """Rows of a head in the packed projection, in order."""
+        """Rows of one head in the packed projection: slice name -> number of rows, in order."""
         gate = {"gate": self.value_head} if self.gated else {}
         return {"q": self.key_head, "k": self.key_head, "v": self.value_head, **gate}
 
@@ -168,7 +168,10 @@ class DeltaShape(Shape):
         }
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of every head's matrix (fp32) and of the convolution's last inputs."""
+        """Return the bytes of one sequence's decoding state.
+
+        The state consists of every head's matrix (fp32) and the last inputs of the convolution.
+        """
         matrix = self.key_head * self.value_head * max(4, element)
         return self.heads * (matrix + (self.conv - 1) * self.mixed_width * element)
 
@@ -205,8 +208,8 @@ class DeltaShape(Shape):
 
 
 def conv_init(taps: int) -> Normal:
-    """Return a convolution's initial distribution.
+    """Return the initial distribution of a convolution's filter with ``taps`` taps.
 
-    Its variance is that of torch's, uniform in +-1 / sqrt(taps).
+    It has the same variance as torch's initialisation, uniform in +-1 / sqrt(taps).
     """
     return Normal((3 * taps) ** -0.5)

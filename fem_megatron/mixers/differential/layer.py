@@ -16,7 +16,9 @@ from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate_bot
 
 
 class DifferentialAttention(Update):
-    """x + (1 - lambda_init) RMSNorm_head[(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v] W_O.
+    """Layer of differential attention, which subtracts two softmax maps.
+
+        x + (1 - lambda_init) RMSNorm_head[(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v] W_O
 
     Scores are divided by sqrt(d). lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2)
     + lambda_init, one number per layer. All heads share the norm's weight. ``in_proj`` packs the

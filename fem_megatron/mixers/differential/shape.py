@@ -1,7 +1,4 @@
-"""Sizes of differential attention (Differential Transformer, arXiv 2410.05258).
-
-The module does not import torch.
-"""
+"""Shape of differential attention (Differential Transformer, arXiv 2410.05258), without torch."""
 
 from __future__ import annotations
 
@@ -104,11 +101,13 @@ class DifferentialShape(Shape):
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of both keys and the value."""
+        """Return the bytes of one sequence's KV-cache: both keys and the value of every head."""
         return length * self.heads * 4 * self.head * element
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return an estimate, plus the bytes that norms of q and k keep."""
+        """Return the estimated bytes per token that autograd keeps, with those of the norms of q
+        and k.
+        """
         norms = qk_norms_keep(training, self.head, 4 * self.heads) if self.qk_norm else 0.0
         return training.estimate(self.hidden, self.kept, norms, sliced=self.sliced)
 
@@ -139,7 +138,7 @@ class DifferentialShape(Shape):
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing: two of attention's heads form one head."""
+        """Return the packing of in_proj. Two attention heads form one differential head."""
         return {
             "in_proj.weight": Packing(self.heads, dict.fromkeys("qkv", 2 * self.head), queries=2)
         }

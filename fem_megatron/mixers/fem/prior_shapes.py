@@ -86,7 +86,7 @@ class PriorShape(ABC):
         raise NotImplementedError
 
     def weights(self, heads: int) -> Weights:
-        """Return the parameters in addition to the packed projection."""
+        """Return name -> weight of the parameters that are not in the packed projection."""
         return {}
 
     def reads(self) -> set[str]:
@@ -100,7 +100,7 @@ class PriorShape(ABC):
 
 @dataclass(frozen=True)
 class SoftmaxShape(PriorShape):
-    """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE if ``rope``.
+    """Shape of the softmax prior: p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE if ``rope``.
 
     A given ``scale`` replaces 1 / sqrt(d_k).
     """
@@ -212,15 +212,15 @@ class ScanShape(PriorShape):
         return self.features * (streams + 1 + bool(self.decays))
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes of q and k in the products' dtype, and of log-decays in fp32."""
+        """Return the bytes per token and head of q and k, and of the log-decays in fp32 or wider."""
         return 2 * training.product * self.features + training.wide * self.decays
 
 
 @dataclass(frozen=True)
 class LinearShape(ScanShape):
-    """p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps, after RoPE if ``rope``.
+    """Shape of the linear prior: p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps.
 
-    With ``decays`` it is gated linear attention.
+    q and k are rotated first if ``rope``. With ``decays`` it is gated linear attention.
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:LinearPrior"
@@ -241,7 +241,7 @@ class LinearShape(ScanShape):
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """Return the log-decays per head: 0."""
+        """Return the number of log-decays per head: 0."""
         return 0
 
     def slices(self) -> dict[str, int]:
@@ -258,20 +258,25 @@ class LinearShape(ScanShape):
 
 @dataclass(frozen=True)
 class GlaShape(LinearShape):
-    """Gated linear attention with log-decays -(relu(a) + eps).
+    """Shape of gated linear attention's prior, with log-decays -(relu(a) + eps).
 
-    It has one for each head, or one for each channel of q and k, which adds D^2 parameters.
+    A head has one log-decay, or one for each channel of q and k, which adds D^2 parameters.
     """
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """Return 1 for a decay per head, or the number of channels for a decay per channel."""
+        """Return the number of log-decays per head: 1, or one per channel with
+        fem.gla_decay=channel.
+        """
         return 1 if fem.gla_decay == "head" else qk_head
 
 
 @dataclass(frozen=True)
 class DecayShape(ScanShape):
-    """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): one decay per head, no queries or keys."""
+    """Shape of the decay prior: p_t(i) ~ exp(-sum over (i, t] of softplus(a)).
+
+    Each head has one decay, and no queries or keys.
+    """
 
     layer_class = "fem_megatron.mixers.fem.priors:DecayPrior"
 
@@ -282,11 +287,11 @@ class DecayShape(ScanShape):
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """Return 2: the budget has no q and no k, only v and o."""
+        """Return 2: only v and o share the budget, because q and k do not exist."""
         return 2
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes of the decay."""
+        """Return the bytes per token and head of the decay, in fp32 or wider."""
         return training.wide
 
     def slices(self) -> dict[str, int]:
@@ -295,7 +300,7 @@ class DecayShape(ScanShape):
 
 @dataclass(frozen=True)
 class AftShape(PriorShape):
-    """p_t(i) ~ exp(k_i), a distribution for each value channel.
+    """Shape of AFT's prior: p_t(i) ~ exp(k_i), a distribution for each value channel.
 
     width: channels of a head's q and of its k.
     query: "after" gates the read, o = sigmoid(q) * read (the paper, AFT); "inside"
@@ -370,14 +375,14 @@ class AftShape(PriorShape):
 
 @dataclass(frozen=True)
 class MambaShape(PriorShape):
-    """A distribution for each value channel, from a selective state space.
+    """Shape of a selective state space's prior: a distribution for each value channel.
 
     p_t(i) ~ sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n]. A head has a
     step delta for each of its ``value`` channels, and B and C of ``states`` numbers.
 
     normalise: divide by the sum over i (off: the paper's ablation).
     squash: apply a sigmoid to the values first.
-    scans: 2 if the mixer is bidirectional.
+    scans: number of scans: 1, or 2 if the mixer is bidirectional.
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:MambaPrior"
@@ -413,9 +418,8 @@ class MambaShape(PriorShape):
         return {"fem.mamba_states", "fem.mamba_normalise"}
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Return the FLOPs of the products of C with every stream's states.
-
-        Normalisation doubles them.
+        """Return the FLOPs of the products of C with every stream's states. Normalisation doubles
+        them.
         """
         return 2.0 * self.scans * self.states * streams * (1 + self.normalise)
 

@@ -1,4 +1,4 @@
-"""The Free Energy Mixer's configuration and sizes, over any prior.
+"""Shape of the Free Energy Mixer over any prior: configuration keys, weights and costs.
 
 The module does not import torch.
 """

@@ -80,7 +80,7 @@ class FlaShape(Shape):
         return {"norm.weight": Weight((self.hidden,), init=1.0, per_token=True)}
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return {}: the FLOPs are unknown."""
+        """Return an empty dictionary: the FLOPs are unknown."""
         return {}
 
     def state_bytes(self, length: int, element: int) -> int:

@@ -247,7 +247,7 @@ class HyperSetShape(Shape):
         return length * self.hidden * element
 
     def summary(self) -> str:
-        """Return heads and widths."""
+        """Return a short description of the number of heads and of the widths."""
         return f"{self.heads} heads of {self.head}, feed-forward {self.inner}"
 
     def reads(self) -> set[str]:
@@ -265,7 +265,7 @@ class HyperSetShape(Shape):
         return {f"hyperset.{name}" for name in names}
 
     def split_widths(self) -> dict[str, int]:
-        """Return the heads and the feed-forward's width."""
+        """Return the widths that tensor-parallel ranks split: heads and feed-forward width."""
         return {
             "model.num_attention_heads": self.heads,
             "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner,

@@ -1,4 +1,4 @@
-"""Sizes of Mamba-2 (arXiv 2405.21060). The module does not import torch."""
+"""Shape of Mamba-2 (arXiv 2405.21060). The module does not import torch."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ class Mamba2Shape(Shape):
         }
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of in_proj. The scan reads x, so x corresponds to attention's values."""
+        """Return the packing of in_proj.
+
+        The scan reads x, so x corresponds to attention's values.
+        """
         return {
             "in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})
         }

@@ -1,4 +1,4 @@
-"""YuriiFormer's sizes: attention and MLP as Nesterov steps on tokens and their velocities.
+"""Shapes of YuriiFormer: attention and MLP as Nesterov steps on tokens and their velocities.
 
 The module does not import torch.
 """
