@@ -76,15 +76,15 @@ def decay_factor(model: ModelConfig, weight: Weight) -> float:
 
 
 def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
-    """Return Muon's factor on the orthogonal update of one linear map with ``rows`` rows in
-    ``weight``.
+    """Return Muon's factor on the orthogonal update of one linear map in ``weight``.
 
-    The learning rate is a separate factor. 0.2 sqrt(max(rows, columns)) gives the entries the size
-    of AdamW's updates (arXiv 2502.16982, 2.2), so that both optimizers share rate and decay. muP
-    uses the base's factor and scales the update's spectral norm with sqrt(rows / columns) (arXiv
-    2310.17813, condition 1; the rate already contains its power of m). The result is constant in m
-    for a map of the width into itself. For a map of the width into a head it is proportional to
-    m^(-1/2), because a wider model has more heads.
+    ``rows`` is the number of the map's rows. The learning rate is a separate factor. 0.2
+    sqrt(max(rows, columns)) gives the entries the size of AdamW's updates (arXiv 2502.16982, 2.2),
+    so that both optimizers share rate and decay. muP uses the base's factor and scales the update's
+    spectral norm with sqrt(rows / columns) (arXiv 2310.17813, condition 1; the rate already
+    contains its power of m). The result is constant in m for a map of the width into itself. For a
+    map of the width into a head it is proportional to m^(-1/2), because a wider model has more
+    heads.
     """
     m, columns = width_ratio(model), weight.shape[-1]
     outward = weight.scaling in (HIDDEN, FIXED) and (

@@ -382,9 +382,7 @@ class Shape(ABC):
         return 0.0
 
     def packing(self) -> dict[str, Packing]:
-        """Return name -> packing of each matrix that can be initialised from a Transformer's
-        weights.
-        """
+        """Return name -> packing of each matrix that a Transformer's weights can initialise."""
         return {}
 
     def linear_flops(self) -> float:

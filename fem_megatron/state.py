@@ -257,10 +257,9 @@ class Context:
             old.copy_(value)
 
     def extend(self, name: str, new: Tensor, dim: int = 1) -> Tensor:
-        """Return all past values followed by ``new`` along ``dim``, and store the result in the
-        state.
+        """Return all past values followed by ``new`` along ``dim``, and store the result.
 
-        The first dimension is the batch. This is one step of a KV-cache.
+        The first dimension is the batch. This is one step of a KV-cache in the state.
         """
         old = self.recall(name)
         if self.room is not None:

@@ -107,9 +107,7 @@ class Trace:
         return len(self.reads)
 
     def read(self, function: Any) -> None:
-        """Record that the host waits for a number from the device in the torch function
-        ``function``.
-        """
+        """Record that the torch function ``function`` waits for a number from the device."""
         self.reads.append(f"{caller()} {getattr(function, '__name__', function)}")
 
     def launched(self, kernel: Any, given: dict[str, Any]) -> None:
@@ -548,8 +546,9 @@ def stand_in(
 
 
 class Paper(OneProcess):
-    """A single process that uses the fused kernels of a bfloat16 GPU run, with SwiGLU by
-    torch.compile.
+    """A single process with the fused kernels of a bfloat16 GPU run.
+
+    SwiGLU counts as one kernel, as torch.compile would produce.
     """
 
     def __init__(self, trace: Trace) -> None:

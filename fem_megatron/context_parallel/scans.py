@@ -68,8 +68,7 @@ def squares_before(
     context: Context,
     features: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | None:
-    """Return the sum of f_i f_i^T, f = features(k), over all tokens before this chunk's first
-    token.
+    """Return the sum of f_i f_i^T, f = features(k), over the tokens before this chunk.
 
     k is [b, h, s, d]; the result is [b, h, d, d], fp32 or wider. If the sequence is not split, or
     if the read is not causal, return ``initial`` unchanged.

@@ -216,7 +216,9 @@ class SequenceSplit:
     def _by_chunks(
         self, read: Read, given: Given, each: Given, keys: Collection[int], time: int
     ) -> Tensor:
-        """Read each of this rank's chunks with the keys up to its end.
+        """Return this rank's tokens of a causal read, computed separately for its two chunks.
+
+        Each chunk reads the keys up to its end.
 
         given: the keys of all tokens; this rank's tokens of every other tensor.
         """

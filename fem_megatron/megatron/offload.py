@@ -21,8 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Sent:
-    """Bytes of a storage that were copied to the host, in page-locked memory if they are from a
-    GPU.
+    """Copy of a storage's bytes on the host, in page-locked memory if they are from a GPU.
 
     views: number of the storage's saved views that have not been restored yet.
     """

@@ -141,8 +141,7 @@ class TensorParallel(Parallel):
         return fusions.swiglu(packed)
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Return this rank's parameter with the attributes that Megatron sets on its own
-        parameters.
+        """Return this rank's parameter with the attributes that Megatron sets on parameters.
 
         The optimizer, the gradient norm and checkpoints read these attributes.
 

@@ -113,7 +113,7 @@ class AttentionShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, scores and reads."""
+        """Return the FLOPs of one token's forward pass: projections, and attention."""
         attention = 4.0 * self.keys_seen(length, whole_square) * self.heads * self.head
         return {"mixer projections": self.linear_flops(), "attention": attention}
 

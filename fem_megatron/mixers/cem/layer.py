@@ -150,8 +150,9 @@ class CemAttention(Update):
         )
 
     def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
-        """Return q [b, local heads, s, r] and the inputs of the scores' diagonal part (None without
-        one).
+        """Return q [b, local heads, s, r] and the inputs of the scores' diagonal part.
+
+        The second value is None without a diagonal.
 
         u: [s, b, D], normalised. h: [b, past + s, D], the normalised tokens that u is compared
         with, or None without a diagonal.
@@ -182,8 +183,9 @@ class CemAttention(Update):
         )
 
     def start(self, x: Tensor) -> Tensor:
-        """Return the starting point of the steps: x, or RMSNorm(x) with
-        ``cem.residual=normalised``.
+        """Return the starting point of the steps.
+
+        This is x, or RMSNorm(x) with ``cem.residual=normalised``.
         """
         return (
             rms_norm(x, self.norm(), self.shape.norm_eps)
@@ -280,8 +282,9 @@ class CemMlp(Update):
         return x
 
     def start(self, x: Tensor) -> Tensor:
-        """Return the starting point of the steps: x, or RMSNorm(x) with
-        ``cem.residual=normalised``.
+        """Return the starting point of the steps.
+
+        This is x, or RMSNorm(x) with ``cem.residual=normalised``.
         """
         return (
             rms_norm(x, self.norm(), self.shape.norm_eps)

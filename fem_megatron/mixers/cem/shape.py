@@ -343,8 +343,9 @@ class CemMlpShape(Shape):
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the estimated bytes per token that autograd keeps, with the inner channels of each
-        step.
+        """Return the estimated bytes per token that autograd keeps.
+
+        They include the inner channels of gamma and of each step.
         """
         inner = training.element * (3 * self.switches.steps_mlp + 1) * self.inner
         return training.estimate(self.hidden, self.kept, inner)

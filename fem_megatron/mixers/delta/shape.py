@@ -185,8 +185,7 @@ class DeltaShape(Shape):
         return {"the delta rule's heads, model.delta.heads": self.heads}
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the bytes that ranks sharing a sequence exchange for the convolution and the delta
-        rule.
+        """Return the bytes that ranks sharing a sequence exchange.
 
         If ``kinds.states`` is set, the convolution passes a chunk's last tokens. Otherwise it
         exchanges its input and output. The delta rule always exchanges q, k, v, the rates in fp32,

@@ -105,8 +105,9 @@ class DifferentialShape(Shape):
         return length * self.heads * 4 * self.head * element
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the estimated bytes per token that autograd keeps, with those of the norms of q
-        and k.
+        """Return the estimated bytes per token that autograd keeps.
+
+        They include the bytes of the norms of q and k, if used.
         """
         norms = qk_norms_keep(training, self.head, 4 * self.heads) if self.qk_norm else 0.0
         return training.estimate(self.hidden, self.kept, norms, sliced=self.sliced)

@@ -212,7 +212,7 @@ class ScanShape(PriorShape):
         return self.features * (streams + 1 + bool(self.decays))
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes per token and head of q and k, and of the log-decays in fp32 or wider."""
+        """Return the bytes per token and head of q, k and the log-decays (fp32 or wider)."""
         return 2 * training.product * self.features + training.wide * self.decays
 
 
@@ -241,7 +241,7 @@ class LinearShape(ScanShape):
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """Return the number of log-decays per head: 0."""
+        """Return 0, the number of log-decays per head."""
         return 0
 
     def slices(self) -> dict[str, int]:
@@ -265,8 +265,9 @@ class GlaShape(LinearShape):
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """Return the number of log-decays per head: 1, or one per channel with
-        fem.gla_decay=channel.
+        """Return the number of log-decays per head.
+
+        It is 1, or the number of channels of q if fem.gla_decay is "channel".
         """
         return 1 if fem.gla_decay == "head" else qk_head
 
@@ -287,7 +288,7 @@ class DecayShape(ScanShape):
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """Return 2: only v and o share the budget, because q and k do not exist."""
+        """Return 2: only v and o share the budget, because this prior has no q and k."""
         return 2
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
@@ -344,9 +345,10 @@ class AftShape(PriorShape):
         return 0.0
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of one head's decoding state: a maximum and sums per channel, in fp32.
+        """Return the bytes of one head's decoding state.
 
-        A channel has 3 numbers, 4 more with a free energy F, and 3 more if F has separate logits.
+        A channel has a running maximum and sums, in fp32: 3 numbers, 4 more with a free energy F,
+        and 3 more if F has separate logits.
         """
         return (3 + 4 * free_energy + 3 * self.own_logits) * value * max(4, element)
 
@@ -418,16 +420,17 @@ class MambaShape(PriorShape):
         return {"fem.mamba_states", "fem.mamba_normalise"}
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Return the FLOPs of the products of C with every stream's states. Normalisation doubles
-        them.
+        """Return the FLOPs of the products of C with the states of every stream.
+
+        Normalisation doubles them.
         """
         return 2.0 * self.scans * self.states * streams * (1 + self.normalise)
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of one head's decoding state: ``states`` fp32 sums per channel and
-        stream.
+        """Return the bytes of one head's decoding state.
 
-        A free energy adds a stream and one number per channel. Normalisation doubles the total.
+        It has ``states`` fp32 sums for each channel and stream. A free energy adds a stream and one
+        number per channel. Normalisation doubles the total.
         """
         return (
             value

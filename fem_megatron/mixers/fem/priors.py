@@ -173,8 +173,7 @@ class ScanPrior(Prior):
         span: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """Read this rank's two chunks of each sequence and pass the scan's state from chunk to
-        chunk.
+        """Return the read of this rank's two chunks; the scan's state passes between chunks.
 
         span: the values' range, which all chunks share.
         """
@@ -204,7 +203,7 @@ class ScanPrior(Prior):
         *,
         causal: bool,
     ) -> Tensor:
-        """Read full sequences."""
+        """Return the read o of full sequences (`Prior.forward`), without a decoding state."""
         q, k = (t.to(product_type(v)) for t in (q, k))
         exact = True if self.shape.backend == "reference" else None
         return linear_read(
@@ -222,7 +221,7 @@ class ScanPrior(Prior):
         gate: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """Read further tokens, with the state of those before them."""
+        """Return the read o of further tokens (`Prior.forward`), and update the decoding state."""
         q, k, values = (t.to(torch.promote_types(v.dtype, torch.float32)) for t in (q, k, v))
         sums, width = context.recall("sums"), v.shape[-1]
         if beta is None:

@@ -35,10 +35,10 @@ class AcceleratedShape(Shape):
         }
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the bytes of the step without momentum, plus those of the velocity on a rank's
-        slice.
+        """Return the bytes of the step without momentum, plus those of the velocity.
 
-        The velocity's part is the stream, the step, and the sum that becomes the velocity.
+        The velocity's part is the stream, the step, and the sum that becomes the velocity, for the
+        tokens of a rank's slice.
         """
         return super().kept_bytes(training) | {
             "velocity": 4 * training.element * self.hidden / training.sequence_split
