@@ -167,10 +167,10 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None:
-    """Call ``add(k, v, rows, columns, causal)`` for every rank's keys and values.
+    """Call ``add(k, v, rows, columns, causal)`` once for every rank's keys and values.
 
     rows: slice of this rank's queries that see these keys.
-    columns: slice of the other rank's keys that they see.
+    columns: slice of the keys k and values v that these queries see.
     causal: True for this rank's own keys, which need the causal mask.
     """
     held, half, every = [k, v], k.shape[2] // 2, slice(None)

@@ -99,9 +99,10 @@ class AttentionShape(Shape):
         return (self.heads // self.groups + 2) * self.head
 
     def weights(self) -> Weights:
-        """Return norm, in_proj, its optional bias, optional q and k norms, out_proj.
+        """Return name -> weight.
 
-        in_proj is group-major: a group's queries, k, v.
+        The names are norm, in_proj (group-major: a group's queries, k, v), its bias and the norms
+        of q and k if configured, and out_proj.
         """
         rows = self.groups * self.group_width
         return {

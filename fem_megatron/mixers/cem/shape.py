@@ -86,7 +86,7 @@ class CemConfig:
 def preconditioner_weights(
     switches: CemConfig, groups: int, hidden: int, rank: int, split: int | None
 ) -> Weights:
-    """Return p, u and v of ``groups`` preconditioners.
+    """Return the weights p, u and v of ``groups`` preconditioners (`Preconditioner`).
 
     d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
 
@@ -194,10 +194,10 @@ class CemAttentionShape(Shape):
         return float((self.hidden if self.switches.scale == "model" else self.head) ** -0.5)
 
     def weights(self) -> Weights:
-        """Return norm, query, key, the two biases, diagonal, and P.
+        """Return name -> weight: norm, query, key, the two biases, diagonal and preconditioner.
 
-        query is W_Q, whose transpose is the output; key is W_K, which also gives the values. Both
-        are head-major.
+        query is W_Q, whose transpose is the output projection. key is W_K, which also gives the
+        values. Both are head-major.
         """
         hidden = self.hidden
         weights = {
@@ -319,9 +319,10 @@ class CemMlpShape(Shape):
         return cls(model.hidden_size, model.ffn_size, model.norm_eps, model.cem)
 
     def weights(self) -> Weights:
-        """Return norm, gamma, up and P.
+        """Return name -> weight: norm, gamma, up and preconditioner.
 
-        gamma is W, the gate; up is V, whose transpose projects down; P is replicated on every rank.
+        gamma is W, the gate. up is V, whose transpose projects down. The preconditioner P is
+        replicated on every rank.
         """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),

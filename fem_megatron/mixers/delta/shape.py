@@ -120,9 +120,11 @@ class DeltaShape(Shape):
         return self.mixed_width + self.value_head * self.gated
 
     def weights(self) -> Weights:
-        """Return norm, in_proj, rates, conv, the decay's offsets, head_norm, out_proj.
+        """Return name -> weight.
 
-        in_proj and rates (beta; the decay's step) are head-major.
+        The names are norm, in_proj and rates (both head-major), conv, the offsets of decay rate and
+        step size (if gated), head_norm and out_proj. Per head, rates has a row for beta and, if gated, one
+        for the step.
         """
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),

@@ -73,9 +73,10 @@ class DifferentialShape(Shape):
         return 6 * self.head
 
     def weights(self) -> Weights:
-        """Return norm, in_proj (head-major), lam, q's and k's norms, head_norm, out_proj.
+        """Return name -> weight.
 
-        The rows of lam are lambda_q1, lambda_k1, lambda_q2, lambda_k2.
+        The names are norm, in_proj (head-major), lam, the norms of q and k if configured, head_norm
+        and out_proj. The rows of lam are lambda_q1, lambda_k1, lambda_q2, lambda_k2.
         """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),

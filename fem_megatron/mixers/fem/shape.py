@@ -175,7 +175,11 @@ class FemShape(Shape):
         return sum(self.slices.values())
 
     def weights(self) -> Weights:
-        """Return norm, in_proj (head-major), the prior's weights, beta (T), tdc.* (C), out_proj."""
+        """Return name -> weight.
+
+        The names are norm, in_proj (head-major), the prior's weights (``prior.*``), beta (with
+        fem.temperature), the conditioners' weights (``tdc.*``) and out_proj.
+        """
         packed = self.heads * self.head_width
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -212,9 +216,10 @@ class FemShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, reads and the conditioner's projections.
+        """Return the FLOPs of one token's forward pass by part.
 
-        The reads are of [v | U], or only v without L.
+        The parts are projections, reads and the conditioners' projections. The reads are of [v |
+        U], or only v without fem.free_energy.
         """
         streams = self.value_head * (2 if self.free_energy else 1)
         conditioner = sum(value for name, value in self.map_flops.items() if name.startswith("tdc"))
@@ -351,7 +356,7 @@ class FemShape(Shape):
         return isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference"
 
     def uncapturable(self) -> str | None:
-        """Return why CUDA graphs cannot capture the read, or None.
+        """Return the reason why CUDA graphs cannot capture the read, or None.
 
         A number on the device may determine the read's form, fast or exact
         (`kernels.free_energy.ranges`).
