@@ -123,8 +123,8 @@ class DeltaShape(Shape):
         """Return name -> weight.
 
         The names are norm, in_proj and rates (both head-major), conv, the offsets of decay rate and
-        step size (if gated), head_norm and out_proj. Per head, rates has a row for beta and, if gated, one
-        for the step.
+        step size (if gated), head_norm and out_proj. rates has one row
+        per head for beta and, if gated, one for the step.
         """
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
