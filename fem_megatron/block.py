@@ -1,4 +1,4 @@
-"""A block: the layer's mixer, then its MLP, applied one or more times.
+"""A block (one layer): the mixer, then the MLP, applied one or more times.
 
 All repetitions use the same weights.
 """
@@ -20,9 +20,9 @@ from fem_megatron.update import Update, normed
 class Block(nn.Module):
     """One layer: x <- mlp(mixer(x)), repeated ``recurrence`` times with the same weights.
 
-    The repetition is that of the loop Transformer, and of Hyper-SET's depth. Every iteration
-    attends to the tokens again, so each iteration has a separate decoding state. To run more
-    iterations than in training, set ``recurrence`` on the model's blocks.
+    The loop Transformer and Hyper-SET repeat their layers in this way. Every iteration attends to
+    the tokens again, so each iteration has a separate decoding state. To run more iterations than
+    in training, set ``recurrence`` on the model's blocks.
     """
 
     def __init__(self, shape: BlockShape, parallel: Parallel) -> None:
@@ -40,9 +40,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return x after all iterations.
 
-        x: [s (/ tensor-parallel size under sequence parallelism), b, channels]. Channels are the D
-        of the tokens. If any layer of the model needs more (velocities), these follow the token
-        channels, and layers that read only tokens pass them on unchanged.
+        x: [s (/ tensor-parallel size under sequence parallelism), b, channels]. The first D
+        channels are the token's. If any layer of the model carries more values per token
+        (velocities), their channels follow. Layers that use only the token channels return the
+        remaining ones unchanged.
         """
         context = replace(context, origin=x[..., : self.hidden], memory={})
         for iteration in range(self.recurrence):
@@ -65,7 +66,7 @@ def _updated(update: Update, stream: int, x: Tensor, context: Context) -> Tensor
 
 
 class SwiGlu(Update):
-    """x + down(silu(gate(h)) * up(h)), h = RMSNorm(x).
+    """Layer of the SwiGLU MLP: x + down(silu(gate(h)) * up(h)), h = RMSNorm(x).
 
     Tensor parallel: the inner channels are split over the ranks.
     """

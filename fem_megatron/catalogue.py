@@ -1,6 +1,6 @@
-"""The registry of mixers: name -> description and shape for a configuration.
+"""Registry of mixers: maps each mixer name to its description and to a function for its shape.
 
-Torch-free: a shape names its layer's class.
+The module does not import torch: a shape refers to its layer class by the class's name.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ EVERYONES = frozenset(
 
 @dataclass(frozen=True)
 class Mixer:
-    """One value of ``model.mixer``.
+    """Catalogue entry of one value of ``model.mixer``.
 
+    about: one-line description.
+    paper: source of the mixer.
     cost: order of the cost for a sequence of T tokens.
+    shape: function (model configuration, layer number from 0) -> shape. It raises ValueError,
+        naming the key, if sizes do not fit.
     mlp: the MLP that follows the mixer unless ``model.mlp`` sets another.
-    shape: function of the model and the layer's number (from 0); raises ValueError, with
-        the key, if sizes do not fit.
-    package: the module that computes the mixer, on a GPU only.
+    layouts: the parallel layouts that the mixer supports.
+    package: the external package that computes the mixer (on a GPU only), or None.
     """
 
     about: str
@@ -178,9 +181,10 @@ def describe(name: str) -> Mixer:
 
 
 def blocks(model: ModelConfig) -> list[BlockShape]:
-    """Return the shape of every layer.
+    """Return the shape of every layer, first layer first.
 
-    Raises ValueError, with the key, if sizes do not fit or if a key is set that no layer reads.
+    Raises ValueError if sizes do not fit or if ``model`` sets a key that no layer reads. The
+    message names the key.
     """
     names = mixer_names(model)
     mup.check_model(model)
@@ -223,7 +227,7 @@ def unread(model: ModelConfig) -> list[str]:
 
 
 def mixer_names(model: ModelConfig) -> list[str]:
-    """Return the mixer of every layer: ``model.pattern`` repeated, or ``model.mixer``."""
+    """Return the name of every layer's mixer: ``model.pattern`` repeated, or ``model.mixer``."""
     pattern = model.pattern or [model.mixer]
     if model.num_layers % len(pattern):
         raise ValueError(

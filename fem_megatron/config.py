@@ -30,7 +30,7 @@ MIXERS = tuple(catalogue.MIXERS)
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model."""
+    """Configuration of a decoder-only language model (section ``model``)."""
 
     moved: ClassVar[dict[str, str]] = MOVED  # older names of keys -> current names
 
@@ -137,9 +137,9 @@ class ModelConfig:
 
     @property
     def stream_size(self) -> int:
-        """Channels per token that the layers pass on.
+        """Channels per token that layers pass on to the next layer.
 
-        These are hidden_size channels, and as many again for the velocity if any layer uses one.
+        This is hidden_size, or twice hidden_size if any layer uses a velocity.
         """
         return max(
             part.stream
@@ -149,7 +149,10 @@ class ModelConfig:
         )
 
     def padded_vocab_size(self) -> int:
-        """Return the embedding's rows: vocab_size rounded up to make_vocab_size_divisible_by."""
+        """Return the rows of the embedding table.
+
+        This is vocab_size rounded up to a multiple of make_vocab_size_divisible_by.
+        """
         assert self.vocab_size is not None, (
             "vocab_size is filled in from the data before the model is built"
         )

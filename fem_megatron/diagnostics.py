@@ -1,11 +1,13 @@
 """Diagnostics of every layer's update on a sample of tokens: step norm, energies, entropies.
 
-`observe` computes the quantities that all updates share. Those of one mixer are computed by a
-function in the mixer's folder, which is named by ``Update.diagnostics`` and calls the layer's own
-projections and energies. The sample is the beginning of the first sequence, or of its longest
-document if documents are read separately. It is treated as an independent sequence. In a causal
-model its energies equal those of the same tokens in the full sequence. The module must not import
-the trainer, a logger or file access.
+`observe` computes the quantities that all updates have. A mixer's specific quantities are computed
+by a function in the mixer's folder, which uses the layer's own projections and energies. The class
+attribute ``Update.diagnostics`` names this function.
+
+The sample is the beginning of the first sequence. If documents are read separately, it is the
+beginning of the longest document of the first sequence. It is treated as an independent sequence.
+In a causal model its energies equal those of the same tokens in the full sequence. The module must
+not import the trainer, a logger or file access.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Sample:
     x, after: the stream before and after the update, [n (/ tensor-parallel size under sequence
         parallelism), 1, D].
     context: positions and padding of the sample.
-    tokens: 0 .. n - 1.
+    tokens: [n], the indices 0, 1, ..., n - 1 of the sampled tokens.
     """
 
     x: Tensor
@@ -155,8 +157,11 @@ def _generic(before: Tensor, after: Tensor) -> Quantities:
 
 
 def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
-    """Return the mean energies before and after the update, and the share of tokens that rose.
+    """Return the mean energies before and after the update, and the share that rose.
 
+    name: prefix of the keys: ``{name}_before``, ``{name}_after`` and ``{name}_rose``. The last is
+    the
+        share of tokens whose energy rose.
     before, after: the energy of each token.
     """
     rose = (after > before).to(before.dtype).mean()
@@ -190,7 +195,7 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def size(x: Tensor) -> Tensor:
-    """Return |x| of each token, in float32 or wider."""
+    """Return the Euclidean norm |x| of each token, in float32 or wider."""
     return torch.linalg.vector_norm(wide(x), dim=-1)
 
 

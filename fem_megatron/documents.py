@@ -22,17 +22,15 @@ _LEAST = 4  # tokens of the shortest row
 
 @dataclass(frozen=True)
 class Documents:
-    """Positions of the documents of a micro-batch [b, s].
+    """The documents of a micro-batch [b, s], and the indices that copy each to a separate row.
 
     positions: [s, b] int64, position of each token in its document, from 0.
-    longest: first token and length of the longest document of the first sequence.
+    longest: (first token, length) of the longest document of the first sequence.
     rows: (documents, tokens per row) for each row length.
-    batch, time: [all rows' tokens] int64, source of each row token; past a document's end,
-        its last token.
-    kept: [b * s] int64, index of each token among the rows' tokens, sequence after
-        sequence.
-    valid: for each row length, [documents, tokens per row] bool, False past a document's
-        end.
+    batch, time: [tokens in all rows] int64, sequence and position from which each row entry is
+        copied. Entries past a document's end copy its last token.
+    kept: [b * s] int64, index of each token among the rows' entries, sequence after sequence.
+    valid: for each row length, [documents, tokens per row] bool, False past a document's end.
     """
 
     positions: Tensor
@@ -137,9 +135,9 @@ def row_length(size: int, most: int) -> int:
 
 
 class _Rows(torch.autograd.Function):
-    """t [b, s, ...] -> [rows' tokens, ...].
+    """Copy t [b, s, ...] to the documents' rows, [tokens in all rows, ...].
 
-    Every token has one row entry that counts; copies past a document's end have no gradient.
+    A token's gradient is that of exactly one row entry. Copies past a document's end are ignored.
     """
 
     @staticmethod
@@ -153,7 +151,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
-    """[n, ...] rows' tokens -> [b * s, ...]."""
+    """Copy the rows' entries [n, ...] back to the sequences' tokens [b * s, ...]."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, kept: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""The maximal update parametrization, muP: initial weights and learning rates.
+"""The maximal update parametrization, muP: initial weights and learning rates for any width.
 
-Source: Yang et al. 2022, arXiv 2203.03466. With m = model.hidden_size /
-model.mup.base_hidden_size, a weight's initial standard deviation and its learning rate
-are those of the base times powers of m (`Scaling`, Adam's, table 3). No activation is
-multiplied. The paper has equivalent forms (lemma J.1: with Adam, a multiplier 1/m on a
-weight gives the same training as a standard deviation and a learning rate divided by m,
-up to Adam's epsilon). This is the form in which the model's computation does not change.
-The module does not import torch.
+Source: Yang et al. 2022, arXiv 2203.03466. The base is the model with hidden_size =
+model.mup.base_hidden_size, and m = model.hidden_size / model.mup.base_hidden_size. A weight's
+initial standard deviation and its learning rate are those of the base times powers of m (`Scaling`,
+for Adam, table 3). No activation is multiplied. The paper has equivalent forms (lemma J.1: with
+Adam, a multiplier 1/m on a weight gives the same training as a standard deviation and a learning
+rate divided by m, up to Adam's epsilon). This is the form in which the model's computation does not
+change. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def width_ratio(model: ModelConfig) -> float:
 
 
 def starts_from(model: ModelConfig, weight: Weight) -> float | Normal:
-    """Return the start value of ``weight``.
+    """Return the initial value of ``weight``: a constant, or a normal distribution.
 
-    It is its constant, or a normal distribution scaled for the width.
+    The distribution's standard deviation is scaled for the model's width.
     """
     if isinstance(weight.init, int | float):
         return float(weight.init)
@@ -68,22 +68,23 @@ def lr_factor(model: ModelConfig, weight: Weight) -> float:
 
 
 def decay_factor(model: ModelConfig, weight: Weight) -> float:
-    """Return the weight's decay divided by optimizer.weight_decay, for decayed weights.
+    """Return the weight decay of a decayed weight divided by optimizer.weight_decay.
 
-    The product of learning rate and decay is the same as in the base.
+    The product of learning rate and decay is then the same as in the base model.
     """
     return 1.0 / lr_factor(model, weight)
 
 
 def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
-    """Return Muon's factor on the orthogonal update of a map with ``rows`` rows of the weight.
+    """Return Muon's factor on the orthogonal update of one linear map in ``weight``.
 
-    The learning rate is a separate factor. 0.2 sqrt(max(rows, columns)) gives the entries AdamW's
-    size (arXiv 2502.16982, 2.2), so that both optimizers share rate and decay. muP uses the base's
-    factor and scales the update's spectral norm with sqrt(rows / columns) (arXiv 2310.17813,
-    condition 1; the rate already contains its power of m). The result is constant in m for a map of
-    the width into itself. For a map of the width into a head it is proportional to m^(-1/2),
-    because a wider model has more heads.
+    ``rows`` is the number of the map's rows. The learning rate is a separate factor. 0.2
+    sqrt(max(rows, columns)) gives the entries the size of AdamW's updates (arXiv 2502.16982, 2.2),
+    so that both optimizers share rate and decay. muP uses the base's factor and scales the update's
+    spectral norm with sqrt(rows / columns) (arXiv 2310.17813, condition 1; the rate already
+    contains its power of m). The result is constant in m for a map of the width into itself. For a
+    map of the width into a head it is proportional to m^(-1/2), because a wider model has more
+    heads.
     """
     m, columns = width_ratio(model), weight.shape[-1]
     outward = weight.scaling in (HIDDEN, FIXED) and (
@@ -95,20 +96,21 @@ def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
 
 
 def score_scale(model: ModelConfig, width: int) -> float | None:
-    """Return the factor on the scores of heads with queries of ``width`` channels.
+    """Return the factor on the scores q.k of heads with queries of ``width`` channels.
 
-    None means 1 / sqrt(width). sqrt(base) / width is definition 4.1's 1 / width, with the
-    constant that leaves the base unchanged.
+    None means the default 1 / sqrt(width). With muP and model.mup.base_head_size = base, the factor
+    is sqrt(base) / width: definition 4.1's 1 / width, with the constant that leaves the base
+    unchanged.
     """
     base = model.mup.base_head_size if model.parametrization == "mup" else None
     return None if base is None or base == width else float(base**0.5 / width)
 
 
 def outer_weights(model: ModelConfig) -> Weights:
-    """Return name -> weight of the parameters outside the blocks.
+    """Return name -> weight of the parameters outside the layers.
 
-    These are the embeddings (also of velocities, if used), the final norm, and the output layer
-    unless tied.
+    These are the embeddings (also the embedding of velocities, if used), the final norm, and the
+    output layer unless it is tied to the embedding.
     """
     shape = (model.padded_vocab_size(), model.hidden_size)
     weights = {

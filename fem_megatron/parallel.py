@@ -1,8 +1,9 @@
-"""Interface between a layer and its ranks.
+"""Interface between a layer and the tensor-parallel ranks that share it.
 
-It has seven moves of activations, a fusible product, and parameters. ``OneProcess``
-implements it for a single process (tests, decoding, the exported model);
-``megatron.tensor_parallel`` for Megatron-core. This module does not import Megatron-core.
+`Parallel` has methods that gather, sum and share activations over ranks, a fusible product, and the
+creation of parameters. ``OneProcess`` implements it for a single process (tests, decoding, the
+exported model), ``megatron.tensor_parallel`` for Megatron-core. This module does not import
+Megatron-core.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from fem_megatron.shape import Weight, Weights
 
 
 class Parallel(Protocol):
-    """One tensor-parallel rank's interface.
+    """Operations of one tensor-parallel rank, for use in layers.
 
     Outside a mixer an activation is [s / size, b, D] under sequence parallelism, else [s, b, D].
+    The residual stream's slice is this activation of one rank.
+
+    size: number of ranks. rank: number of this rank. dtype: type of the parameters.
     """
 
     size: int
@@ -27,17 +31,19 @@ class Parallel(Protocol):
     dtype: torch.dtype
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gather the residual stream's slice into the full sequence [s, b, D].
+        """Gather the residual stream's slice x into the full sequence [s, b, D].
 
-        It is for use by this rank's part. Its gradient is summed over ranks.
+        Each rank uses the result for its part of the layer, so the gradient is summed over ranks.
         """
 
     def project(self, x: Tensor, linear: nn.Module | nn.Parameter) -> Tensor:
         """Return linear(enter(x)) for an x that is gathered for no other use.
 
-        Under sequence parallelism only the slice is kept. linear: a module of `linear` (with a
-        bias, the gathered input is kept), or a weight [out, in]; dimensions before the last are
-        flattened.
+        Under sequence parallelism only the slice is kept for the backward pass.
+
+        linear: a module that `Parallel.linear` returned (if it has a bias, the gathered input is
+        kept), or
+            a weight [out, in] whose leading dimensions are flattened.
         """
 
     def project_beside(
@@ -45,49 +51,52 @@ class Parallel(Protocol):
     ) -> tuple[list[Tensor], Tensor]:
         """Return (others(enter(x)), linear(enter(x))).
 
-        Like ``project`` it keeps x's slice: the backward pass gathers x and runs ``others`` again.
-        linear: the larger product, which is not repeated.
+        Like ``project`` this keeps only x's slice: the backward pass gathers x and runs ``others``
+        again. Therefore ``linear`` should be the larger product, which is not repeated.
         """
 
     def leave(self, partial: Tensor) -> Tensor:
-        """Sum this rank's summand [s, b, D] over ranks.
+        """Sum the ranks' summands [s, b, D] of a layer's output.
 
-        The result is sliced like the residual stream.
+        Under sequence parallelism the result is this rank's slice [s / size, b, D].
         """
 
     def gather(self, part: Tensor) -> Tensor:
-        """Gather [..., n / size] -> [..., n]. Later operations must be equal on every rank."""
+        """Gather [..., n / size] of every rank into [..., n].
+
+        All ranks must apply the same operations to the result.
+        """
 
     def share(self, whole: Tensor) -> Tensor:
-        """Return a replicated tensor unchanged, for use by this rank's part.
+        """Return a replicated tensor unchanged, for use in this rank's part of the layer.
 
         Its gradient is summed over ranks.
         """
 
     def total(self, partial: Tensor) -> Tensor:
-        """Return the sum over ranks, for use by this rank's part.
+        """Return the sum of ``partial`` over ranks, for use in this rank's part of the layer.
 
-        Its gradient is summed over ranks, too.
+        The gradient is summed over ranks, too.
         """
 
     def swiglu(self, packed: Tensor) -> Tensor:
         """Return silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n]."""
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Return this rank's part of a weight.
+        """Return this rank's part of a weight as a parameter.
 
-        It is filled with its constant, or empty if it is drawn later.
+        A constant weight is filled with its constant. Any other weight is uninitialised memory.
         """
 
     def linear(self, weight: nn.Parameter) -> nn.Linear:
-        """Return the module that multiplies by a parameter [out, in].
+        """Return a module that multiplies by a parameter [out, in].
 
-        The caller assigns the parameter afterwards.
+        The caller assigns the parameter to the module afterwards.
         """
 
 
 class OneProcess:
-    """A single process without fusion: every move is the identity."""
+    """Implementation of `Parallel` for a single process: gathers and sums are the identity."""
 
     size = 1
     rank = 0
@@ -139,9 +148,9 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter of ``shape``, filled if its weight is constant.
+    """Return a parameter of ``shape`` for a weight, filled if the weight is constant.
 
-    Its attribute ``spec`` is the weight of which it is a part.
+    Its attribute ``spec`` is the `Weight`. ``shape`` may be smaller than the weight's shape.
     """
     constant = weight.init if isinstance(weight.init, int | float) else None
     made = nn.Parameter(
@@ -154,9 +163,10 @@ def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.
 
 
 class Holder(nn.Module):
-    """Weights that an update multiplies itself.
+    """Container for weights that an update multiplies without an nn.Linear.
 
-    A call returns one of them, so that hooks that load, gather or free weights run first.
+    Calling the module returns one of the weights, so that hooks that load, gather or free weights
+    run first.
     """
 
     def forward(self, name: str = "weight") -> Tensor:

@@ -90,7 +90,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotation of queries and keys by their positions, times ``factor``."""
+    """Parameters of the rotation of queries and keys by their positions.
+
+    base: base of the frequencies.
+    scaling: scaling of the frequencies.
+    factor: number by which rotated vectors are multiplied.
+    """
 
     base: float
     scaling: RopeScaling = field(default_factory=RopeScaling)
@@ -98,9 +103,9 @@ class Rope:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Rope | None:
-        """Return RoPE as configured in ``model``, for scores that are products of rotated vectors.
+        """Return RoPE as configured in ``model``, or None without model.rope.
 
-        Returns None without model.rope.
+        Use it for scores that are products of two rotated vectors.
         """
         return (
             cls(model.rope_base, model.rope_scaling, model.rope_scaling.attention())
@@ -110,9 +115,10 @@ class Rope:
 
     @classmethod
     def rotation(cls, model: ModelConfig) -> Rope | None:
-        """Return `of` with factor 1.
+        """Return RoPE as configured in ``model`` but with factor 1, or None without model.rope.
 
-        For rotations that are inverted later, or whose result is not a product under a softmax.
+        Use it for rotations that are inverted later, or whose result is not a product under a
+        softmax.
         """
         rope = cls.of(model)
         return None if rope is None else replace(rope, factor=1.0)
@@ -125,10 +131,11 @@ class Rope:
         return self.base * self.scaling.factor if self.scaling.kind == "abf" else self.base
 
     def ramp(self, size: int) -> tuple[float, float]:
-        """Return the ends of yarn's ramp over ``size`` channels.
+        """Return the first and last channel pair of yarn's transition over ``size`` channels.
 
-        They are numbers of channel pairs, counted from the fastest: pairs up to the first end are
-        unchanged, pairs from the second end on are slow.
+        Pairs are numbered from the fastest rotation, and both numbers may be fractions. Pairs up to
+        the first number are unchanged. Pairs from the last number on have their frequencies
+        divided.
         """
 
         def pair(turns: float) -> float:

@@ -1,6 +1,7 @@
-"""Shapes of mixers and MLPs: layer class, weights, and the costs per token of the entire layer.
+"""Shapes of mixers and MLPs: layer class, weights, and costs per token.
 
-The module does not import torch.
+A shape describes a layer without torch, so that models can be planned and checked before they are
+built. "Costs" are FLOPs, memory for the backward pass, decoding state and traffic between ranks.
 
 Long, because every property of a mixer is a method of one class.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Normal:
-    """A weight drawn from normal(0, std)."""
+    """Initialisation of a weight from a normal distribution with mean 0."""
 
     std: float
 
@@ -33,8 +34,10 @@ class Normal:
 class Scaling:
     """Scaling of a weight with the model's width under muP.
 
-    std, lr: exponents of m for the initial standard deviation and for the learning rate (see
-    ``mup``).
+    m is the width divided by the base model's (see ``mup``).
+
+    std: exponent of m in the initial standard deviation.
+    lr: exponent of m in the learning rate.
     """
 
     std: float
@@ -49,7 +52,7 @@ HIDDEN, FIXED, OUTPUT = Scaling(-0.5, -1.0), Scaling(0.0, 0.0), Scaling(-1.0, -1
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter.
+    """Description of one parameter.
 
     shape: shape of the complete weight, before tensor parallelism.
     split: dimension that is split over the tensor-parallel ranks; None if every rank has a
@@ -62,11 +65,11 @@ class Weight:
         (applied in both directions, squared). It is not a linear module, which adapters or
         quantisation might replace.
     mup: scaling with the width, if it does not follow from the shape (``scaling``).
-    vectors: True if the rows are independent vectors that are stored together. None of them
-        is decayed.
-    maps: number of rows of each linear map that is packed in the matrix, in order; the list
-        repeats until the matrix is full (one pass per head). (): the matrix, or each of its
-        leading indices, is one map. None: the weight contains no linear map (embedding
+    vectors: True if the rows are independent vectors that are stored together. No weight decay
+        applies to them.
+    maps: number of rows of each linear map that is packed in the matrix, in order. The list
+        repeats until the matrix is full (for example once per head). Empty: the matrix, or each
+        of its leading indices, is one map. None: the weight contains no linear map (embedding
         rows, filters, one number per head, low-rank factors). Muon orthogonalises each map
         separately.
     precise: True if the product never uses 8-bit floats, because later steps accumulate its
@@ -135,13 +138,15 @@ class Training:
     """Training settings that determine the memory of the activations.
 
     element: bytes per element in the training precision.
-    tensor_parallel: ranks that share a layer.
-    sequence_split: ranks that share the sequence outside the layer.
-    micro_batch: sequences of ``length`` tokens.
+    tensor_parallel: tensor-parallel ranks that share a layer.
+    sequence_split: ranks over which the residual stream between layers is split (sequence
+        parallelism); 1 without sequence parallelism.
+    micro_batch: number of sequences in a micro-batch.
+    length: tokens per sequence.
     cuda: True if the fused GPU kernels run.
     again: True if reads are recomputed and keep only their inputs (train.recompute =
         selective).
-    ranks: ranks that share a sequence.
+    ranks: context-parallel ranks that share a sequence.
     fp8: True if linear maps multiply 8-bit floats.
     """
 
@@ -157,9 +162,9 @@ class Training:
 
     @property
     def operand(self) -> int:
-        """Bytes per element of the input that a linear map keeps.
+        """Bytes per element of the input that a linear map keeps for its backward pass.
 
-        This applies if no other operation keeps that input.
+        This applies if no other operation keeps the same input.
         """
         return 1 if self.fp8 else self.element
 
@@ -172,7 +177,10 @@ class Training:
         return 1.0 if self.fp8 else self.element / self.sequence_split
 
     def tokens_before(self, count: int) -> int:
-        """Return how many of the ``count`` tokens before a chunk are in the previous chunk."""
+        """Return the number of tokens that the previous chunk provides of ``count`` earlier tokens.
+
+        A chunk has length / (2 ranks) tokens, so this is at most its length.
+        """
         return min(count, self.length // (2 * self.ranks))
 
     @property
@@ -188,11 +196,11 @@ class Training:
     def estimate(
         self, hidden: int, kept: Kept, more: float = 0.0, *, sliced: bool = False
     ) -> dict[str, float]:
-        """Return the estimated bytes per token on one rank.
+        """Return the estimated bytes per token on one rank, as a dictionary with one entry.
 
         The total is the measured bytes per channel (``kept``) times ``hidden``, plus ``more``. The
-        input is complete on every rank, or split over the sequence if ``sliced``; the rest is split
-        over the tensor-parallel ranks.
+        input is complete on every rank, or split over the sequence if ``sliced``. All other bytes
+        are split over the tensor-parallel ranks.
         """
         on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
         seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
@@ -204,15 +212,15 @@ class Training:
 
 
 class Kept(NamedTuple):
-    """Bytes per token and channel that autograd keeps of one application, without its norm.
+    """Bytes per token and channel that autograd keeps of one layer application, without its norm.
 
-    The values hold for the default switches.
+    The values apply to the default configuration of the mixer.
 
     fp32, bf16: measured on a CPU, at widths 256 and 512 and lengths 64 and 256; they agree
         within 25%.
-    gpu: in bf16 with GPU kernels (`pretrain.rehearsal`), at widths 256 and 1024; None: as
-        on a CPU.
-    again: as gpu, but with recomputed reads; None: as on a CPU.
+    gpu: in bf16 with GPU kernels (`pretrain.rehearsal`), at widths 256 and 1024. None: the
+        value of a CPU applies.
+    again: like gpu, but with recomputed reads. None: the value of a CPU applies.
     """
 
     fp32: float
@@ -227,13 +235,14 @@ KEPT = Kept(90.0, 70.0)
 
 @dataclass(frozen=True)
 class Packing:
-    """Layout of a matrix's rows, for copying another mixer's weights.
+    """Layout of the rows of a matrix that packs several projections head by head.
 
-    The copy is made head by head (``tools.hf.graft``).
+    It is used to copy another mixer's weights (``tools.hf.graft``).
 
+    heads: number of heads.
     widths: rows of each slice of a head, in order.
     roles: slices that correspond to q, k or v of attention, or to gate or up of an MLP.
-    queries: attention heads whose q and k are next to each other in one head.
+    queries: number of attention heads whose q and k are next to each other in one head.
     """
 
     heads: int
@@ -247,10 +256,11 @@ class Shape(ABC):
 
     layer_class: "module:class" of the ``Update`` that computes it.
     external: True if another package computes it and only its parameters are available.
-    kept: constants of the memory estimate (``kept_bytes``).
-    sliced: True if only the gathering projections of `Parallel` (``project`` and its
-        variant) use the input.
-    once: parts of ``flops`` that are done once per sequence, not once per document in it.
+    kept: measured constants of the memory estimate (``kept_bytes``).
+    sliced: True if only the gathering projections of `Parallel` (``project`` and its variant)
+        use the input.
+    once: parts of ``flops`` that are computed once per sequence instead of once per document in it.
+    hidden: channels of a token.
     """
 
     layer_class: ClassVar[str]
@@ -262,9 +272,10 @@ class Shape(ABC):
 
     @property
     def stream(self) -> int:
-        """Channels that the update changes.
+        """Channels that the update reads and writes.
 
-        The ``hidden`` token channels are first, then any carried state.
+        The ``hidden`` token channels are first. Channels of other carried values (velocities)
+        follow.
         """
         return self.hidden
 
@@ -287,7 +298,7 @@ class Shape(ABC):
     def state_bytes(self, length: int, element: int) -> int:
         """Return the bytes of one sequence's decoding state after ``length`` tokens.
 
-        Activations take ``element`` bytes each; stored sums are fp32.
+        element: bytes per element of activations. Stored sums are fp32.
         """
 
     def reads(self) -> set[str]:
@@ -310,14 +321,14 @@ class Shape(ABC):
         return {}
 
     def cut_widths(self) -> SplitWidths:
-        """Return the widths that tensor- times context-parallel ranks must divide.
+        """Return the widths that must be divisible by tensor- times context-parallel ranks.
 
         This applies if the reads of a split sequence exchange heads (`context_parallel.split`).
         """
         return SplitWidths(always=self.split_widths())
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the bytes that ranks sharing a sequence exchange, on one tensor-parallel rank.
+        """Return the bytes that one tensor-parallel rank sends to ranks that share its sequence.
 
         kinds: the result of `split_kinds`. This default is an estimate: q, k, v and the output,
             each as wide as the stream.
@@ -343,7 +354,7 @@ class Shape(ABC):
         return self.external
 
     def uncapturable(self) -> str | None:
-        """Return why CUDA graphs (train.cuda_graphs) cannot capture its passes, or None.
+        """Return the reason why CUDA graphs (train.cuda_graphs) cannot capture the layer, or None.
 
         A typical reason is a decision that the host makes in every pass.
         """
@@ -359,7 +370,7 @@ class Shape(ABC):
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes per token that autograd keeps on one rank, by term, without the norm.
 
-        The value is an estimate or is read from the table (`pretrain.plan.memory`).
+        This default is the estimate from ``kept``. Mixers with known terms override it.
         """
         return training.estimate(self.hidden, self.kept, sliced=self.sliced)
 
@@ -389,7 +400,7 @@ class Shape(ABC):
 
 
 def located(place: str) -> Any:
-    """Return the object that "module:name" refers to.
+    """Return the object that ``place``, written as "module:name", refers to.
 
     In an exported folder all modules form one flat package (`tools.hf.bundle`), and the object is
     imported from that package.
@@ -414,12 +425,18 @@ def head_width(model: ModelConfig) -> int:
 
 
 def keys_seen(length: int, whole_square: bool) -> float:
-    """Return the average number of keys that a causal token sees, or all if the flag is set."""
+    """Return the average number of keys that a causal token sees: (length + 1) / 2.
+
+    With the flag, return ``length`` instead.
+    """
     return float(length) if whole_square else (length + 1) / 2
 
 
 def qk_norms(head: int, wanted: bool) -> Weights:
-    """Return the weights of model.qk_norm, which all heads share; {} if it is off."""
+    """Return the weights of the norms of q and k (model.qk_norm), which all heads share.
+
+    Return an empty dictionary if ``wanted`` is False.
+    """
     return {f"{part}_norm.weight": Weight((head,), init=1.0) for part in "qk"} if wanted else {}
 
 
@@ -500,7 +517,7 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class SwiGluShape(Shape):
-    """Shape of the SwiGLU MLP: D -> 2F -> D."""
+    """Shape of the SwiGLU MLP: D -> 2F (gate and up projection) -> D."""
 
     layer_class = "fem_megatron.block:SwiGlu"
 
@@ -514,7 +531,7 @@ class SwiGluShape(Shape):
         return cls(model.hidden_size, model.ffn_size, model.norm_eps)
 
     def weights(self) -> Weights:
-        """Return norm; gate_up [2, F, D], gate and up projection in one product; down."""
+        """Return the weights: norm, gate_up [2, F, D] (both projections in one product), down."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "gate_up": Weight((2, self.inner, self.hidden), split=1),
@@ -530,7 +547,7 @@ class SwiGluShape(Shape):
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the bytes of the input, the packed product and the inner product.
+        """Return the bytes per token that autograd keeps: input, packed product and inner product.
 
         On a CPU, silu(gate) is also kept.
         """

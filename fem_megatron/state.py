@@ -1,6 +1,6 @@
-"""Context of a layer's update, and a fixed-size decoding state.
+"""Context of a layer's update, and a decoding state of fixed size.
 
-With a fixed size every decoding step has the same shapes and is compiled once.
+With a fixed size every decoding step has the same shapes, so the step is compiled only once.
 This module contains no mixer mathematics.
 """
 
@@ -22,12 +22,13 @@ from kernels.machine import without_cudnn_attention
 
 @dataclass(eq=False)
 class Room:
-    """A fixed number of token slots, the first ``taken`` of which are filled.
+    """Fixed number of token slots in a decoding state, of which the first ``taken`` are filled.
 
-    ``taken`` is an int64 tensor without dimensions, so that compiled steps do not specialise on its
-    value. The class is not frozen: a module traced by torch.export assigns its buffer to ``taken``.
+    places: number of slots.
+    taken: int64 tensor without dimensions, so that compiled steps do not specialise on its value.
+        The class is not frozen: a module traced by torch.export assigns its buffer to ``taken``.
 
-    A KV-cache in a room has one extra slot. It contains a copy of a step's single token, so that
+    A KV-cache with a room has one extra slot. It contains a copy of a step's single token, so that
     the new tokens are the last keys, as every kernel expects. The slots between the past and the
     new tokens are masked.
     """
@@ -36,7 +37,7 @@ class Room:
     taken: Tensor
 
     def check(self, length: int) -> None:
-        """Raise ValueError if ``length`` more tokens do not fit. Waits for the device."""
+        """Raise ValueError if ``length`` more tokens do not fit. This waits for the device."""
         if (needed := int(self.taken) + length) > self.places:
             raise ValueError(
                 f"the cache has room for {self.places} tokens, but {needed} are needed: make it "
@@ -44,7 +45,7 @@ class Room:
             )
 
     def first(self, new: Tensor, dim: int) -> Tensor:
-        """Return a cache that contains the first tokens, ``new`` along ``dim``."""
+        """Return a new cache for all slots, filled with the first tokens ``new`` along ``dim``."""
         size = list(new.shape)
         size[dim] = self.places + 1
         cache = new.new_zeros(size)
@@ -52,7 +53,10 @@ class Room:
         return cache
 
     def extend(self, cache: Tensor, new: Tensor, dim: int) -> Tensor:
-        """Write ``new`` after the past; return [places + s along ``dim``], the new tokens last."""
+        """Write the tokens ``new`` into the cache after the past, and return all keys.
+
+        The result has size places + s along ``dim``: all slots, then the s new tokens.
+        """
         length = new.shape[dim]
         cache.index_copy_(dim, self.taken + torch.arange(length, device=new.device), new)
         if length > 1:
@@ -77,9 +81,10 @@ class Room:
         return torch.cat((known & (slot < self.taken), known[:, now]), dim=1)
 
     def adjacent(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (index, is_key) that moves the past directly before the ``length`` new tokens.
+        """Return (index, is_key), which moves the past directly before the ``length`` new tokens.
 
-        index: source of each of ``extend``'s keys. is_key: True where that source is a token.
+        Both are [places + length]. index: source of each key among the keys of ``extend``. is_key:
+        True if that source contains a token.
         """
         index = torch.arange(self.places + length, device=device)
         past = index - (self.places - self.taken)
@@ -100,20 +105,22 @@ class Context:
         a past, [b, places + s].
     state: the layer's decoding state, which the layer reads and replaces; None: no state
         (training).
-    past: number of tokens that the state represents.
-    causal: a token sees itself and earlier tokens only.
+    past: number of earlier tokens that the state contains.
+    causal: True if a token sees only itself and earlier tokens.
     iteration: for a repeated block, the number of the repetition (from 0).
     origin: first input of a repeated block.
     memory: values that an update passes from one iteration to the next within a forward
         pass (momentum). Unlike the state they have gradients.
-    room: the slots of a state that is written in place and never grows.
-    touching: the keys of a room are read without a gap before the new ones.
+    prefix: prefix of the names of the layer's tensors in the state.
+    room: slots of a state that is written in place and never grows; None: the state grows.
+    touching: True if the past keys of a room must directly precede the new ones
+        (``without_gap``).
     documents: documents of the sequence, read independently (training); None: a sequence is
         one document.
-    split: the layer's tokens are this rank's part of the sequence (training); None: the full
-        sequence.
-    recompute: reads of other tokens and MLPs keep only their inputs; the backward pass
-        recomputes them.
+    split: this rank's part of the sequence, if sequences are split over ranks (training);
+        None: the layer has full sequences.
+    recompute: True if reads of other tokens and MLPs keep only their inputs, so that the
+        backward pass recomputes them.
     """
 
     positions: Tensor | None = None
@@ -132,10 +139,7 @@ class Context:
     split: SequenceSplit | None = None
 
     def again(self, part: Callable[..., Tensor], *given: Any) -> Tensor:
-        """Return ``part(*given)``.
-
-        Under ``recompute`` the backward pass repeats the same operations.
-        """
+        """Return ``part(*given)``, recomputed in the backward pass if ``recompute`` is True."""
         if not (self.recompute and torch.is_grad_enabled()):
             return part(*given)
         # no RNG state: the operations are deterministic
@@ -156,14 +160,18 @@ class Context:
         """Return ``read(valid, *tensors, *each)``, separately for every document.
 
         batch, time, heads: dimensions of sequences, tokens and heads (or channels); ``read``
-            accepts any sizes in them.
+            accepts any sizes in these dimensions.
         each: tensors per head, heads first; a tensor with one head is shared by all heads.
         keys: indices of the tensors that contain keys or values; the queries are always the
             last keys. Empty if a read does not separate keys from queries.
         passes: True if ``read`` uses earlier tokens only through `scans` and `tokens_before`.
 
-        cuDNN's attention plans again for each new shape, so it runs only on full sequences without
-        padding or a state.
+        cuDNN's attention creates a new execution plan for each new shape. It is therefore allowed
+        only for full sequences without padding or a state, whose lengths are multiples of 128.
+
+        Raises:
+            ValueError: if documents are separate or sequences are split, and the context has a
+            state or padding.
         """
         documents = self.documents
         if (documents or self.split) and (self.state is not None or self.valid is not None):
@@ -202,7 +210,7 @@ class Context:
 
     @property
     def passing(self) -> SequenceSplit | None:
-        """The split if scans pass states from chunk to chunk, else None."""
+        """The sequence split if scans pass states from chunk to chunk, else None."""
         return (
             self.split
             if self.split is not None and self.split.states and self.documents is None
@@ -210,9 +218,9 @@ class Context:
         )
 
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        """Return the ``count`` tokens before those of x [s, b, c], [count, b, c].
+        """Return the ``count`` tokens before those of x [s, b, c], as [count, b, c].
 
-        Missing tokens are zeros. For reads with ``passes``.
+        Missing tokens are zeros. Use it only within a read with ``passes=True``.
         """
         return (
             x.new_zeros(count, *x.shape[1:])
@@ -225,7 +233,10 @@ class Context:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def recall(self, name: str) -> Tensor | None:
-        """Return the state's tensor ``name``; None at the start and without a state."""
+        """Return the state's tensor ``name``.
+
+        Return None before the first tokens, or if the context has no state.
+        """
         return None if self.state is None else self.state.get(self.prefix + name)
 
     def keep(self, name: str, value: Tensor) -> None:
@@ -246,7 +257,10 @@ class Context:
             old.copy_(value)
 
     def extend(self, name: str, new: Tensor, dim: int = 1) -> Tensor:
-        """Return all past values and ``new`` (batch first) along ``dim``: a KV-cache step."""
+        """Return all past values followed by ``new`` along ``dim``, and store the result.
+
+        The first dimension is the batch. This is one step of a KV-cache in the state.
+        """
         old = self.recall(name)
         if self.room is not None:
             return self._extend_in_room(self.room, name, old, new, dim)
@@ -269,9 +283,9 @@ class Context:
         )
 
     def without_gap(self, length: int) -> Context:
-        """Return a context whose keys are adjacent to the ``length`` new tokens.
+        """Return a context in which the past keys directly precede the ``length`` new tokens.
 
-        For layers that derive a key's distance from its index among the keys.
+        Use it in layers that derive a key's distance from its index among the keys.
         """
         if self.room is None or self.valid is None or self.valid.shape[1] == length:
             return self
@@ -279,5 +293,5 @@ class Context:
         return replace(self, valid=self.valid[:, index] & keys, touching=True)
 
     def valid_now(self, length: int) -> Tensor | None:
-        """Return the mask of the ``length`` new tokens, [s, b], or None."""
+        """Return the mask of the ``length`` new tokens, [s, b] bool, or None without padding."""
         return None if self.valid is None else self.valid[:, -length:].T

@@ -64,11 +64,14 @@ of this project with matrix products.
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch.
+    """Record of one kernel launch.
 
+    backward: True in the backward pass.
+    name: the kernel's name.
+    kind: the kernel's kind, one of KINDS.
     bytes: bytes read and written.
-    flops: FLOPs of matrix products, a multiply-add counted as two; 0 for ``tiles``, where they
-        are unknown.
+    flops: FLOPs of matrix products, a multiply-add counted as two; 0 for ``tiles`` (this
+        project's Triton kernels), where they are unknown.
     """
 
     backward: bool
@@ -82,11 +85,12 @@ class Launch:
 class Trace:
     """Record of the executed kernels.
 
-    launches: all kernels.
+    launches: all kernels, in order.
     kernels: each Triton launch, with its arguments and options by their names.
-    chosen: operation -> implementation.
-    reads: places at which the host waited for a number.
+    chosen: operation -> chosen implementation.
+    reads: code locations at which the host waited for a number from the device.
     kept_bytes: bytes kept for the backward pass.
+    backward: True while the backward pass runs.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -99,11 +103,11 @@ class Trace:
 
     @property
     def host_reads(self) -> int:
-        """Number of times that the host waited for a number."""
+        """Number of times that the host waited for a number from the device."""
         return len(self.reads)
 
     def read(self, function: Any) -> None:
-        """Record that the host waits for a number through this torch function."""
+        """Record that the torch function ``function`` waits for a number from the device."""
         self.reads.append(f"{caller()} {getattr(function, '__name__', function)}")
 
     def launched(self, kernel: Any, given: dict[str, Any]) -> None:
@@ -115,9 +119,10 @@ class Trace:
         self.launches.append(Launch(self.backward, name, kind, moved, flops))
 
     def bytes(self, *kinds: str, backward: bool | None = None, of: str = "") -> float:
-        """Return the bytes of the launches of these kinds (none given: all kinds).
+        """Return the bytes of the launches of these kinds, or of all kinds if none is given.
 
-        backward: restrict to one pass; None: both. of: prefix of the kernel names.
+        backward: True or False for only one pass; None: both passes.
+        of: prefix of the names of the counted kernels.
         """
         chosen = (
             each
@@ -199,7 +204,7 @@ _WRAPPERS = (
 
 
 class OnPaper(TorchFunctionMode):
-    """Make Python see meta tensors on ``device``.
+    """Function mode in which meta tensors report ``device`` as their device.
 
     On `PAPER`, substitutes replace fused kernels of other packages that do not run without a GPU.
     """
@@ -242,7 +247,7 @@ class OnPaper(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _here(self, device: Any) -> bool:
-        """Return True if the argument names the device on which meta tensors appear."""
+        """Return True if ``device`` names the device on which meta tensors are reported to be."""
         named = device is not None and not isinstance(device, int)
         return isinstance(device, int) or (named and torch.device(device).type == self.device.type)
 
@@ -411,9 +416,9 @@ def moved(tensors: Sequence[Tensor | None]) -> float:
 
 @contextmanager
 def counted(trace: Trace) -> Iterator[None]:
-    """Record Triton launches and chosen implementations in the trace.
+    """Record Triton launches and chosen implementations in the trace, within the context.
 
-    Launches do not run, and other packages are replaced.
+    Triton kernels do not run, and kernels of other packages are replaced.
     """
     # torch compares what both passes of a checkpointed part keep. The device is left out, because
     # torch's own functions see the meta device.
@@ -424,9 +429,9 @@ def counted(trace: Trace) -> Iterator[None]:
 
 @contextmanager
 def _launches_counted(trace: Trace) -> Iterator[None]:
-    """Count every launch of a Triton kernel without running it.
+    """Count every launch of a Triton kernel without running it, within the context.
 
-    Block sizes are those for a GPU, not for the interpreter.
+    Block sizes are those for a GPU, not those for Triton's interpreter.
     """
     import triton
     from triton.runtime.jit import KernelInterface
@@ -482,9 +487,9 @@ def _implementations_noted(trace: Trace) -> Iterator[None]:
 
 
 class _StandIn(torch.autograd.Function):
-    """One kernel per pass.
+    """Substitute for a fused kernel: one kernel in each pass.
 
-    The forward kernel reads its inputs; the backward kernel reads the gradient and the kept
+    The forward kernel reads its inputs. The backward kernel reads the gradient and the kept
     tensors. Each kernel writes its results.
     """
 
@@ -524,8 +529,10 @@ def stand_in(
     given: Sequence[Tensor | None],
     kept: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the result of a fused kernel, with the dtype of the first tensor.
+    """Return the empty result of a fused kernel, and count the kernel's traffic.
 
+    shape: shape of the result, which has the dtype of the first tensor in ``given``.
+    given: inputs of the kernel.
     kept: indices of the inputs that the backward pass reads (None: all).
     """
     assert given[0] is not None
@@ -539,7 +546,10 @@ def stand_in(
 
 
 class Paper(OneProcess):
-    """One process with the fused kernels of a bfloat16 GPU run; torch compiles SwiGLU."""
+    """A single process with the fused kernels of a bfloat16 GPU run.
+
+    SwiGLU counts as one kernel, as torch.compile would produce.
+    """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(torch.bfloat16)

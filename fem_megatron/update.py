@@ -1,4 +1,4 @@
-"""The frame of every layer: an update x -> x' of the residual stream, and shared operations.
+"""Base class of every layer: an update x -> x' of the residual stream. Also shared operations.
 
 The shared operations are rotary positions and norms.
 """
@@ -19,9 +19,9 @@ from kernels.rotary import rotary
 
 
 class Layer(nn.Module):
-    """A module whose parameters are added by their names (``add_weights``).
+    """Base class of modules whose parameters are added from a dictionary (``add_weights``).
 
-    They are not class attributes.
+    The parameters are registered by their names; no class attribute declares them.
     """
 
     if TYPE_CHECKING:
@@ -30,10 +30,12 @@ class Layer(nn.Module):
 
 
 class Update(Layer):
-    """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those in its shape.
+    """Base class of mixers and MLPs with their norm: x' = x + step(x).
 
-    diagnostics: "module:function", (update, `diagnostics.Sample`) -> quantities in addition
-        to the step norm; None: no others.
+    The parameters are those in the update's shape.
+
+    diagnostics: "module:function" of a function (update, `diagnostics.Sample`) -> quantities in
+        addition to the step norm; None: no additional quantities.
     """
 
     diagnostics: ClassVar[str | None] = None
@@ -45,7 +47,7 @@ class Update(Layer):
         add_weights(self, shape.weights(), parallel)
 
     def build(self) -> None:
-        """Create modules that must exist before the weights are added."""
+        """Create submodules that must exist before the weights are added. Default: none."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Update x [s (/ tensor-parallel size under sequence parallelism), b, D].
@@ -55,7 +57,7 @@ class Update(Layer):
         raise NotImplementedError
 
     def start(self, x: Tensor) -> Tensor:
-        """Return the point at which the step starts, sliced like x: x itself."""
+        """Return the point at which the step is evaluated, sliced like x. The default is x."""
         return x
 
 
@@ -86,9 +88,9 @@ def _angles(x: Tensor, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
 def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
     """Return (cos, sin) of RoPE's angles for x [s, b, ...], times RoPE's factor.
 
-    size: number of rotated channels.
-
     Each is [s, 1 or b, 1, size / 2], float32 or wider.
+
+    size: number of rotated channels.
     """
     positions = context.positions
     if positions is None:
@@ -134,7 +136,7 @@ def frequencies(
 
 
 def product_type(x: Tensor) -> torch.dtype:
-    """Return the dtype of a linear attention's products for a stream x.
+    """Return the dtype of the matrix products in linear attention for a residual stream x.
 
     On a GPU it is x's dtype, for the matrix units; on a CPU float32 or wider. float16 is too narrow
     for the free energy's exponentials and becomes float32.
@@ -147,9 +149,9 @@ def product_type(x: Tensor) -> torch.dtype:
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the residual stream x for further use and `rms_norm` of it.
+    """Return (x, `rms_norm` of x). Use the returned x for the rest of the update.
 
-    On a GPU one kernel computes the gradients of both.
+    On a GPU one kernel then computes the gradients of both.
     """
     x, h, _ = residual_norm(x, weight, eps)
     return x, h

@@ -1,1 +1,1 @@
-"""Context parallelism of layers: which rank has which tokens, and how reads get other tokens."""
+"""Context parallelism: distribution of sequences over ranks, and reads of other ranks' tokens."""

@@ -1,10 +1,11 @@
 """Softmax reads for all mixers, including ring attention for sequences split over ranks.
 
 In a ring each rank keeps its queries, and keys and values pass from rank to rank, so that a rank
-holds its own and those of one other rank at a time. Partial reads are merged by their log-sum-exps,
-which gives exactly the softmax over all keys. FEM's read is attention on [v | U]
-(`kernels.free_energy`), so it is merged the same way once all ranks have the range of the values.
-The backward pass makes one more round, in which the gradients of keys and values follow them.
+stores its own and those of one other rank at a time. Partial reads are merged by their
+log-sum-exps, which gives exactly the softmax over all keys. FEM's read is attention with the
+concatenated values [v | U] (defined in `kernels.free_energy`), whose range must be known first.
+Therefore all ranks exchange the range of their values, and then merge as for softmax attention. The
+backward pass makes one more round, in which the gradients of keys and values travel with them.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ def softmax_read(
 ) -> Tensor:
     """Return `fem_attention` of the layer's tokens.
 
-    It is computed by documents or over ranks as the context requires. v may have fewer heads
-    than k. decision: the layer's decision whether a ring may read this call; None: wait for
-    the range of the values.
+    The read is computed separately per document if the context has documents, and across ranks if
+    the context has a split. v may have fewer heads than k.
+
+    decision: object by which the layer decides whether a ring may compute this call. None: decide
+        from the range of the values, which waits for the device.
     """
     split = context.split
     if split is not None and split.ring:
@@ -107,9 +110,9 @@ def _by_ring(
 
 
 class _Ring(torch.autograd.Function):
-    """Causal softmax attention of a sequence split over ranks.
+    """Causal softmax attention of a sequence split over ranks, by ring attention.
 
-    q [b, h, s, dk]; k and v [b, h or a divisor of it, s, ..] of this rank's tokens.
+    Inputs are this rank's tokens: q [b, h, s, dk]; k and v [b, h or a divisor of h, s, width].
     """
 
     @staticmethod
@@ -164,9 +167,11 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None:
-    """Call ``add(k, v, rows, columns, causal)`` for every rank's keys and values.
+    """Call ``add(k, v, rows, columns, causal)`` once for every rank's keys and values.
 
-    rows: this rank's queries that see the keys ``columns``.
+    rows: slice of this rank's queries that see these keys.
+    columns: slice of the keys k and values v that these queries see.
+    causal: True for this rank's own keys, which need the causal mask.
     """
     held, half, every = [k, v], k.shape[2] // 2, slice(None)
     for step in range(ranks.size):
@@ -184,10 +189,10 @@ def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequence[Any]:
-    """Return attention and the log-sum-exp of its scores.
+    """Return (attention output, log-sum-exp of its scores, ...).
 
-    On a GPU, further tensors for the backward pass follow. The kernels require as many heads
-    of v as of k.
+    On a GPU, further tensors for the backward pass follow. The kernels require equal numbers of
+    heads in k and v, so heads of v are repeated.
     """
     v = repeat_heads(v, 1, k.shape[1])
     if q.device.type == "cpu":

@@ -1,9 +1,10 @@
-"""Scans over tokens for layers.
+"""Scans over the tokens of a sequence, also of a sequence that is split over ranks.
 
-A scan is a kernel call; for split sequences it also uses the state of earlier chunks.
+A scan is one kernel call. If the sequence is split, each chunk's scan also starts from the state
+after the earlier chunks, which ranks exchange. Otherwise the scan starts from the stored decoding
+state.
 
-Each function is called within a read that the context makes with ``passes``. For sequences that are
-not split it is the kernel's call with the stored state.
+Call each function only within a read for which the context is called with ``passes=True``.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def linear_scan(
     *,
     normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return causal `linear_attention`.
+    """Return causal `linear_attention`: its output and the final state.
 
-    For a chunk of a split sequence, the state is that of all tokens up to the chunk's end.
+    If the sequence is split, the state is the state of all tokens up to the end of each chunk.
     """
     if (split := context.passing) is not None:
         # Recompute: the product keeps wider tensors than its inputs.
@@ -67,10 +68,10 @@ def squares_before(
     context: Context,
     features: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | None:
-    """Return the sum of f_i f_i^T, f = features(k), over the tokens before those of k, if causal.
+    """Return the sum of f_i f_i^T, f = features(k), over the tokens before this chunk.
 
-    k is [b, h, s, d]; the result is [b, h, d, d], fp32 or wider. For a sequence that is not split,
-    or a read that is not causal, return ``initial``.
+    k is [b, h, s, d]; the result is [b, h, d, d], fp32 or wider. If the sequence is not split, or
+    if the read is not causal, return ``initial`` unchanged.
     """
     if (split := context.passing) is None or not context.causal:
         return initial
@@ -82,12 +83,12 @@ def squares_before(
 def states_before(
     split: SequenceSplit, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False
 ) -> Tensor:
-    """Return the state before each of this rank's chunks, [2 b, ..., n].
+    """Return the state before each of this rank's two chunks, [2 b, ..., n].
 
-    end: like the result, the state after a scan of each chunk from zero.
-    log_decay: [2 b, ..., 1], at most 0, the decay that a chunk applies to the earlier
-        state; its middle dimensions may be 1. None: no decay.
-    reverse: scans run from the last token to the first.
+    end: [2 b, ..., n], the state after a scan of each chunk that starts from zero.
+    log_decay: [2 b, ..., 1], at most 0: the factor exp(log_decay) by which a chunk shrinks the
+        state before it. Its middle dimensions may be 1. None: no decay.
+    reverse: True if scans run from the last token to the first.
     """
     both = end if log_decay is None else torch.cat((end, log_decay.expand(*end.shape[:-1], 1)), -1)
     chunks = split.all_chunks(both, 0)

@@ -1,6 +1,6 @@
-"""Choice of read method and traffic for sequences split over ranks (`split`), from sizes only.
+"""Choose how a mixer reads sequences split over ranks (see `split`), and count its traffic.
 
-The module does not import torch.
+The module uses sizes only and does not import torch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitWidths:
-    """Numbers of heads or channels that reads exchange for tokens.
+    """Numbers of heads or channels of a mixer's reads, for the exchange of heads between ranks.
 
-    Names are those of ``Shape.split_widths``.
+    In the exchange each rank receives all tokens of some heads, so the number of ranks must divide
+    these widths. The keys of the dictionaries are the names used by ``Shape.split_widths``.
 
-    always: reads that must exchange heads.
-    keyed: reads that name their keys, which exchange heads unless keys are gathered.
-    scanned: scans and convolutions, which exchange heads unless they pass states.
-    shared: heads of the keyed reads that several queries read; fewer heads than ranks are
-        shared.
+    always: widths of reads that must exchange heads.
+    keyed: widths of reads with separate keys, which exchange heads unless keys are gathered.
+    scanned: widths of scans and convolutions, which exchange heads unless they pass states.
+    shared: numbers of key heads of the keyed reads, each read by several query heads. Fewer key
+        heads than ranks are allowed: ranks then share a head.
     rings: True if the keyed reads use a softmax, so that their keys can pass around a ring.
     """
 
@@ -36,7 +37,11 @@ class SplitWidths:
 class SplitKinds(NamedTuple):
     """Read method of a mixer for sequences split over ranks (`split.SequenceSplit`).
 
-    Reads that neither gather keys nor pass states exchange heads.
+    gathers: True if reads with separate keys gather the keys of all tokens.
+    states: True if scans pass states from chunk to chunk.
+    ring: True if softmax reads pass keys around a ring.
+
+    All other reads exchange heads.
     """
 
     gathers: bool
@@ -46,17 +51,17 @@ class SplitKinds(NamedTuple):
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes that a rank sends to other ranks in one forward pass, if sequences are split.
+    """Bytes of one forward pass that ranks sharing a sequence send, by kind of traffic.
 
     Per token:
-        exchanged: each of N ranks receives 1 / N of it.
-        gathered, keys, angles: each rank receives all of it. keys are gathered again in the
+        exchanged: bytes of tensors of which each of N ranks receives 1 / N.
+        gathered, keys, angles: bytes that every rank receives. keys are gathered again in the
             backward pass; angles have no gradient.
-        ring: numbers (not bytes) that pass around the ring; their gradients do so in fp32.
+        ring: numbers (not bytes) that pass around the ring. Their gradients pass in fp32.
 
     Per sequence:
-        states: sent after each of the rank's two chunks.
-        span: has no gradient.
+        states: bytes of the state, which is sent after each of the rank's two chunks.
+        span: bytes of the range of the values, which has no gradient.
     """
 
     exchanged: float = 0.0
@@ -68,11 +73,11 @@ class Crossing:
     ring: float = 0.0
 
     def sent(self, training: Training, *, again: bool = False) -> float:
-        """Return the bytes that a rank sends, forward and backward, for one application.
+        """Return the bytes that a rank sends in the forward and backward pass of one micro-batch.
 
-        The application is to one micro-batch.
+        The count is for one application of the layer.
 
-        again: the layer is recomputed in the backward pass (train.recompute = full).
+        again: True if the backward pass recomputes the layer (train.recompute = full).
         """
         others, forward, tokens = training.ranks - 1, 1 + again, self._tokens(training)
         token = (
@@ -85,7 +90,7 @@ class Crossing:
         return self.beside(training, again=again) + gradients + others * (tokens * token + states)
 
     def beside(self, training: Training, *, again: bool = False) -> float:
-        """Return the part of ``sent`` that overlaps with the attention: a ring's keys and values.
+        """Return the bytes of ``sent`` that overlap with the attention: a ring's keys and values.
 
         The ring's gradients and all other traffic do not overlap.
         """
@@ -111,16 +116,20 @@ def split_kinds(
 ) -> SplitKinds:
     """Choose the read method of a mixer for sequences split over ``context`` ranks.
 
-    The requested method, one of SPLIT_KINDS, applies if the mixer has a choice. all_gather: reads
-    that name their keys gather them. ring: keys pass around a ring if they can. all_to_all: all
-    reads exchange heads. None: scans pass states, and reads that name their keys exchange heads if
-    enough heads exist.
+    tensor: tensor-parallel ranks that share a layer.
+    causal: True if tokens see only earlier tokens.
+    separate: True if documents are read separately.
 
-    tensor: ranks that share a layer.
-    separate: documents are read separately.
+    The remaining parameter is the requested method, one of SPLIT_KINDS or None. It applies if the
+    mixer has a choice:
+
+        all_gather  reads with separate keys gather the keys of all tokens
+        ring        keys pass around a ring if the reads use a softmax
+        all_to_all  all reads exchange heads
+        None        scans pass states; reads with separate keys exchange heads if enough heads exist
 
     Raises:
-        ValueError: if the method is impossible; the message names the width or the requested
+        ValueError: if the method is impossible. The message names the width or the requested
         method.
     """
     ranks = tensor * context

@@ -42,7 +42,10 @@ Read = Callable[..., Tensor]
 
 
 class Ranks(Protocol):
-    """The ranks that share a sequence, as seen by one of them."""
+    """The ranks that share a sequence, as seen by one of these ranks.
+
+    size: number of ranks. rank: number of this rank, from 0.
+    """
 
     size: int
     rank: int
@@ -68,7 +71,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Dims:
-    """Dimensions of sequences, tokens and heads (or channels) in the tensors of a read."""
+    """Indices of the sequence, token and head (or channel) dimensions of a read's tensors."""
 
     batch: int
     time: int
@@ -76,7 +79,7 @@ class Dims:
 
 
 def own_chunks(size: int, rank: int) -> tuple[int, int]:
-    """Return the numbers of a rank's two chunks of the 2 ``size``, in token order."""
+    """Return the numbers of a rank's two chunks among the 2 ``size`` chunks, in token order."""
     return rank, 2 * size - 1 - rank
 
 
@@ -100,9 +103,9 @@ def _in_order(parts: Tensor, dim: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """One rank's part of each sequence, and the way in which one layer reads across ranks.
+    """One rank's part of each sequence, and the method by which a layer reads other ranks' tokens.
 
-    gathers: True if reads that name their keys gather them.
+    gathers: True if reads with separate keys gather the keys of all tokens.
     states: True if scans pass states where they can.
     ring: True if softmax reads use a ring instead of gathering.
 
@@ -130,15 +133,15 @@ class SequenceSplit:
     ) -> Tensor:
         """Return this rank's tokens of ``read(valid, *given, *each)`` over full sequences.
 
-        given: tensors with this rank's tokens.
-        each: tensors per head, heads first; a tensor with one head is shared by all heads.
-        keys: indices in ``given`` of the tensors that queries read; empty if the read does not
-            name them.
+        given: tensors with this rank's tokens. each: tensors per head, heads first; a tensor with
+        one head is shared by all heads. keys: indices in ``given`` of the tensors that contain keys
+        or values; empty if the read has no
+            separate keys.
         context: the layer's context, without a split.
 
         Raises:
-            ValueError: if keys would be gathered for a read of documents or a read that is not
-            causal.
+            ValueError: if keys would be gathered although documents are read separately or the read
+            is not causal.
         """
         if not (self.gathers and keys):
             return self._by_heads(read, given, each, dims, context)
@@ -188,9 +191,9 @@ class SequenceSplit:
         )
 
     def span(self, v: Tensor, time: int) -> Tensor:
-        """Return the minimum and maximum over the tokens of all ranks, two entries along ``time``.
+        """Return the minimum and maximum of v over the tokens of all ranks.
 
-        The result has no gradient.
+        The result has two entries along ``time``, first the minimum, and no gradient.
         """
         every = self.ranks.gather(
             torch.cat(torch.aminmax(v.detach(), dim=time, keepdim=True), time)
@@ -213,7 +216,9 @@ class SequenceSplit:
     def _by_chunks(
         self, read: Read, given: Given, each: Given, keys: Collection[int], time: int
     ) -> Tensor:
-        """Read each of this rank's chunks with the keys up to its end.
+        """Return this rank's tokens of a causal read, computed separately for its two chunks.
+
+        Each chunk reads the keys up to its end.
 
         given: the keys of all tokens; this rank's tokens of every other tensor.
         """
@@ -274,6 +279,6 @@ class SequenceSplit:
         return torch.cat(_in_order(self.ranks.gather(t.movedim(time, 0)), 1)).movedim(0, time)
 
     def _by_rank(self, tokens: Tensor) -> Tensor:
-        """Reorder [tokens, ...] -> [size, tokens of a rank, ...]."""
+        """Reorder [tokens, ...] -> [size, tokens of a rank, ...]; entry i belongs to rank i."""
         size = self.ranks.size
         return torch.stack([own_tokens(tokens, size, rank, 0) for rank in range(size)])

@@ -1,4 +1,4 @@
 """Adapters that turn the layers into a Megatron-core model on this machine.
 
-No mixer is named in it.
+No module of this package names a specific mixer.
 """

@@ -1,6 +1,6 @@
-"""Communication for split sequences between the ranks of a Megatron process group.
+"""Communication between the ranks of a Megatron process group for split sequences.
 
-It implements `fem_megatron.context_parallel.split.Ranks`.
+The class `ContextParallel` implements `fem_megatron.context_parallel.split.Ranks`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fem_megatron.context_parallel.split import Ranks
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of the first dimension, which equals its own transpose."""
+    """All-to-all over the first dimension; its backward pass is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -28,7 +28,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather; its transpose sums the gradients of the ranks' copies, in fp32 or wider."""
+    """All-gather; its backward pass sums the gradients of the ranks' copies, in fp32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
@@ -58,12 +58,12 @@ class ContextParallel(Ranks):
         self.group, self.size, self.rank = group, group.size(), group.rank()
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """See `Ranks`."""
+        """Send part i to rank i and return the received parts (`Ranks.exchange`)."""
         made: Tensor = _Exchange.apply(parts, self.group)
         return made
 
     def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """See `Ranks`."""
+        """Start sending to the next rank and receiving from the previous (`Ranks.shift`)."""
         sent = [t.contiguous() for t in own]
         received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own]
         after, before = (
@@ -87,6 +87,6 @@ class ContextParallel(Ranks):
         return wait
 
     def gather(self, own: Tensor) -> Tensor:
-        """See `Ranks`."""
+        """Gather [...] of every rank into [size, ...]; see `Ranks.gather`."""
         made: Tensor = _Gather.apply(own, self.group)
         return made

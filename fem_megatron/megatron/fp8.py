@@ -32,7 +32,7 @@ _MANTISSA = 23  # mantissa bits of fp32
 
 
 class Fp8Linear(nn.Linear):
-    """A linear map with 8-bit operands and a bias in the model's dtype."""
+    """A linear map that multiplies in 8-bit floats, with an optional bias in the model's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] -> [..., out], in x's type."""
@@ -48,21 +48,25 @@ The first determines the scales (0: no value); the second is the largest of this
 
 
 def known_of(weight: Tensor) -> Known | None:
-    """Return the magnitudes of a weight's map, or None without delayed scaling."""
+    """Return the two magnitudes of each operand of a weight's map, or None without delayed scaling.
+
+    They are the attribute ``known`` of the weight, see `quantised`.
+    """
     return getattr(weight, "known", None)
 
 
 def linear(x: Tensor, weight: Tensor, known: Known | None = None) -> Tensor:
     """Return Q(x) Q(weight)^T: x [..., in], weight [out, in] -> [..., out], in x's type.
 
-    A GPU requires tokens, in and out to be multiples of 16.
+    Q rounds to scaled 8-bit floats (see the module). A GPU requires tokens, in and out to be
+    multiples of 16.
     """
     y: Tensor = _Linear.apply(x, weight, known)
     return y
 
 
 class _Linear(torch.autograd.Function):
-    """y = Q(x) Q(W)^T, dx = Q(dy) Q(W), dW = Q(dy)^T Q(x)."""
+    """The three products of a linear map: y = Q(x) Q(W)^T, dx = Q(dy) Q(W), dW = Q(dy)^T Q(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: Known | None) -> Tensor:
@@ -96,8 +100,8 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
 
     If t is not finite the result is NaN, because e4m3 has no infinity.
 
-    known: two numbers for t. If the first is not 0 it determines the scale, and larger
-        values are clamped. The second is raised to t's own magnitude.
+    known: two magnitudes for t, or None. If the first is not 0 it determines the scale, and larger
+        values are clamped. The second is raised in place to t's magnitude if that is larger.
     """
     own = torch.linalg.vector_norm(
         t, torch.inf, dtype=torch.promote_types(t.dtype, torch.float32)
@@ -114,16 +118,16 @@ def quantised(t: Tensor, dtype: torch.dtype, known: Known | None = None) -> tupl
 
 
 class Delayed:
-    """Delayed scaling (train.fp8=delayed): each map's largest values in recent steps.
+    """Delayed scaling (train.fp8=delayed): scales from each map's largest values in recent steps.
 
-    These are the largest magnitudes of the map's input, weight and gradient. A step's scales use
-    the maximum over the recent steps, times 2^margin, in all of its micro-batches. The step's own
-    magnitudes are available only at its end. Then the ranks that share the maps agree on them in
-    one all-reduce (``advance``). A skipped step is not recorded.
+    The recorded values are the largest magnitudes of the map's input, weight and gradient. A step's
+    scales use the maximum over the recent steps, times 2^margin, in all of its micro-batches. The
+    step's own magnitudes are available only at its end. Then the ranks that share the maps agree on
+    them in one all-reduce (``advance``). A skipped step is not recorded.
 
-    weights: by their names in the full model.
-    history: [steps, maps, 3], fp32, the most recent step first; gradients are those of the
-        loss summed over tokens; 0: no value.
+    weights: the maps' weights, by their names in the full model.
+    history: [steps, maps, 3], fp32, the most recent step first. The three magnitudes are those of
+        input, weight and gradient of the loss summed over tokens. 0: no value.
     """
 
     def __init__(
@@ -142,9 +146,9 @@ class Delayed:
             weight.known = by, now  # type: ignore[attr-defined]
 
     def begin(self, gradient: Tensor | float = 1.0) -> None:
-        """Begin a step and discard magnitudes recorded since the last one.
+        """Begin a step: set its magnitudes from the history, and clear the recorded ones.
 
-        gradient: factor of this step on the summed loss.
+        gradient: factor by which this step multiplies the summed loss.
         """
         self.now.zero_()
         if self.names:
@@ -152,7 +156,10 @@ class Delayed:
             self.by.copy_(self.history.amax(0) * self.factor * self.units)
 
     def advance(self) -> None:
-        """Finish the step. Collective over the group."""
+        """Finish the step: agree on its magnitudes and add them to the history.
+
+        This is a collective operation over the group.
+        """
         if self.names:
             torch.distributed.all_reduce(self.now, torch.distributed.ReduceOp.MAX, group=self.group)
             self.history.copy_(torch.cat(((self.now / self.units)[None], self.history[:-1])))

@@ -44,10 +44,10 @@ def lacks(device: torch.device) -> str | None:
 
 
 def config_overrides(dtype: torch.dtype) -> dict[str, Any]:
-    """Return Megatron's settings for a model of this dtype, and log the fusions.
+    """Return Megatron's settings for a model of this dtype, and log one line about the fusions.
 
-    The log has one line. The fused cross-entropy rounds its gradient to bfloat16 for all
-    logits, so other dtypes use the plain one.
+    Megatron's fused cross-entropy rounds its gradient to bfloat16 for all logits. For other dtypes
+    the settings therefore select the plain one.
     """
     device = platform.device()
     reason = lacks(device)
@@ -73,7 +73,7 @@ def swiglu(packed: Tensor) -> Tensor:
 
 
 def megatron_swiglu(packed: Tensor) -> Tensor:
-    """Return the same from Megatron's function, on any device."""
+    """Return silu(a) * b of [a | b] from Megatron's function, on any device."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     out: Tensor = bias_swiglu_impl(packed, None)

@@ -1,17 +1,17 @@
 """CUDA graphs of a model's layers (train.cuda_graphs): one host launch per layer and pass.
 
-``torch.cuda.make_graphed_callables`` captures them in the first training forward pass, when engine
-and optimizer have allocated the weights finally. It receives a layer's weights as inputs, as
-aliases: the autograd node of a weight belongs to the stream in which DDP's hooks were created, and
-a capture must not wait for that stream. DDP's hooks run at every replay, as without graphs.
+``torch.cuda.make_graphed_callables`` captures the layers in the first training forward pass, when
+engine and optimizer have finished allocating the weights. It receives a layer's weights as inputs,
+as aliases: the autograd node of a weight belongs to the stream in which DDP's hooks were created,
+and a capture must not wait for that stream. DDP's hooks run at every replay, as without graphs.
 Megatron's ``CudaGraphManager`` (0.16.1) is not used: it captures its TransformerLayer with a record
 that all models of a process share, requires the Transformer Engine or inference random states, and
 warms up on zeros.
 
 A replay reads and writes the memory with which it was captured. Therefore a layer can process only
 one micro-batch at a time, decisions on the host are made only once (``Shape.uncapturable``), and
-hooks inside a layer would not run. A layer with hooks on its parts runs without its graph, and so
-does every layer in an evaluation.
+hooks inside a layer would not run. A layer with hooks on its mixer or MLP runs without its graph,
+and so does every layer in an evaluation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from fem_megatron.megatron.specs import MegatronBlock
 def graph_layers(decoder: Any) -> None:
     """Capture a decoder's layers in its first training forward pass, and replay them afterwards.
 
-    That pass raises RuntimeError if a layer does something that a graph cannot contain.
+    The first training forward pass raises RuntimeError if a layer does something that a graph
+    cannot contain.
     """
     forward = decoder.forward
 
@@ -79,7 +80,7 @@ def _alias(weight: nn.Parameter) -> nn.Parameter:
 
 
 class _Passes(nn.Module):
-    """A layer's own forward pass, without hooks around it or later replacements of it."""
+    """Module that runs a layer's original forward pass, without hooks or later replacements."""
 
     def __init__(self, layer: MegatronBlock) -> None:
         super().__init__()

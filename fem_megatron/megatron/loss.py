@@ -18,9 +18,9 @@ from torch import Tensor
 class _WithZ(torch.autograd.Function):
     """Cross-entropy over the split vocabulary with the gradient of cross-entropy + w (log Z)^2.
 
-    It uses Megatron's building blocks: equal losses to the bit, and equal memory. dL/dlogit =
-    softmax (1 + 2 w log Z) - [the label's], times the loss's gradient: the gradient of log Z is the
-    softmax.
+    The loss is computed with Megatron's own functions, so its value is bitwise equal to Megatron's
+    and uses the same memory. dL/dlogit = (softmax (1 + 2 w log Z) - onehot(label)) times the loss's
+    gradient, because the gradient of log Z is the softmax.
     """
 
     @staticmethod
@@ -59,10 +59,12 @@ class _WithZ(torch.autograd.Function):
 
 
 def add_z_loss(chunk: GPTModel, weight: float) -> None:
-    """Make the chunk compute its losses with ``_WithZ``.
+    """Make the chunk compute its losses with `_WithZ`: the gradient includes the z-loss.
 
-    The reported value stays the cross-entropy; the gradient includes the z-loss. This replaces the
-    fused cross-entropy of a GPU (``fusions``), which does not support the z-loss.
+    The reported value stays the cross-entropy. This replaces the fused cross-entropy of a GPU
+    (``fusions``), which does not support the z-loss.
+
+    weight: the factor w of (log Z)^2.
     """
     group = chunk.pg_collection.tp
 
@@ -134,11 +136,10 @@ class _Summed(torch.autograd.Function):
 
 
 def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
-    """Make a chunk that receives the loss mask return its losses' sum, computed in chunks of
-    tokens.
+    """Make a chunk that receives the loss mask return the sum of its losses, computed in chunks.
 
-    Apply this after every other change to the logits. Calls without a mask are unchanged. Under
-    sequence parallelism a chunk of tokens is taken from every rank's slice.
+    Call it after every other change to the logits. Calls without a mask are unchanged. Under
+    sequence parallelism a chunk of tokens contains tokens of every rank's slice.
 
     tokens: largest number of tokens whose logits are stored at a time.
     """

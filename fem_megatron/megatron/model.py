@@ -1,7 +1,7 @@
 """Build this rank's part of a model as Megatron-core GPTModel chunks, with initial weights.
 
-The initial weights do not depend on the layout (the parallel sizes). The module does not import
-the trainer or the launcher.
+A chunk is the part of the model in one (virtual) pipeline stage. The initial weights do not depend
+on the layout (the parallel sizes). The module does not import the trainer or the launcher.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Layout:
 
 
 def _keep_memory(weight: torch.Tensor) -> None:
-    """Leave the weight unchanged. `initialize` fills it later."""
+    """Leave the weight unchanged: Megatron's initialisation hook. `initialize` fills it later."""
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
@@ -103,11 +103,15 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
 def build(
     model: ModelConfig, layout: Layout, seq_length: int, seed: int, *, draw: bool = True
 ) -> list[GPTModel]:
-    """Return this rank's initialised model chunks: one per virtual pipeline stage.
+    """Return this rank's initialised model chunks on this machine's device.
 
-    They are on this machine's device. Requires Megatron's process groups. draw: see
-    :func:`initialize`. Raises ValueError if the parallel sizes do not divide the model's widths
-    (see ``ModelConfig.blocks``).
+    The list has one chunk per virtual pipeline stage. Megatron's process groups must exist.
+
+    draw: False fills the randomly initialised weights with NaN instead, see :func:`initialize`.
+
+    Raises:
+        ValueError: if the parallel sizes do not divide the model's widths (see
+        ``ModelConfig.blocks``).
     """
     config = transformer_config(model, layout)
     stages = (
@@ -217,8 +221,8 @@ def global_name(chunk: GPTModel, name: str) -> str:
 def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) -> torch.Tensor:
     """Return the initial value of the full weight ``name`` in float32.
 
-    It is filled with ``init`` if that is a number, or else drawn from normal(0, init.std) with a
-    generator that is seeded by ``seed`` and the name.
+    If ``init`` is a number, all elements have this value. Otherwise they are sampled from normal(0,
+    init.std) with a generator that is seeded by ``seed`` and the name.
     """
     if isinstance(init, int | float):
         return torch.full(shape, float(init))
@@ -260,7 +264,7 @@ def initialize(chunk: GPTModel, model: ModelConfig, seed: int, *, draw: bool = T
 
 @torch.no_grad()  # no_grad applies only to the calling thread
 def _draw(weight: torch.nn.Parameter, name: str, init: Normal, seed: int) -> None:
-    """Draw the full weight ``name`` and copy this rank's slice of it into ``weight``."""
+    """Sample the full weight ``name`` and copy this rank's slice of it into ``weight``."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     split = getattr(weight, "tensor_model_parallel", False)

@@ -1,4 +1,4 @@
-"""Keep the tensors that autograd saves in the host's memory.
+"""Offload activations: keep the tensors that autograd saves in the host's memory.
 
 This replaces ``torch.autograd.graph.save_on_cpu``. torch's function also copies the
 weights, copies a tensor once per save, and restores it with other strides. This module
@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Sent:
-    """A storage's bytes on the host, page-locked if they are from a GPU.
+    """Copy of a storage's bytes on the host, in page-locked memory if they are from a GPU.
 
-    views: number of its views that have not been restored yet.
+    views: number of the storage's saved views that have not been restored yet.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -55,7 +55,7 @@ class View(NamedTuple):
 
 
 def offload(module: nn.Module) -> None:
-    """Keep the activations of every forward pass of a module on the host."""
+    """Make every forward pass of a module keep its saved activations on the host."""
     forward = module.forward
 
     @wraps(forward)

@@ -45,12 +45,14 @@ Fused = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 def machine(
     device: torch.device, rank: int, world_size: int, trace: Trace, fused: Fused
 ) -> Iterator[None]:
-    """Make this process one of ``world_size`` ranks within the context.
+    """Make this process simulate rank ``rank`` of ``world_size`` ranks within the context.
 
     device: `PAPER` or `CPU`.
+    trace: records the kernels that would run.
+    fused: returns a substitute for a function that torch.compile would compile.
 
-    If this process has another device, Megatron-core must not have been prepared for it
-    (``platform.prepare``).
+    If this process has a device other than ``device``, Megatron-core must not have been prepared
+    for it (``platform.prepare``).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -86,9 +88,9 @@ def machine(
 
 
 def _groups() -> dict[str, Any]:
-    """Return replacements in torch.distributed for a process without other ranks.
+    """Return replacements for functions of torch.distributed in a process without other ranks.
 
-    Megatron requests some groups of gloo and gathers objects.
+    Megatron creates some groups with the backend gloo, and gathers objects.
     """
     own = torch.distributed.new_group
 
@@ -162,7 +164,7 @@ def _replayed(
 
 
 class _Replay(torch.autograd.Function):
-    """Both passes of a layer; the backward pass frees the tensors that the forward pass keeps."""
+    """Both passes of a replayed layer; the backward pass frees what the forward pass kept."""
 
     @staticmethod
     def forward(ctx: Any, run: Layer, weights: tuple[Tensor, ...], *given: Tensor) -> Tensor:
@@ -194,7 +196,10 @@ class _Stream:
 
 
 def _cuda() -> dict[str, Any]:
-    """Return name in torch.cuda -> replacement, for a process on the simulated machine."""
+    """Return the replacements for functions of torch.cuda on the simulated machine.
+
+    The result maps the name of each function to its replacement.
+    """
     quiet = (
         "set_device",
         "synchronize",

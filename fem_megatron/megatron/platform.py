@@ -295,7 +295,7 @@ def initialize_distributed(timeout_minutes: float = 30, *, in_order: bool = Fals
 def peak_memory_bytes() -> int:
     """Return this process's peak memory in bytes.
 
-    It is the CUDA allocator's, or the resident set on a CPU.
+    On a GPU this is the CUDA allocator's peak, on a CPU the peak of the resident set.
     """
     return torch.cuda.max_memory_allocated() if has_cuda() else peak_resident_bytes()
 
@@ -343,7 +343,7 @@ def memory_history(events: int = 100_000) -> Iterator[Callable[[Path], None]]:
 
 
 def device_memory_bytes() -> int:
-    """Return the memory of the device in bytes: of the GPU, or of the machine."""
+    """Return the memory of the GPU in bytes, or of the machine if it has no GPU."""
     if has_cuda():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -377,7 +377,7 @@ class Moment:
             self.event.record()
 
     def seconds_until(self, later: Moment) -> float:
-        """Return the seconds of device work between two moments. Waits for the later one."""
+        """Return the seconds of device work from this moment to ``later``. Waits for ``later``."""
         if self.event is None or later.event is None:
             return later.clock - self.clock
         later.event.synchronize()
@@ -398,9 +398,9 @@ class Copies:
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def needed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make the following kernels wait for the copies.
+        """Make kernels that start from now on wait for the copies of these tensors.
 
-        The memory of these tensors is not reused for another copy before the kernels have finished.
+        The memory of the tensors is not reused for another copy before these kernels have finished.
         """
         if self.stream is not None:
             reader = torch.cuda.current_stream()
@@ -570,9 +570,10 @@ def _install_cpu_shim() -> None:
 
 
 def _keep_norm_on_device() -> None:
-    """Replace upstream's norm, which copies a number per tensor to the host without TE and apex.
+    """Replace upstream's gradient norm by one that keeps all numbers on the device.
 
-    See utils.py:1205-1207, 0.16.1.
+    Without Transformer Engine and apex, upstream's norm copies a number per tensor to the host
+    (utils.py:1205-1207, 0.16.1).
     """
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads

@@ -1,6 +1,6 @@
 """Megatron-core layer specs of every mixer.
 
-``layer_spec("fem_softmax", model)`` is a layer for any Megatron-core transformer block.
+``layer_spec("fem_softmax", model)`` is the spec of a layer for any Megatron-core transformer block.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ class MegatronBlock(Block):
         packed_seq_params: Context | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Map hidden_states [s (/tp under SP), b, hidden] -> (same shape, no context).
+        """Map hidden_states [s (/tp under SP), b, hidden] -> (same shape, None).
 
         The configuration, not a mask, determines causality.
 
-        packed_seq_params: the layer's context. Megatron has this argument for its own packing
-            and passes it on unread.
+        packed_seq_params: the layer's `Context`. Megatron has this argument for its own packed
+        sequences
+            and passes it to the layers unread.
 
         Raises:
             NotImplementedError: if Megatron passes an inference context, an attention bias or
@@ -111,7 +112,10 @@ class MegatronBlock(Block):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return each parameter by its name, split along its weight's dimension or replicated."""
+        """Return the layer's parameters for a sharded checkpoint: prefixed name -> sharded tensor.
+
+        A parameter is split along its weight's dimension ``split``, or replicated if that is None.
+        """
         groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": self.pg_collection.dp_cp}
         sharded: dict[str, Any] = {}
         for name, weight in self.named_parameters():

@@ -1,6 +1,6 @@
 """Megatron-core's tensor and sequence parallelism as an implementation of ``Parallel``.
 
-This is the only module that connects the layers to it.
+This is the only module that connects the layers to Megatron's tensor parallelism.
 """
 
 from __future__ import annotations
@@ -141,12 +141,12 @@ class TensorParallel(Parallel):
         return fusions.swiglu(packed)
 
     def parameter(self, weight: Weight) -> nn.Parameter:
-        """Return the parameter with Megatron's marks.
+        """Return this rank's parameter with the attributes that Megatron sets on parameters.
 
-        The optimizer, the gradient norm and checkpoints read them.
+        The optimizer, the gradient norm and checkpoints read these attributes.
 
         Raises:
-            ValueError: if the ranks do not divide the weight.
+            ValueError: if the number of ranks does not divide the weight's split dimension.
         """
         shape = list(weight.shape)
         if weight.split is not None:

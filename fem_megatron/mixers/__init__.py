@@ -1,5 +1,5 @@
-"""Mixers, one folder each.
+"""Mixers, with one folder for each family.
 
-``shape`` contains the switches and sizes and is torch-free; ``layer`` contains the mathematics and
-uses only torch. Neither imports Megatron-core.
+In each folder, ``shape`` contains configuration keys and sizes without torch, and ``layer``
+contains the mathematics in plain torch. Neither imports Megatron-core.
 """

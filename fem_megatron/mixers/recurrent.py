@@ -1,4 +1,4 @@
-"""Parts shared by recurrent mixers: the short causal convolution with SiLU, and time steps."""
+"""Parts shared by recurrent mixers (Mamba-2, DeltaNet): short convolution and time steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def short_convolution(
 ) -> Tensor:
     """Return silu(sum_i weight[:, i] x_(t - K + 1 + i) + bias), [s, b, c].
 
-    x [s, b, c], weight [c, K], bias [c]. Tokens before the first and padding count as zero. The
-    state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
+    x [s, b, c], weight [c, K], bias [c]. Padding, and tokens before the first, count as zero. The
+    decoding state stores the last K - 1 inputs under ``name``, [b, K - 1, c].
     """
 
     def read(valid: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,10 +53,10 @@ def _convolved(
 
 
 class _Correlation(torch.autograd.Function):
-    """sum_i weight[:, i] x_(t + i): x [s + K - 1, b, c], weight [c, K] -> [s, b, c].
+    """The sum over i of weight[:, i] x_(t + i): x [s + K - 1, b, c], weight [c, K] -> [s, b, c].
 
-    The gradient of x is the same sum over the result's gradient. Autograd would instead create a
-    zero-filled gradient per tap and add them.
+    The gradient of x is a sum of the same form over the result's gradient. Autograd would instead
+    create a zero-filled gradient for each of the K filter taps and add them.
     """
 
     @staticmethod
@@ -98,11 +98,12 @@ def time_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return (delta, -A delta) with delta = softplus(raw + b) and A > 0, fp32 or wider.
 
-    raw is [..., local heads], from head ``first`` of ``heads``. log A = log A_0 + log_rate and b =
-    b_0 + step_bias, with learnable offsets that start at zero. The papers draw A_0 uniformly from
-    ``rates`` and softplus(b_0) log-uniformly from 0.001 to 0.1. This function instead assigns
-    evenly spaced quantiles of both distributions to the heads, the second in golden-ratio order.
-    The spread is the same, deterministic and independent of the layout.
+    raw is [..., local heads], the values of consecutive heads from head ``first`` of ``heads`` on.
+    log A = log A_0 + log_rate and b = b_0 + step_bias, with learnable offsets that start at zero.
+    The papers sample A_0 uniformly from ``rates`` and softplus(b_0) log-uniformly from 0.001 to
+    0.1. This function instead assigns evenly spaced quantiles of both distributions to the heads,
+    the second in golden-ratio order. The spread is the same, deterministic and independent of the
+    layout.
     """
     wide = torch.promote_types(raw.dtype, torch.float32)
     index = torch.arange(first, first + raw.shape[-1], dtype=torch.float64, device=raw.device)

@@ -11,7 +11,7 @@ from kernels.pairs import allowed_pairs
 
 
 def observe(layer: Attention, sample: Sample) -> Quantities:
-    """Return the entropy of softmax(q k^T / sqrt(d)) and the largest of its logits."""
+    """Return the entropy of softmax(q k^T / sqrt(d)) in nats, and the largest of its logits."""
     shape = layer.shape
     h = rms_norm(layer.start(sample.x), layer.norm.weight, shape.norm_eps)
     q, k, _ = layer.project(h, sample.context)

@@ -19,11 +19,11 @@ from kernels.registered import registered
 
 
 class Attention(Update):
-    """x + softmax(q k^T / sqrt(d)) v W_O.
+    """Layer of standard attention: x + softmax(q k^T / sqrt(d)) v W_O.
 
-    ``in_proj`` packs the groups one after another, so that a rank's slice consists of complete
-    groups. The decoding state is a KV-cache of the groups' k (after RoPE) and v; with a window, of
-    the last ``window - 1`` tokens.
+    ``in_proj`` packs the query groups one after another, so that a rank's slice consists of
+    complete groups. The decoding state is a KV-cache of each group's k (after RoPE) and v. With a
+    window it contains only the last ``window - 1`` tokens.
     """
 
     diagnostics = "fem_megatron.mixers.attention.diagnostics:observe"
@@ -51,9 +51,9 @@ class Attention(Update):
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:
-        """Return attention over the window, [b, local heads, s, d].
+        """Return attention over the last ``window`` tokens, [b, local heads, s, d].
 
-        A state that may shrink drops the tokens that the next token will not see.
+        A decoding state without fixed size is cut to the tokens that the next token can see.
         """
         length = k.shape[2]
         if context.room is None and context.state is not None:

@@ -1,5 +1,6 @@
-"""Sizes and switches of standard attention: grouped queries, biases, a window. The module does not
-import torch.
+"""Shape of standard attention: configuration keys, weights and costs, without torch.
+
+It supports grouped queries, biases and a window.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Switches of standard attention, for transformer and yuriiformer.
+    """Configuration keys of standard attention (transformer and yuriiformer).
 
-    They cover the open models of Llama's family.
+    They cover the variants in the open models of Llama's family.
     """
 
     head_dim: int | None = setting(
@@ -49,7 +50,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class AttentionShape(Shape):
-    """D -> H heads of queries over ``groups`` heads of keys and values -> D."""
+    """Shape of standard attention: D -> H query heads over ``groups`` key and value heads -> D."""
 
     layer_class = "fem_megatron.mixers.attention.layer:Attention"
 
@@ -98,9 +99,10 @@ class AttentionShape(Shape):
         return (self.heads // self.groups + 2) * self.head
 
     def weights(self) -> Weights:
-        """Return norm, in_proj, its optional bias, optional q and k norms, out_proj.
+        """Return name -> weight.
 
-        in_proj is group-major: a group's queries, k, v.
+        The names are norm, in_proj (group-major: a group's queries, k, v), its bias and the norms
+        of q and k if configured, and out_proj.
         """
         rows = self.groups * self.group_width
         return {
@@ -112,14 +114,14 @@ class AttentionShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, scores and reads."""
+        """Return the FLOPs of one token's forward pass: projections, and attention."""
         attention = 4.0 * self.keys_seen(length, whole_square) * self.heads * self.head
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def keys_seen(self, length: int, whole_square: bool) -> float:
         """Return the average number of keys that a token sees.
 
-        With the flag, computed masked keys count, too.
+        With the flag, masked keys whose scores are computed count, too.
         """
         window = self.window
         if window is None or length <= window:
@@ -130,9 +132,9 @@ class AttentionShape(Shape):
         return (window * window + blocks * block * (block + window)) / length
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of the groups' keys and values.
+        """Return the bytes of the cached keys and values of all groups.
 
-        With a window, only tokens that the next one sees count.
+        With a window, only the tokens that the next token can see are cached.
         """
         kept = length if self.window is None else min(length, self.window - 1)
         return 2 * kept * self.groups * self.head * element
@@ -148,9 +150,11 @@ class AttentionShape(Shape):
         return SplitWidths(keyed=heads, shared=groups, rings=self.window is None)
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of keys and values, or of exchanged heads.
+        """Return the bytes that ranks sharing a sequence send.
 
-        Exchanged are queries, output, and keys and values of at least as many heads as ranks.
+        If keys are gathered or pass around a ring, ranks send keys and values. Otherwise they
+        exchange queries, the output, and keys and values, which are repeated to at least one head
+        per rank.
         """
         e, tensor = training.element * self.head, training.tensor_parallel
         if kinds.ring:
@@ -171,9 +175,10 @@ class AttentionShape(Shape):
         return True
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the exact terms.
+        """Return the exact bytes per token that autograd keeps, by term.
 
-        k is kept rotated, v is read in place; a window's blocks are copied per query of a group.
+        k is kept after rotation, v without a copy. With a window, the blocks of keys and values are
+        copied for every query head of a group.
         """
         e, t, length = training.element, training.tensor_parallel, training.length
         query, keys = self.heads * self.head / t, self.groups * self.head / t

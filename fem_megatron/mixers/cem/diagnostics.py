@@ -7,10 +7,10 @@ from fem_megatron.mixers.cem.layer import CemAttention, CemMlp
 
 
 def observe(layer: CemAttention | CemMlp, sample: Sample) -> Quantities:
-    """Return energies of the steps with h fixed, and the smallest eigenvalue.
+    """Return the energy before and after the steps with h fixed, and the smallest eigenvalue.
 
-    The eigenvalue is the minimum over all of the layer's preconditioners. For attention the
-    largest score of the first step is also returned.
+    The eigenvalue is the minimum over all of the layer's preconditioners. For attention the largest
+    score of the first step is also returned.
     """
     found = layer.diagnose(sample.x, sample.context, sample.tokens, sample.after)
     start = layer.start(sample.x)

@@ -43,13 +43,16 @@ DILOGARITHM += (-3617 / 181400588328960000,)
 class CemAttention(Update):
     """T steps down -tau sum_k log sum_j exp(a_ijk): x <- x + eta sum_k P_k W_Qk^T o_ik.
 
-    o is the read of keys, which are also the values. Positions enter through ALiBi and two learned
-    biases (a token on itself, on others). RoPE is not used, because it would make values depend on
-    the reader. A diagonal affects only the scores: Algorithm 1 leaves its part of the gradient, d
-    sum_j p_ij h_j, out of the step.
+    a_ijk is the score of token i with key j in head k, and P_k the head's preconditioner. o is the
+    attention output over the keys, which are also the values. Positions enter through ALiBi and two
+    learned biases (for a token's score with itself and with other tokens). RoPE is not used,
+    because it would make values depend on the position of the query. A diagonal D_k affects only
+    the scores: as in Algorithm 1, its part of the gradient, d sum_j p_ij h_j, is left out of the
+    step.
 
     Tensor parallel: heads are split over the ranks. Each step gathers u and sums the heads. Every
-    rank computes a shared diagonal's scores. State: k, which is also v, and with a diagonal h.
+    rank computes the scores of a shared diagonal. Decoding state: k, which is also v, and with a
+    diagonal h.
     """
 
     diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
@@ -69,9 +72,10 @@ class CemAttention(Update):
         return self.descend(h, h if self.shape.switches.residual == "normalised" else x, context)
 
     def descend(self, h: Tensor, x: Tensor, context: Context) -> Tensor:
-        """Run the T steps and return x after the last.
+        """Run the T steps and return x after the last step.
 
-        h (normalised) and the start x are sliced like the stream.
+        h: the normalised stream. x: the starting point of the steps. Both are sliced like the
+        stream.
         """
         whole = self.parallel.enter(h)
         context = context.without_gap(whole.shape[0])
@@ -146,9 +150,12 @@ class CemAttention(Update):
         )
 
     def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
-        """Return q [b, local heads, s, r] and the scores' diagonal part among h [b, past + s, D].
+        """Return q [b, local heads, s, r] and the inputs of the scores' diagonal part.
 
-        u: [s, b, D], normalised.
+        The second value is None without a diagonal.
+
+        u: [s, b, D], normalised. h: [b, past + s, D], the normalised tokens that u is compared
+        with, or None without a diagonal.
         """
         if h is None:
             return self._heads(linear(u, self.query())), None
@@ -176,7 +183,10 @@ class CemAttention(Update):
         )
 
     def start(self, x: Tensor) -> Tensor:
-        """Return x, or the normalised stream."""
+        """Return the starting point of the steps.
+
+        This is x, or RMSNorm(x) with ``cem.residual=normalised``.
+        """
         return (
             rms_norm(x, self.norm(), self.shape.norm_eps)
             if self.shape.switches.residual == "normalised"
@@ -229,11 +239,11 @@ class CemAttention(Update):
 
 
 class CemMlp(Update):
-    """T steps down -gamma . phi(V x), phi' = SiLU.
+    """T steps down the energy -gamma . phi(V x), where phi' = SiLU.
 
-    The step is x <- x + eta P V^T (gamma * SiLU(V u)), gamma = W h. Tensor parallel: the
-    inner channels are split over the ranks. P is replicated and acts on each rank's summand,
-    so that it can be folded into V.
+    A step is x <- x + eta P V^T (gamma * SiLU(V u)), gamma = W h. Tensor parallel: the inner
+    channels are split over the ranks. P is replicated and acts on each rank's summand, so that it
+    can be folded into V.
     """
 
     diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
@@ -252,9 +262,10 @@ class CemMlp(Update):
         return self.descend(h, h if self.shape.switches.residual == "normalised" else x)
 
     def descend(self, h: Tensor, x: Tensor) -> Tensor:
-        """Run the T steps and return x after the last.
+        """Run the T steps and return x after the last step.
 
-        h (normalised) and the start x are sliced like the stream.
+        h: the normalised stream. x: the starting point of the steps. Both are sliced like the
+        stream.
         """
         whole = self.parallel.enter(h)
         gamma = self.gamma(whole)
@@ -271,7 +282,10 @@ class CemMlp(Update):
         return x
 
     def start(self, x: Tensor) -> Tensor:
-        """Return x, or the normalised stream."""
+        """Return the starting point of the steps.
+
+        This is x, or RMSNorm(x) with ``cem.residual=normalised``.
+        """
         return (
             rms_norm(x, self.norm(), self.shape.norm_eps)
             if self.shape.switches.residual == "normalised"
@@ -282,9 +296,9 @@ class CemMlp(Update):
     def diagnose(
         self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the same as `CemAttention.diagnose` for the element-wise energy.
+        """Return the diagnostics of `CemAttention.diagnose` for the MLP's energy.
 
-        smallest_eigenvalue is [1].
+        smallest_eigenvalue is [1], and largest_score is absent.
         """
         h = rms_norm(x, self.norm(), self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
@@ -387,14 +401,14 @@ class Preconditioner(Layer):
         return out
 
     def diagonal(self) -> Tensor:
-        """Return softplus(sqrt(D) p), [G, D], float32 or wider."""
+        """Return the diagonal part of P: softplus(sqrt(D) p), [G, D], float32 or wider."""
         p = self.parallel.share(self.p) if self.whole else self.p
         return softplus(p.to(torch.promote_types(p.dtype, torch.float32)) * self.hidden**0.5).view(
             -1, self.hidden
         )
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return U and V, [G, D, R]."""
+        """Return the low-rank factors U and V of P, [G, D, R] each."""
         return (
             (self.parallel.share(self.u), self.parallel.share(self.v))
             if self.whole

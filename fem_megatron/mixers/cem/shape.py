@@ -1,6 +1,7 @@
-"""Shape of CEM: configuration keys and sizes.
+"""Shape of Causal Energy Minimization (CEM): configuration keys, weights and costs.
 
-Attention and MLP are steps down an energy, with tied projections. The module does not import torch.
+Attention and MLP are gradient steps on an energy, with tied projections. The module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class CemConfig:
 def preconditioner_weights(
     switches: CemConfig, groups: int, hidden: int, rank: int, split: int | None
 ) -> Weights:
-    """Return p, u and v of ``groups`` preconditioners.
+    """Return the weights p, u and v of ``groups`` preconditioners (`Preconditioner`).
 
     d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
 
@@ -114,10 +115,10 @@ def preconditioner_weights(
 def preconditioner_flops(
     switches: CemConfig, groups: int, rows: int, hidden: int, rank: int, steps: int, length: int
 ) -> dict[str, float]:
-    """Return the FLOPs of the low-rank part.
+    """Return the FLOPs per token of the preconditioners' low-rank part.
 
-    With more than ``rows`` tokens it is folded into ``groups`` matrices [rows, D] once per forward
-    pass.
+    For sequences of more than ``rows`` tokens, the preconditioners are folded into ``groups``
+    matrices [rows, D] once per forward pass. Otherwise they are applied in every step.
     """
     if switches.preconditioner != "low_rank":
         return {}
@@ -136,7 +137,10 @@ def _reads(switches: CemConfig, part: str) -> set[str]:
 
 @dataclass(frozen=True)
 class CemAttentionShape(Shape):
-    """D -> heads of D / heads channels; one matrix for key and value, one for query and output."""
+    """Shape of CEM attention: D -> heads of D / heads channels -> D.
+
+    One matrix produces keys and values, another one queries and the output.
+    """
 
     layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
     once = frozenset({"preconditioner"})
@@ -190,10 +194,10 @@ class CemAttentionShape(Shape):
         return float((self.hidden if self.switches.scale == "model" else self.head) ** -0.5)
 
     def weights(self) -> Weights:
-        """Return norm, query, key, the two biases, diagonal, and P.
+        """Return name -> weight: norm, query, key, the two biases, diagonal and preconditioner.
 
-        query is W_Q, whose transpose is the output; key is W_K, which also gives the values. Both
-        are head-major.
+        query is W_Q, whose transpose is the output projection. key is W_K, which also gives the
+        values. Both are head-major.
         """
         hidden = self.hidden
         weights = {
@@ -214,7 +218,7 @@ class CemAttentionShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs: keys once; query, output, scores and read in every step.
+        """Return the FLOPs by part: keys once; query, output, scores and read in every step.
 
         A shared diagonal's scores are computed once for all heads.
         """
@@ -234,9 +238,10 @@ class CemAttentionShape(Shape):
         )
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of k, half of attention's cache; with a diagonal also of h.
+        """Return the bytes of one sequence's decoding state.
 
-        Steps add no state.
+        The state is k, half of standard attention's KV-cache, and with a diagonal also h. It does
+        not depend on the number of steps.
         """
         return length * self.hidden * (1 if self.switches.diagonal == "none" else 2) * element
 
@@ -244,7 +249,7 @@ class CemAttentionShape(Shape):
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of q and k. Values and output are the same two matrices."""
+        """Return the packing of q and k. Values and output use the same two matrices."""
         return {
             name: Packing(self.heads, {part: self.head}, {part: part})
             for name, part in (("query.weight", "q"), ("key.weight", "k"))
@@ -266,9 +271,10 @@ class CemAttentionShape(Shape):
         return SplitWidths(keyed=self.split_widths())
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the estimate; for a split sequence, plus copies of q and k in each step.
+        """Return the estimated bytes per token that autograd keeps.
 
-        With a diagonal, these include all tokens' u and h.
+        If the sequence is split, copies of q and k in each step are added, and with a diagonal
+        copies of all tokens' u and h.
         """
         kept = super().kept_bytes(training)
         ranks = training.ranks
@@ -279,10 +285,11 @@ class CemAttentionShape(Shape):
         }
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of all steps.
+        """Return the bytes that ranks sharing a sequence exchange in all steps.
 
-        Each step gathers keys, and with a diagonal h; or it exchanges q, k and the output, and
-        gathers the diagonal's u and h, which have no heads.
+        If ``kinds.gathers`` is set, each step gathers keys, and with a diagonal h. Otherwise each
+        step exchanges q, k and the output, and gathers the diagonal's u and h, which are not split
+        into heads.
         """
         steps = self.switches.steps_attention
         e = training.element
@@ -295,7 +302,7 @@ class CemAttentionShape(Shape):
 
 @dataclass(frozen=True)
 class CemMlpShape(Shape):
-    """D -> inner -> D, with one matrix for up and down."""
+    """Shape of the CEM MLP: D -> inner -> D, with one matrix for both directions, and a gate."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
     once = frozenset({"preconditioner"})
@@ -312,9 +319,10 @@ class CemMlpShape(Shape):
         return cls(model.hidden_size, model.ffn_size, model.norm_eps, model.cem)
 
     def weights(self) -> Weights:
-        """Return norm, gamma, up and P.
+        """Return name -> weight: norm, gamma, up and preconditioner.
 
-        gamma is W, the gate; up is V, whose transpose projects down; P is replicated on every rank.
+        gamma is W, the gate. up is V, whose transpose projects down. The preconditioner P is
+        replicated on every rank.
         """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -323,7 +331,7 @@ class CemMlpShape(Shape):
         } | preconditioner_weights(self.switches, 1, self.hidden, self.switches.rank_mlp, None)
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs: gamma once; up and down in every step."""
+        """Return the FLOPs by part: gamma once, up and down in every step, the preconditioner."""
         switches = self.switches
         return {
             "MLP": 2.0 * self.hidden * self.inner * (1 + 2 * switches.steps_mlp)
@@ -336,14 +344,18 @@ class CemMlpShape(Shape):
         return 0
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the estimate, including the inner channels of gamma and of each step."""
+        """Return the estimated bytes per token that autograd keeps.
+
+        They include the inner channels of gamma and of each step.
+        """
         inner = training.element * (3 * self.switches.steps_mlp + 1) * self.inner
         return training.estimate(self.hidden, self.kept, inner)
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing of up and gamma.
+        """Return the packing of up and gamma for copying SwiGLU's weights.
 
-        up, inside SiLU, is SwiGLU's gate; gamma, which multiplies it, is SwiGLU's up.
+        up is the argument of SiLU and corresponds to SwiGLU's gate. gamma multiplies the result and
+        corresponds to SwiGLU's up projection.
         """
         pairs = (("up.weight", "gate"), ("gamma.weight", "up"))
         return {name: Packing(1, {role: self.inner}, {role: role}) for name, role in pairs}

@@ -1,6 +1,6 @@
 """DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464).
 
-The structure is that of flash-linear-attention.
+The layers have the same structure as those of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ RATES = (0.0, 16.0)
 
 
 class DeltaNet(Update):
-    """x + RMSNorm_head(o) [* silu(gate)] W_O.
+    """Layer of (Gated) DeltaNet: x + RMSNorm_head(o) [* silu(gate)] W_O.
 
-    o is read from the delta rule's state with unit queries and keys divided by sqrt(d_k). q, k, v
-    pass a short convolution and SiLU. ``in_proj`` packs q, k, v (and the gate) of the heads one
-    after another, ``rates`` the logit of beta (and the raw time step). The decoding state is the
-    matrix and the convolution's last inputs.
+    o is read from the delta rule's state; queries and keys have unit length, queries are also
+    divided by sqrt(d_k). q, k and v pass a short convolution and SiLU. ``in_proj`` packs q, k, v
+    (and the gate) of the heads one after another. ``rates`` packs the logit of beta (and the raw
+    time step). The decoding state consists of each head's matrix and the last inputs of the
+    convolution.
     """
 
     def __init__(self, shape: DeltaShape, parallel: Parallel) -> None:

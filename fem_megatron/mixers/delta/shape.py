@@ -1,6 +1,4 @@
-"""Sizes of DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464). The module does not
-import torch.
-"""
+"""Shape of DeltaNet (arXiv 2406.06484) and Gated DeltaNet (arXiv 2412.06464), without torch."""
 
 from __future__ import annotations
 
@@ -52,11 +50,12 @@ class DeltaConfig:
 
 @dataclass(frozen=True)
 class DeltaShape(Shape):
-    """S_t = e^g (I - beta k k^T) S_(t-1) + beta k v^T; without ``gated``, g = 0 and no output gate.
+    """Shape of the delta rule: S_t = e^g (I - beta k k^T) S_(t-1) + beta k v^T.
 
-    DeltaNet's widths are its paper's, q = k = v = o = D. Gated DeltaNet's paper has keys of 3/4 D
-    and values of 3/2 D, 6 D^2. The default keeps this ratio at 4 D^2 (keys D/2, values D); key_size
-    = 3/4 D gives the paper's widths.
+    Without ``gated``, g = 0 and the layer has no output gate. DeltaNet's widths are its paper's, q
+    = k = v = o = D. Gated DeltaNet's paper has keys of 3/4 D and values of 3/2 D, 6 D^2 parameters.
+    The default keeps this ratio at 4 D^2 (keys D/2, values D); key_size = 3/4 D gives the paper's
+    widths.
     """
 
     layer_class = "fem_megatron.mixers.delta.layer:DeltaNet"
@@ -106,7 +105,7 @@ class DeltaShape(Shape):
 
     @property
     def slices(self) -> dict[str, int]:
-        """Rows of a head in the packed projection, in order."""
+        """Rows of one head in the packed projection: slice name -> number of rows, in order."""
         gate = {"gate": self.value_head} if self.gated else {}
         return {"q": self.key_head, "k": self.key_head, "v": self.value_head, **gate}
 
@@ -121,9 +120,11 @@ class DeltaShape(Shape):
         return self.mixed_width + self.value_head * self.gated
 
     def weights(self) -> Weights:
-        """Return norm, in_proj, rates, conv, the decay's offsets, head_norm, out_proj.
+        """Return name -> weight.
 
-        in_proj and rates (beta; the decay's step) are head-major.
+        The names are norm, in_proj and rates (both head-major), conv, the offsets of decay rate and
+        step size (if gated), head_norm and out_proj. rates has one row
+        per head for beta and, if gated, one for the step.
         """
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -153,10 +154,10 @@ class DeltaShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections and of the chunked form.
+        """Return the FLOPs of one token's forward pass by part.
 
-        The chunked form has scores, the triangular solve, three products with the state, and the
-        chunk's read.
+        The delta rule is counted in its chunked form: scores, the triangular solve, three products
+        with the state, and the read within the chunk.
         """
         seen, (dk, dv) = (
             keys_seen(min(length, CHUNK), whole_square),
@@ -169,7 +170,10 @@ class DeltaShape(Shape):
         }
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of every head's matrix (fp32) and of the convolution's last inputs."""
+        """Return the bytes of one sequence's decoding state.
+
+        The state consists of every head's matrix (fp32) and the last inputs of the convolution.
+        """
         matrix = self.key_head * self.value_head * max(4, element)
         return self.heads * (matrix + (self.conv - 1) * self.mixed_width * element)
 
@@ -183,10 +187,11 @@ class DeltaShape(Shape):
         return {"the delta rule's heads, model.delta.heads": self.heads}
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of the convolution and the delta rule.
+        """Return the bytes that ranks sharing a sequence exchange.
 
-        The convolution exchanges its input and output, or passes a chunk's last tokens. The delta
-        rule exchanges q, k, v, the rates in fp32, and the output.
+        If ``kinds.states`` is set, the convolution passes a chunk's last tokens. Otherwise it
+        exchanges its input and output. The delta rule always exchanges q, k, v, the rates in fp32,
+        and the output.
         """
         e, mixed, heads = training.element, self.mixed_width, self.heads / training.tensor_parallel
         head = e * (mixed + self.value_head) + training.wide * (1 + self.gated)
@@ -204,8 +209,8 @@ class DeltaShape(Shape):
 
 
 def conv_init(taps: int) -> Normal:
-    """Return a convolution's initial distribution.
+    """Return the initial distribution of a convolution's filter with ``taps`` taps.
 
-    Its variance is that of torch's, uniform in +-1 / sqrt(taps).
+    It has the same variance as torch's initialisation, uniform in +-1 / sqrt(taps).
     """
     return Normal((3 * taps) ** -0.5)

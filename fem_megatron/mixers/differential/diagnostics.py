@@ -9,7 +9,7 @@ from kernels.pairs import allowed_pairs
 
 
 def observe(layer: DifferentialAttention, sample: Sample) -> Quantities:
-    """Return the largest logit of both maps, and lambda."""
+    """Return the largest logit of both softmax maps, and the current lambda."""
     h = rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps)
     q, k = (wide(t).permute(1, 2, 0, 3) for t in layer.project(h, sample.context)[:2])
     scores = q @ k.mT * (layer.shape.head**-0.5 if layer.shape.scale is None else layer.shape.scale)

@@ -16,7 +16,9 @@ from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate_bot
 
 
 class DifferentialAttention(Update):
-    """x + (1 - lambda_init) RMSNorm_head[(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v] W_O.
+    """Layer of differential attention, which subtracts two softmax maps.
+
+        x + (1 - lambda_init) RMSNorm_head[(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v] W_O
 
     Scores are divided by sqrt(d). lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2)
     + lambda_init, one number per layer. All heads share the norm's weight. ``in_proj`` packs the
@@ -68,7 +70,7 @@ class DifferentialAttention(Update):
         return q, k, v
 
     def lam_now(self) -> Tensor:
-        """Return lambda, a number, fp32 or wider."""
+        """Return the current lambda as a scalar tensor, fp32 or wider."""
         lam = self.parallel.share(self.lam)
         q1, k1, q2, k2 = lam.to(torch.promote_types(lam.dtype, torch.float32))
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.shape.lambda_init

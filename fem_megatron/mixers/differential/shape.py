@@ -1,7 +1,4 @@
-"""Sizes of differential attention (Differential Transformer, arXiv 2410.05258).
-
-The module does not import torch.
-"""
+"""Shape of differential attention (Differential Transformer, arXiv 2410.05258), without torch."""
 
 from __future__ import annotations
 
@@ -34,10 +31,11 @@ LAMBDA_STD = 0.1
 
 @dataclass(frozen=True)
 class DifferentialShape(Shape):
-    """H heads, each with two queries and two keys of D/2H channels and one value of D/H.
+    """Shape of differential attention: H heads, each with two queries, two keys and one value.
 
-    It has 4 D^2 parameters, like standard attention. In the paper a model has half the heads of the
-    Transformer with which it is compared, so that queries and keys keep their width.
+    A query or key has D/2H channels, a value D/H. The layer has 4 D^2 parameters, like standard
+    attention. In the paper a model has half as many heads as the Transformer with which it is
+    compared, so that queries and keys keep their width.
     """
 
     layer_class = "fem_megatron.mixers.differential.layer:DifferentialAttention"
@@ -75,9 +73,10 @@ class DifferentialShape(Shape):
         return 6 * self.head
 
     def weights(self) -> Weights:
-        """Return norm, in_proj (head-major), lam, q's and k's norms, head_norm, out_proj.
+        """Return name -> weight.
 
-        The rows of lam are lambda_q1, lambda_k1, lambda_q2, lambda_k2.
+        The names are norm, in_proj (head-major), lam, the norms of q and k if configured, head_norm
+        and out_proj. The rows of lam are lambda_q1, lambda_k1, lambda_q2, lambda_k2.
         """
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -93,7 +92,7 @@ class DifferentialShape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, two maps' scores, and two reads.
+        """Return the FLOPs of projections, the scores of both softmax maps, and their two reads.
 
         The value that they read is twice as wide as a query.
         """
@@ -103,11 +102,14 @@ class DifferentialShape(Shape):
         return {"mixer projections": self.linear_flops(), "attention": attention}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of both keys and the value."""
+        """Return the bytes of one sequence's KV-cache: both keys and the value of every head."""
         return length * self.heads * 4 * self.head * element
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return an estimate, plus the bytes that norms of q and k keep."""
+        """Return the estimated bytes per token that autograd keeps.
+
+        They include the bytes of the norms of q and k, if used.
+        """
         norms = qk_norms_keep(training, self.head, 4 * self.heads) if self.qk_norm else 0.0
         return training.estimate(self.hidden, self.kept, norms, sliced=self.sliced)
 
@@ -118,9 +120,10 @@ class DifferentialShape(Shape):
         return SplitWidths(keyed=self.split_widths(), rings=True)
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of both keys and the value.
+        """Return the bytes that ranks sharing a sequence send.
 
-        If heads are exchanged, it includes both queries and both outputs.
+        If keys are gathered or pass around a ring, ranks send both keys and the value. If heads are
+        exchanged, both queries and both outputs are added.
         """
         e = training.element * self.heads * 2 * self.head / training.tensor_parallel
         if kinds.ring:  # keys as wide as the values
@@ -137,7 +140,7 @@ class DifferentialShape(Shape):
         return True
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing: two of attention's heads form one head."""
+        """Return the packing of in_proj. Two attention heads form one differential head."""
         return {
             "in_proj.weight": Packing(self.heads, dict.fromkeys("qkv", 2 * self.head), queries=2)
         }

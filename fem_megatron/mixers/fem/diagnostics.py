@@ -18,10 +18,10 @@ ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 at this value, and so is softplus over it
 
 
 def observe(mixer: FemMixer, sample: Sample) -> Quantities:
-    """Return -F, F - mu, the entropies of prior p and posterior q, and quantiles.
+    """Return -F, F - mu, entropies of prior p and posterior q ~ p exp(beta v), and quantiles.
 
-    The posterior is q ~ p exp(beta v). The quantiles are those of beta and lambda. For the softmax
-    prior the largest of its logits is also returned.
+    mu is the expectation of v and F its free energy under the prior (see `layer`). The quantiles
+    are those of beta and lambda. For the softmax prior the largest of its logits is also returned.
 
     For every prior, the derivatives of mu and F of token t by v_i are p_t(i) and q_t(i), channel by
     channel, so the weights are a gradient. Each channel computes the weights of one token. These
@@ -78,7 +78,8 @@ def _given_to_prior(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor | None, Tensor | None, Context]:
     """Return the inputs of the mixer's prior for the sample, in float32 or wider.
 
-    They are its slices, v, beta, lambda and the context.
+    The result is (slices of the packed projection, v, beta, lambda, context). beta and lambda may
+    be None.
     """
     given: list[Any] = []
     handle = mixer.prior.register_forward_pre_hook(lambda _, arguments: given.extend(arguments))

@@ -1,6 +1,7 @@
 """The Free Energy Mixer over any prior.
 
-The read's numerics are in ``kernels``, the priors in ``priors``.
+The read's numerics are in ``kernels``, the priors in ``priors``. The letters C, L, T and G name the
+mixer's four switches: conditioner, free-energy branch, temperature and gate (`shape.FemConfig`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ BETA_OFFSET = 1.8
 
 
 class FemMixer(Update):
-    """x + o W_O, o = g * ((1 - lambda) mu + lambda F), with mu and F read under the prior.
+    """Layer of the Free Energy Mixer: x + o W_O, o = g * ((1 - lambda) mu + lambda F).
+
+    mu is the expectation of v under the prior p, F = 1/beta log E_p[exp(beta v)] the free energy.
 
     ``in_proj`` packs the heads one after another: the rows of the prior's slices, v, the
     lambda-logit and the g-logit. A rank's slice therefore consists of complete heads at any
@@ -100,7 +103,8 @@ class FemMixer(Update):
     def inverse_temperature(self, like: Tensor) -> Tensor | None:
         """Return beta = softplus(b + 1.8), [local heads, d_v], fp32 or wider.
 
-        It is all ones on ``like``'s device if T is off, and None if L is off.
+        Without fem.temperature, beta is all ones on ``like``'s device. Without fem.free_energy,
+        return None.
         """
         if not self.shape.free_energy:
             return None
@@ -115,10 +119,11 @@ class FemMixer(Update):
 
 
 class TimeDecayConditioner(Layer):
-    """The factor 1 + phi on every projection, with phi = (r * LayerNorm(s)) W_out.
+    """Layer that scales every projection by 1 + phi, with phi = (r * LayerNorm(s)) W_out.
 
-    The state is s_t = exp(a_t) s_{t-1} + f_t. Weights (``FemShape.weights``, ``tdc.*``): norm [D],
-    in_proj [3 H_c, D] (rows a, f, r of each channel), state_norm [H_c], out_proj [packed, H_c].
+    The state is s_t = exp(-softplus(a_t)) s_{t-1} + f_t. Weights (``FemShape.weights``, ``tdc.*``):
+    norm [D], in_proj [3 H_c, D] (rows a, f, r of each channel), state_norm [H_c], out_proj [packed,
+    H_c]. H_c is the number of state channels.
 
     Tensor parallel: the H_c channels and their scans are split over the ranks; the norm over H_c
     reads all of them (a gather of 2 H_c numbers per token); W_out's rows are split like the mixer's

@@ -1,5 +1,6 @@
-"""The interface of a prior's shape, and the shapes of all priors. The module does not import
-torch.
+"""Interface of the shapes of the Free Energy Mixer's priors, and the shape of every prior.
+
+The module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class PriorShape(ABC):
-    """Sizes of a prior p_t(i).
+    """Sizes of a prior p_t(i), the weight that token t gives to token i.
 
-    They are the slices of the packed projection that a head reads, and the read's costs.
+    A shape lists the slices of the packed projection that a head reads, and the costs of the read.
 
     layer_class: "module:class" of the ``Prior`` that computes it.
-    kept, product_scores: as in ``Shape``; kept is for a CPU.
-    compares: True if its q and k are attention's queries and keys.
+    kept, product_scores: as in ``Shape``; kept applies to a CPU.
+    compares: True if its q and k correspond to attention's queries and keys.
     """
 
     layer_class: ClassVar[str]
@@ -35,13 +36,17 @@ class PriorShape(ABC):
     @classmethod
     @abstractmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> PriorShape:
-        """Return the shape for a head's widths of q, k and of v; a prior may ignore them."""
+        """Return the shape for the given numbers of channels per head.
+
+        qk_head: channels of q and of k. value_head: channels of v. A prior may ignore both.
+        """
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """Return the projections in the budget if q and k are at most as wide as v.
+        """Return the number of projections that share the parameter budget, or None.
 
-        T and G are not counted. Returns None for other priors.
+        None means that q and k may be wider than v. The projections of T (lambda) and G (the gate)
+        are not counted.
         """
         return None
 
@@ -56,7 +61,7 @@ class PriorShape(ABC):
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
         """Return the FLOPs of the read's matrix products for one token and head.
 
-        streams: value channels that are read.
+        streams: number of value channels that are read (v, and U for the free energy).
         """
 
     @abstractmethod
@@ -68,20 +73,20 @@ class PriorShape(ABC):
 
     @abstractmethod
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes per token and head that its read needs in addition to values and gates.
+        """Return the bytes per token and head that ranks exchange besides values and gates.
 
         gate: True if the mixer has a gate.
         """
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes per token and head that autograd keeps of its read on a GPU.
+        """Return the bytes per token and head that autograd keeps of the read on a GPU.
 
-        The count starts at the slices of the packed product.
+        The count starts at the slices of the packed projection.
         """
         raise NotImplementedError
 
     def weights(self, heads: int) -> Weights:
-        """Return the parameters in addition to the packed projection."""
+        """Return name -> weight of the parameters that are not in the packed projection."""
         return {}
 
     def reads(self) -> set[str]:
@@ -95,7 +100,7 @@ class PriorShape(ABC):
 
 @dataclass(frozen=True)
 class SoftmaxShape(PriorShape):
-    """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE if ``rope``.
+    """Shape of the softmax prior: p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE if ``rope``.
 
     A given ``scale`` replaces 1 / sqrt(d_k).
     """
@@ -142,9 +147,9 @@ CHUNK, CHUNK_PER_CHANNEL = 64, 16
 
 @dataclass(frozen=True)
 class ScanShape(PriorShape):
-    """p_t(i) ~ q_t . k_i with decay.
+    """Shape of priors computed by a scan: p_t(i) ~ q_t . k_i with decay.
 
-    features: channels of q and k. decays: log-decays per head; 0: no decay.
+    features: channels of q and k. decays: log-decays per head; 0 means no decay.
     """
 
     features: int
@@ -152,9 +157,10 @@ class ScanShape(PriorShape):
     causal: bool
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Return the FLOPs of pairs within chunks, and of sums at chunk ends and their reads.
+        """Return the FLOPs of the scan, including the channel of ones for the normaliser.
 
-        They cover the value streams and the normaliser's ones.
+        A causal scan computes pairs of tokens within chunks, and updates and reads a state at chunk
+        ends.
         """
         if not self.causal and not self.decays:
             return 4.0 * self.features * (streams + 1)
@@ -174,17 +180,18 @@ class ScanShape(PriorShape):
         return filled_up * (inside + 4.0 * self.features * (streams + ones))
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of the sums over v, U and ones, and of the values' range.
+        """Return the bytes of one head's decoding state, which do not depend on the length.
 
-        They are constant in the length.
+        The state consists of the sums over v, U (with a free energy) and ones, and the values'
+        range.
         """
         streams = value * (2 if free_energy else 1)
         return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes kept by the read on a GPU.
+        """Return the bytes per token and head that the read keeps on a GPU.
 
-        They are the features of q and k (relu and sum), the decays, v and its streams, the output
+        These are the features of q and k (relu and sum), the decays, v and its streams, the output
         in narrow and wide dtype, and the gates.
         """
         e, wide, value = training.element, WIDE * (training.element < WIDE), fem.value_head
@@ -198,22 +205,22 @@ class ScanShape(PriorShape):
         return features + WIDE + value * (wide + 2 * e + WIDE * fem.gate)
 
     def state_size(self, streams: int) -> int:
-        """Return the numbers in the state of ``streams`` value channels.
+        """Return the count of numbers in the state for ``streams`` value channels.
 
-        The normaliser's ones and the decay are included.
+        It includes the channel of ones for the normaliser, and the decay.
         """
         return self.features * (streams + 1 + bool(self.decays))
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes of q and k in the products' dtype, and of log-decays in fp32."""
+        """Return the bytes per token and head of q, k and the log-decays (fp32 or wider)."""
         return 2 * training.product * self.features + training.wide * self.decays
 
 
 @dataclass(frozen=True)
 class LinearShape(ScanShape):
-    """p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps, after RoPE if ``rope``.
+    """Shape of the linear prior: p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps.
 
-    With ``decays`` it is gated linear attention.
+    q and k are rotated first if ``rope``. With ``decays`` it is gated linear attention.
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:LinearPrior"
@@ -234,7 +241,7 @@ class LinearShape(ScanShape):
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """Return the log-decays per head: 0."""
+        """Return 0, the number of log-decays per head."""
         return 0
 
     def slices(self) -> dict[str, int]:
@@ -251,20 +258,26 @@ class LinearShape(ScanShape):
 
 @dataclass(frozen=True)
 class GlaShape(LinearShape):
-    """Gated linear attention with log-decays -(relu(a) + eps).
+    """Shape of gated linear attention's prior, with log-decays -(relu(a) + eps).
 
-    It has one for each head, or one for each channel of q and k, which adds D^2 parameters.
+    A head has one log-decay, or one for each channel of q and k, which adds D^2 parameters.
     """
 
     @classmethod
     def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
-        """Return 1 for a decay per head, or the number of channels for a decay per channel."""
+        """Return the number of log-decays per head.
+
+        It is 1, or the number of channels of q if fem.gla_decay is "channel".
+        """
         return 1 if fem.gla_decay == "head" else qk_head
 
 
 @dataclass(frozen=True)
 class DecayShape(ScanShape):
-    """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): one decay per head, no queries or keys."""
+    """Shape of the decay prior: p_t(i) ~ exp(-sum over (i, t] of softplus(a)).
+
+    Each head has one decay, and no queries or keys.
+    """
 
     layer_class = "fem_megatron.mixers.fem.priors:DecayPrior"
 
@@ -275,11 +288,11 @@ class DecayShape(ScanShape):
 
     @classmethod
     def narrow(cls, fem: FemConfig) -> int | None:
-        """Return 2: the budget has no q and no k, only v and o."""
+        """Return 2: only v and o share the budget, because this prior has no q and k."""
         return 2
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes of the decay."""
+        """Return the bytes per token and head of the decay, in fp32 or wider."""
         return training.wide
 
     def slices(self) -> dict[str, int]:
@@ -288,7 +301,7 @@ class DecayShape(ScanShape):
 
 @dataclass(frozen=True)
 class AftShape(PriorShape):
-    """p_t(i) ~ exp(k_i), a distribution for each value channel.
+    """Shape of AFT's prior: p_t(i) ~ exp(k_i), a distribution for each value channel.
 
     width: channels of a head's q and of its k.
     query: "after" gates the read, o = sigmoid(q) * read (the paper, AFT); "inside"
@@ -332,27 +345,29 @@ class AftShape(PriorShape):
         return 0.0
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of a maximum and sums for each channel, fp32.
+        """Return the bytes of one head's decoding state.
 
-        They are 3 numbers, 4 more with F, and 3 more if F has separate logits.
+        A channel has a running maximum and sums, in fp32: 3 numbers, 4 more with a free energy F,
+        and 3 more if F has separate logits.
         """
         return (3 + 4 * free_energy + 3 * self.own_logits) * value * max(4, element)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes kept by the read on a GPU.
+        """Return the bytes per token and head that the read keeps on a GPU.
 
-        They are all slices; the query's sigmoid and its product with the gate, or its softplus in
-        fp32; the output; and each block's sums.
+        These are all slices of the projection, the output and each block's sums. With query
+        "after", the query's sigmoid and its product with the gate are added; with query "inside",
+        its softplus in fp32.
         """
         e, value = training.element, fem.value_head
         query = WIDE * 3 * self.width if self.query == "inside" else e * value * (1 + fem.gate)
         return e * fem.head_width + query + e * value + (0.0 if training.again else 0.75 * value)
 
     def split_bytes(self, training: Training, *, gate: bool) -> float:
-        """Return the bytes of k and of the query.
+        """Return the bytes per token and head of k and of the query.
 
-        The query is fp32 if it is inside. Otherwise it acts as the gate and counts only without
-        another gate.
+        A query inside the sums is fp32. A query after the read acts as the gate, so it counts only
+        if the mixer has no gate.
         """
         return self.width * (
             training.element
@@ -362,14 +377,14 @@ class AftShape(PriorShape):
 
 @dataclass(frozen=True)
 class MambaShape(PriorShape):
-    """A distribution for each value channel, from a selective state space.
+    """Shape of a selective state space's prior: a distribution for each value channel.
 
     p_t(i) ~ sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n]. A head has a
     step delta for each of its ``value`` channels, and B and C of ``states`` numbers.
 
     normalise: divide by the sum over i (off: the paper's ablation).
     squash: apply a sigmoid to the values first.
-    scans: 2 if the mixer is bidirectional.
+    scans: number of scans: 1, or 2 if the mixer is bidirectional.
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:MambaPrior"
@@ -382,10 +397,10 @@ class MambaShape(PriorShape):
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> MambaShape:
-        """Return the shape.
+        """Return the shape for the given channels of q and k (qk_head) and of v (value_head).
 
-        Without mamba_states, the states fill the budget of q and k: d_v + 2 N = 2 d_k. Values are
-        squashed if the mixer has a free energy.
+        Without fem.mamba_states, the states fill the budget of q and k: d_v + 2 N = 2 d_k. Values
+        pass a sigmoid if the mixer has a free energy.
         """
         fem = model.fem
         states = fem.mamba_states or max(1, (2 * qk_head - value_head) // 2)
@@ -405,16 +420,17 @@ class MambaShape(PriorShape):
         return {"fem.mamba_states", "fem.mamba_normalise"}
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """Return the FLOPs of the products of C with every stream's states.
+        """Return the FLOPs of the products of C with the states of every stream.
 
         Normalisation doubles them.
         """
         return 2.0 * self.scans * self.states * streams * (1 + self.normalise)
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """Return the bytes of ``states`` sums for each channel and stream, fp32.
+        """Return the bytes of one head's decoding state.
 
-        F adds a stream and one number per channel; normalisation doubles the total.
+        It has ``states`` fp32 sums for each channel and stream. A free energy adds a stream and one
+        number per channel. Normalisation doubles the total.
         """
         return (
             value
@@ -427,10 +443,10 @@ class MambaShape(PriorShape):
         return training.wide * (self.value + 2 * self.states)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:
-        """Return the bytes kept by the read on a GPU.
+        """Return the bytes per token and head that the read keeps on a GPU.
 
-        They are delta, B and C in fp32 before and after softplus; the squashed values and gates, or
-        without F all slices; and the output.
+        These are delta, B and C in fp32 before and after softplus, and the output. If values pass a
+        sigmoid, these values and the gates are added; otherwise all slices of the projection.
         """
         e, value = training.element, fem.value_head
         slices = e * value * (1 + fem.temperature + fem.gate) if self.squash else e * fem.head_width

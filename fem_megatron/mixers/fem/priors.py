@@ -1,6 +1,7 @@
-"""The priors of the FEM.
+"""Layers of the Free Energy Mixer's priors: the weights p_t(i) and the read under them.
 
-A new prior is a class in this module and one in ``prior_shapes``, which names it.
+A new prior is a class in this module and a class in ``prior_shapes`` whose ``layer_class`` names
+it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ class Prior(Layer):
         self.ranges: dict[tuple[int, bool], Ranges] = {}
 
     def decision(self, v: Tensor, context: Context, *, agreed: bool = False) -> Decision | None:
-        """Return the decision for the form (fast or exact) of this call's reads.
+        """Return the choice between the fast and the exact form for this call's reads, or None.
 
-        The result is None under compilation. None lets each read decide separately. The decision
-        is based on earlier calls of the same iteration.
+        The choice is based on earlier calls of the same iteration. Under torch.compile the result
+        is None, so that each read decides separately.
 
-        agreed: all ranks that share a sequence use the same range, so that they decide alike.
+        agreed: True if all ranks that share a sequence use the same range, so that they decide
+        alike.
         """
         if torch.compiler.is_compiling():
             return None
@@ -76,9 +78,10 @@ class Prior(Layer):
 class ScanPrior(Prior):
     """p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i with q, k >= 0: one scan over [v, U, 1].
 
-    The ones give the normaliser. The decoding state is the scan's, plus the range of the values:
-    fp32, of constant size. Padding has zero keys and no decay, so it does not change the state. A
-    token with no readable keys reads itself.
+    c is the cumulative log-decay, U the free energy's second stream (`kernels.free_energy`). The
+    channel of ones gives the normaliser. The decoding state is the scan's state and the range of
+    the values: fp32, of constant size. Padding has zero keys and no decay, so it does not change
+    the state. A token with no readable keys reads itself.
     """
 
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -170,7 +173,10 @@ class ScanPrior(Prior):
         span: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """Read two chunks of each sequence; all chunks share the values' range ``span``."""
+        """Return the read of this rank's two chunks; the scan's state passes between chunks.
+
+        span: the values' range, which all chunks share.
+        """
         q, k = (t.to(product_type(v)) for t in (q, k))
 
         def read(streams: Tensor) -> Tensor:
@@ -197,7 +203,7 @@ class ScanPrior(Prior):
         *,
         causal: bool,
     ) -> Tensor:
-        """Read full sequences."""
+        """Return the read o of full sequences (`Prior.forward`), without a decoding state."""
         q, k = (t.to(product_type(v)) for t in (q, k))
         exact = True if self.shape.backend == "reference" else None
         return linear_read(
@@ -215,7 +221,7 @@ class ScanPrior(Prior):
         gate: Tensor | None,
         context: Context,
     ) -> Tensor:
-        """Read further tokens, with the state of those before them."""
+        """Return the read o of further tokens (`Prior.forward`), and update the decoding state."""
         q, k, values = (t.to(torch.promote_types(v.dtype, torch.float32)) for t in (q, k, v))
         sums, width = context.recall("sums"), v.shape[-1]
         if beta is None:
@@ -283,9 +289,9 @@ class SoftmaxPrior(Prior):
 
 
 class LinearPrior(ScanPrior):
-    """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE.
+    """Prior of linear attention: phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE.
 
-    GLA adds a log-decay -(relu(a) + eps).
+    Gated linear attention (GLA) adds a log-decay -(relu(a) + eps).
     """
 
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -298,7 +304,10 @@ class LinearPrior(ScanPrior):
 
 
 class DecayPrior(ScanPrior):
-    """exp(-sum over (i, t] of softplus(a)): every token starts with weight one, which decays."""
+    """Prior of a running mean with decay: p_t(i) ~ exp(-sum over (i, t] of softplus(a)).
+
+    Every token starts with weight one, which decays.
+    """
 
     def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         logit = parts["decay"]
@@ -367,11 +376,12 @@ SLOWEST_STEP, FASTEST_STEP = 1e-3, 1e-1
 
 
 class MambaPrior(Prior):
-    """delta = softplus(. + bias), B and C = softplus(.) + 1e-6, A = -rate.
+    """Prior of a selective state space (formula: ``MambaShape``).
 
-    Initially the rates of a channel are 1, 2, ... states, and the steps of a head's channels are
-    spaced evenly in the logarithm over [0.001, 0.1], as in Mamba. The decoding state is ``states``
-    sums for each channel and stream, fp32.
+    delta = softplus(. + bias), B and C = softplus(.) + 1e-6, A = -rate. Initially the rates of a
+    channel are 1, 2, ... states, and the steps of a head's channels are spaced evenly in the
+    logarithm over [0.001, 0.1], as in Mamba. The decoding state is ``states`` sums for each channel
+    and stream, fp32.
     """
 
     def forward(

@@ -1,4 +1,4 @@
-"""The Free Energy Mixer's configuration and sizes, over any prior.
+"""Shape of the Free Energy Mixer over any prior: configuration keys, weights and costs.
 
 The module does not import torch.
 """
@@ -80,14 +80,15 @@ class FemConfig:
 
 @dataclass(frozen=True)
 class FemShape(Shape):
-    """Widths of a FEM mixer.
+    """Shape of a Free Energy Mixer (FEM), with widths that follow from a parameter budget.
 
-    n_T, n_G in {0, 1} count the projections that T and G add. Budget (i) spends 2 D^2 on q, k and 2
-    D^2 on v, o, lambda, g of width d = 2D / (2 + n_T + n_G). Budget (ii) spends 4 D^2 on all of
-    them at one width d = 4D / (4 + n_T + n_G). Priors whose q and k are as wide as the values (AFT)
-    or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)) use one width under both budgets. With all
-    switches on, the widths are the paper's D/2 and 2D/3; with all off, the mixer is the plain prior
-    at standard attention's budget.
+    n_T, n_G in {0, 1} count the projections that the switches T (temperature) and G (gate) add.
+    Budget (i) spends 2 D^2 parameters on q, k and 2 D^2 on v, o, lambda, g of width d = 2D / (2 +
+    n_T + n_G). Budget (ii) spends 4 D^2 on all of them at one width d = 4D / (4 + n_T + n_G).
+    Priors whose q and k are as wide as the values (AFT) or absent (LRNN-decay: d = 4D / (2 + n_T +
+    n_G)) use one width under both budgets. With all switches on, the widths are the paper's D/2 and
+    2D/3. With all switches off, the mixer is the plain prior with as many parameters as standard
+    attention.
     """
 
     layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
@@ -107,9 +108,9 @@ class FemShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig, prior: type[PriorShape]) -> FemShape:
-        """Return the widths for ``model`` over a prior of this class.
+        """Return the shape for ``model`` over a prior of this class.
 
-        Raises ValueError if the number of heads does not divide one of them.
+        Raises ValueError if the number of heads does not divide one of the widths.
         """
         fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
         temperature = fem.temperature and fem.free_energy
@@ -159,7 +160,7 @@ class FemShape(Shape):
     def slices(self) -> dict[str, int]:
         """Channels of one head in the packed projection, in order.
 
-        They are the prior's, v, and the lambda-logit and g-logit if present.
+        First the prior's slices, then v, then the lambda-logit and g-logit if present.
         """
         gates = {
             name: self.value_head
@@ -174,7 +175,11 @@ class FemShape(Shape):
         return sum(self.slices.values())
 
     def weights(self) -> Weights:
-        """Return norm, in_proj (head-major), the prior's weights, beta (T), tdc.* (C), out_proj."""
+        """Return name -> weight.
+
+        The names are norm, in_proj (head-major), the prior's weights (``prior.*``), beta (with
+        fem.temperature), the conditioners' weights (``tdc.*``) and out_proj.
+        """
         packed = self.heads * self.head_width
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
@@ -200,9 +205,9 @@ class FemShape(Shape):
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 
     def conditioners(self) -> dict[str, int]:
-        """Return name -> width of the conditioner's state.
+        """Return name -> width of each conditioner's state; empty without fem.conditioner.
 
-        A bidirectional mixer has a second one of half the width, which reads backwards.
+        A bidirectional mixer has a second conditioner of half the width, which scans backwards.
         """
         if not self.conditioner:
             return {}
@@ -211,9 +216,10 @@ class FemShape(Shape):
         )
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections, reads and the conditioner's projections.
+        """Return the FLOPs of one token's forward pass by part.
 
-        The reads are of [v | U], or only v without L.
+        The parts are projections, reads and the conditioners' projections. The reads are of [v |
+        U], or only v without fem.free_energy.
         """
         streams = self.value_head * (2 if self.free_energy else 1)
         conditioner = sum(value for name, value in self.map_flops.items() if name.startswith("tdc"))
@@ -239,9 +245,10 @@ class FemShape(Shape):
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the exact terms for the softmax prior.
+        """Return the bytes per token that autograd keeps, by term.
 
-        For other priors they are exact on a GPU and estimated on a CPU.
+        They are exact for the softmax prior. For other priors they are exact on a GPU and estimated
+        on a CPU.
         """
         if not isinstance(self.prior, SoftmaxShape):
             return (
@@ -342,11 +349,14 @@ class FemShape(Shape):
 
     @property
     def passes(self) -> bool:
-        """True if its read can pass states: a causal scan that does not require the exact form."""
+        """True if the read can pass states between ranks.
+
+        This requires a causal scan whose configuration does not force the exact form of the read.
+        """
         return isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference"
 
     def uncapturable(self) -> str | None:
-        """Return why CUDA graphs cannot capture the read, or None.
+        """Return the reason why CUDA graphs cannot capture the read, or None.
 
         A number on the device may determine the read's form, fast or exact
         (`kernels.free_energy.ranges`).
@@ -371,10 +381,10 @@ class FemShape(Shape):
         return SplitWidths(always=heads, scanned=scanned)
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of the read and the conditioners.
+        """Return the bytes that ranks sharing a sequence send, for the read and the conditioners.
 
-        The read exchanges keys and values, or all its inputs and outputs, or a scan's state and the
-        values' range.
+        Depending on ``kinds``, the read gathers or passes keys and values, passes a scan's state
+        and the values' range, or exchanges all its inputs and outputs.
         """
         e = training.element
         tensor = training.tensor_parallel

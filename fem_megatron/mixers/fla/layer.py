@@ -1,6 +1,6 @@
-"""Layers of flash-linear-attention, selected by class, as baselines: x + layer(RMSNorm(x)).
+"""Layers of the package flash-linear-attention as baselines: x + layer(RMSNorm(x)).
 
-The package is imported when a layer is built.
+The configuration names the class of the layer. The package is imported when a layer is built.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from fem_megatron.update import Update, rms_norm
 
 
 class FlaLayer(Update):
-    """A layer of flash-linear-attention.
+    """A layer of the package flash-linear-attention.
 
     Its matrices are initialised like those of every layer. Other parameters keep the package's
     initialisation, seeded by the layer's number. Decoding stores the normalised inputs and runs the
     layer over all of them at every step, which is correct but slow. Export is not supported.
 
-    Raises ValueError without the package, for an unknown layer or option, and under tensor
-    parallelism.
+    Raises:
+        ValueError: if the package is not installed, for an unknown layer or option, and under
+        tensor parallelism.
     """
 
     def __init__(self, shape: FlaShape, parallel: Parallel) -> None:

@@ -31,9 +31,9 @@ class FlaConfig:
 
 @dataclass(frozen=True)
 class FlaShape(Shape):
-    """The layer ``fla.layers.<name>``.
+    """Shape of the layer ``fla.layers.<name>``.
 
-    Its parameters and FLOPs depend on the package and are not available (``external``).
+    Its parameters and FLOPs depend on the package and are not available (``external`` is True).
     """
 
     layer_class = "fem_megatron.mixers.fla.layer:FlaLayer"
@@ -80,7 +80,7 @@ class FlaShape(Shape):
         return {"norm.weight": Weight((self.hidden,), init=1.0, per_token=True)}
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return {}: the FLOPs are unknown."""
+        """Return an empty dictionary: the FLOPs are unknown."""
         return {}
 
     def state_bytes(self, length: int, element: int) -> int:

@@ -7,11 +7,12 @@ from fem_megatron.mixers.hyperset.layer import HyperSet
 
 
 def observe(layer: HyperSet, sample: Sample) -> Quantities:
-    """Return both energies before and after this iteration, effective rank and mean angle.
+    """Return the diagnostics of one iteration: energies, effective rank and mean angle.
 
-    Rank and angle are those before the iteration. Rank and angle (radians) are means over the
-    heads. If the read has scores (the linear one has none), their largest value before the
-    iteration is also returned.
+    Both energies are those before and after the iteration. Rank and angle (radians) are those
+    before the iteration, as means over the heads. If the read has scores (the linear one has none),
+    their largest value before the iteration is also returned. The result is empty for fewer than
+    two tokens.
     """
     if len(sample.tokens) < 2:
         return {}

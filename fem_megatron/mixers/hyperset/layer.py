@@ -1,4 +1,4 @@
-"""Hyper-SET: descent on two energies of tokens on spheres.
+"""Hyper-SET: gradient descent on two energies of tokens that are projected to spheres.
 
 An iteration descends attention's energy, then the feed-forward's.
 
@@ -6,8 +6,9 @@ An iteration descends attention's energy, then the feed-forward's.
     x <- x - alpha_t * sum_h W_h A(Z_h) Z_h
     x <- x + gamma_t * D a(RMSNorm(D^T x))
 
-The norms follow the projections; x itself is never normalised. The block runs the iterations one
-after another (``recurrence``).
+A(Z_h) is the matrix of attention weights and a the activation function, see
+`HyperSetConfig.attention` and `HyperSetConfig.feed_forward`. The norms follow the projections; x
+itself is never normalised. The block runs the iterations one after another (``recurrence``).
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class HyperSet(Update):
         return x + gamma * self._direction("feed_forward", self.parallel.leave(attraction), context)
 
     def step_sizes(self, x: Tensor, context: Context) -> tuple[Tensor | float, Tensor | float]:
-        """Return alpha_t, gamma_t: each [s, b, D] for the slice x, or a number."""
+        """Return (alpha_t, gamma_t), the step sizes of both energies.
+
+        Learned step sizes are tensors [s, b, D] for the slice x, fixed step sizes are numbers.
+        """
         switches = self.shape.switches
         if switches.step_size == "fixed":
             return switches.alpha, switches.gamma
@@ -203,9 +207,9 @@ class HyperSet(Update):
         return self.parallel.share(parts.logsumexp(-1, keepdim=True))
 
     def _adapter(self, name: str, context: Context) -> tuple[Tensor, Tensor]:
-        """Return A_t [rows / size, r] and B_t [r, D].
+        """Return the current iteration's low-rank factors A_t [rows / size, r] and B_t [r, D].
 
-        Iterations past the trained ones use the last.
+        Iterations beyond those in training use the last factors.
         """
         t = min(context.iteration, self.shape.iterations - 1)
         lora = self.get_submodule(f"{name}_lora")
@@ -287,11 +291,13 @@ class HyperSet(Update):
 
 
 class StepNet(Layer):
-    """(alpha_t, gamma_t) = out(gelu(norm(time_out(gelu(time_in(sinusoidal(t)))) + x))).
+    """Network of the learned step sizes (alpha_t, gamma_t).
+
+        (alpha_t, gamma_t) = out(gelu(norm(time_out(gelu(time_in(sinusoidal(t)))) + x)))
 
     ``out`` starts at zero, so the initial model is the identity. The paper's code also zeroes the
-    two layers on t, whose weights then never receive a gradient; this class draws them. All weights
-    are replicated and act on a rank's slice of the tokens.
+    two layers on t, whose weights then never receive a gradient; this class initialises them
+    randomly. All weights are replicated and act on a rank's slice of the tokens.
     """
 
     def __init__(self, shape: HyperSetShape) -> None:

@@ -1,4 +1,4 @@
-"""Hyper-SET's switches and sizes. The module does not import torch."""
+"""Shape of Hyper-SET: configuration keys, weights and costs. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class HyperSetConfig:
 
 @dataclass(frozen=True)
 class HyperSetShape(Shape):
-    """One iteration: an attention step, then a feed-forward step.
+    """Shape of one Hyper-SET iteration: an attention step, then a feed-forward step.
 
-    iterations: number of adapters (lora_rank > 0).
+    iterations: number of low-rank adapters per matrix (if lora_rank > 0).
     """
 
     layer_class = "fem_megatron.mixers.hyperset.layer:HyperSet"
@@ -159,9 +159,10 @@ class HyperSetShape(Shape):
         return self.switches.time_size if self.switches.time_mlp else self.hidden
 
     def weights(self) -> Weights:
-        """Return subspaces (W^T), directions (D^T), their norms, adapters and step sizes.
+        """Return the weights as a dictionary from name to weight.
 
-        Each iteration has adapters with lora_rank; ``step.*`` exist with learned step sizes.
+        They are subspaces (W^T), directions (D^T) and their norms, with lora_rank > 0 the adapters
+        of all iterations, and ``step.*`` if step sizes are learned.
         """
         hidden, rank = self.hidden, self.switches.lora_rank
         weights = {}
@@ -236,16 +237,17 @@ class HyperSetShape(Shape):
         return 2.0 * products * self.hidden * keys_seen(length, whole_square)
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes for one iteration: every token's z, which is key and value.
+        """Return the bytes of the decoding state of one iteration.
 
-        With linear attention, they are those of a head's p x p sums.
+        The state is every token's z, which is both key and value. For linear attention it is a p x
+        p sum for each head.
         """
         if self.switches.attention == "linear":
             return self.hidden * self.head * max(4, element)
         return length * self.hidden * element
 
     def summary(self) -> str:
-        """Return heads and widths."""
+        """Return a short description of the number of heads and of the widths."""
         return f"{self.heads} heads of {self.head}, feed-forward {self.inner}"
 
     def reads(self) -> set[str]:
@@ -263,7 +265,7 @@ class HyperSetShape(Shape):
         return {f"hyperset.{name}" for name in names}
 
     def split_widths(self) -> dict[str, int]:
-        """Return the heads and the feed-forward's width."""
+        """Return the widths that tensor-parallel ranks split: heads and feed-forward width."""
         return {
             "model.num_attention_heads": self.heads,
             "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner,
@@ -276,9 +278,10 @@ class HyperSetShape(Shape):
         return SplitWidths(scanned=heads) if kind == "linear" else SplitWidths(keyed=heads)
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of z and the output, or of linear attention's sums.
+        """Return the bytes that ranks sharing a sequence exchange in one iteration.
 
-        Keys change in each iteration.
+        Ranks pass linear attention's sums, gather z as keys, or exchange z and the output. The keys
+        are different in each iteration.
         """
         e = training.element * self.hidden / training.tensor_parallel
         if kinds.states and self.switches.attention == "linear" and self.causal:

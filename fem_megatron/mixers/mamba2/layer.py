@@ -1,7 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060).
-
-It is linear attention with an input-dependent decay and step size per head.
-"""
+"""Mamba-2 (arXiv 2405.21060): linear attention with an input-dependent decay and step per head."""
 
 from __future__ import annotations
 
@@ -20,12 +17,15 @@ RATES = (1.0, 16.0)
 
 
 class Mamba2(Update):
-    """x + RMSNorm((y + D u) * silu(z)) W_O, with y_t computed per head.
+    """Layer of Mamba-2: x + RMSNorm((y + D u) * silu(z)) W_O, with y_t computed per head.
 
-    y_t = sum_(i<=t) C_t.B_i exp(sum_(i<s<=t) -A delta_s) delta_i u_i. u, B and C pass a short
-    convolution and SiLU; all heads share B and C. Tensor parallel: the heads are split over the
-    ranks, and every rank computes B and C; the norm covers all channels. The decoding state is the
-    heads' matrices and the convolutions' last inputs.
+    y_t = sum_(i<=t) C_t.B_i exp(sum_(i<s<=t) -A delta_s) delta_i u_i. In this formula u are the
+    values, z is the gate, delta the step sizes, A the heads' decay rates and D the skip weights. u,
+    B and C pass a short convolution and SiLU; all heads share B and C.
+
+    Tensor parallel: the heads are split over the ranks, and every rank computes B and C; the norm
+    covers all channels. The decoding state consists of the heads' matrices and the last inputs of
+    the convolutions.
     """
 
     def __init__(self, shape: Mamba2Shape, parallel: Parallel) -> None:

@@ -1,4 +1,4 @@
-"""Sizes of Mamba-2 (arXiv 2405.21060). The module does not import torch."""
+"""Shape of Mamba-2 (arXiv 2405.21060). The module does not import torch."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class Mamba2Config:
 
 @dataclass(frozen=True)
 class Mamba2Shape(Shape):
-    """S_t = exp(-A delta) S_(t-1) + delta B x^T,  y = S^T C + D x.
+    """Shape of Mamba-2: S_t = exp(-A delta) S_(t-1) + delta B x^T,  y = S^T C + D x.
 
-    It has about 3 inner D + 2 N D parameters (the paper's inner 2 D: 6 D^2).
+    The layer has about 3 inner W + 2 N W parameters, where W is hidden_size and N the number of
+    channels of B and C. The paper's inner = 2 W gives 6 W^2.
     """
 
     layer_class = "fem_megatron.mixers.mamba2.layer:Mamba2"
@@ -98,10 +99,10 @@ class Mamba2Shape(Shape):
         return self.heads * self.head
 
     def weights(self) -> Weights:
-        """Return the weights.
+        """Return the weights as a dictionary from name to weight.
 
-        They are norm, in_proj (head-major: x, the gate), steps, bc_proj, the convolutions, the
-        decay's offsets, skip (D), out_norm, out_proj.
+        They are norm, in_proj (head-major: values, then gate), steps, bc_proj, the convolutions,
+        the offsets of decay rate and step size, skip (D), out_norm and out_proj.
         """
         per_head = {"log_rate": 0.0, "step_bias": 0.0, "skip": 1.0}
         return {
@@ -127,18 +128,20 @@ class Mamba2Shape(Shape):
         }
 
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """Return the FLOPs of projections and of the chunked form.
+        """Return the FLOPs of one token's forward pass by part.
 
-        The chunked form has the chunk's scores and read, and the state's update and read.
+        The scan is counted in its chunked form: scores and read within the chunk, and update and
+        read of the state.
         """
         seen = keys_seen(min(length, CHUNK), whole_square)
         scan = 2.0 * seen * (self.state + self.head) + 4.0 * self.state * self.head
         return {"mixer projections": self.linear_flops(), "state space": self.heads * scan}
 
     def state_bytes(self, length: int, element: int) -> int:
-        """Return the bytes of every head's matrix and the convolutions' last inputs.
+        """Return the bytes of one sequence's decoding state.
 
-        The matrix is [N, d], fp32.
+        The state consists of a matrix [N, d] in fp32 for every head and the last inputs of the
+        convolutions.
         """
         return (
             self.inner * self.state * max(4, element)
@@ -161,10 +164,11 @@ class Mamba2Shape(Shape):
         )
 
     def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
-        """Return the traffic of the convolutions and the scan.
+        """Return the traffic of the convolutions and the scan between ranks that share a sequence.
 
-        They exchange the convolutions' inputs and outputs, v, the decays, the output, and B and C;
-        or they pass states and a chunk's last tokens.
+        If ``kinds.states`` is set, ranks pass the scan's states and the last tokens of each chunk.
+        Otherwise they exchange the convolutions' inputs and outputs, the values, the decays, the
+        output, and B and C.
         """
         e, p, tensor = training.element, training.product, training.tensor_parallel
         if kinds.states:
@@ -179,10 +183,10 @@ class Mamba2Shape(Shape):
         )
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return an estimate; in bf16 on a GPU, the exact bytes.
+        """Return the bytes per token that autograd keeps: an estimate, but exact in bf16 on a GPU.
 
-        The exact bytes are per inner channel and per channel of B and C. These are kept by the
-        convolutions, the scan and the gated norm.
+        The exact count has terms per inner channel and per channel of B and C, which the
+        convolutions, the scan and the gated norm keep.
         """
         if not training.cuda or training.element == WIDE:
             return super().kept_bytes(training)
@@ -193,7 +197,10 @@ class Mamba2Shape(Shape):
         }
 
     def packing(self) -> dict[str, Packing]:
-        """Return the packing: x is read by the scan, so it corresponds to attention's values."""
+        """Return the packing of in_proj.
+
+        The scan reads x, so x corresponds to attention's values.
+        """
         return {
             "in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})
         }

@@ -26,9 +26,9 @@ def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
 
 
 def observe_linear(layer: EnergyLinearAttention, sample: Sample) -> Quantities:
-    """Return -1/2 sum_i (q.k_i)^2 (mean over heads) for q before and after the update.
+    """Return the energy -1/2 sum_i (q.k_i)^2 (mean over heads) for q before and after the update.
 
-    The keys are those before the update.
+    The keys are always those before the update.
     """
     eps, context = layer.shape.norm_eps, sample.context
     before, after = (rms_norm(t, layer.norm.weight, eps) for t in (sample.x, sample.after))

@@ -28,18 +28,18 @@ from kernels.second_order_attention.reference import energy_linear_attention, fr
 
 
 class _EnergyHeads(Update):
-    """q and k of this rank's heads.
+    """Base of both layers: projections to q and k of this rank's heads, positions and W_O.
 
     ``in_proj`` packs the heads one after another (W_Q,h, then W_K,h), so that a rank's slice
     consists of complete heads.
 
-    Positions, with ``model.rope``: the energy of q_t with k_i is |R_t q_t - R_i k_i|^2 / 2 = |q_t -
-    R_(i-t) k_i|^2 / 2. The step is computed in q_t's own frame, where it depends only on
-    differences of positions. Keys act as values, and a step in the rotated frame would rotate with
-    t. R must therefore remain a rotation: yarn's factor m is applied to the temperatures, T / m^2
-    and T' / m^2, which has its effect on the scores of attention. Linear attention has no
-    temperature and no factor. The paper adds absolute embeddings to its tokens; without
-    ``model.rope`` only the causal mask gives an order.
+    Positions, with ``model.rope`` (R_t is RoPE's rotation at position t): the energy of q_t with
+    k_i is |R_t q_t - R_i k_i|^2 / 2 = |q_t - R_(i-t) k_i|^2 / 2. The step is computed in q_t's
+    frame, where it depends only on differences of positions. Keys act as values, and a step in the
+    rotated frame would rotate with t. R must therefore remain a rotation: yarn's factor m is
+    applied to the temperatures, T / m^2 and T' / m^2, which has its effect on the scores of
+    attention. Linear attention has no temperature and no factor. The paper adds absolute embeddings
+    to its tokens; without ``model.rope`` only the causal mask gives an order.
     """
 
     def __init__(self, shape: SecondOrderShape | EnergyLinearShape, parallel: Parallel) -> None:
@@ -85,11 +85,11 @@ class _EnergyHeads(Update):
 
 
 class SecondOrderAttention(_EnergyHeads):
-    """MHA2nd1st, or MHA2nd if the shape is exact.
+    """Layer of second-order attention: MHA2nd1st, or MHA2nd if ``shape.exact`` is True.
 
     With one head these are the paper's Att2nd1st and Att2nd. The decoding state is only k (rotated
-    to its position): half of standard attention's KV-cache. Tensor parallel: heads are complete on
-    a rank, so G = W_Q W_Q^T and its factor are the rank's own.
+    to its position): half of standard attention's KV-cache. Tensor parallel: each rank has complete
+    heads, so it computes G = W_Q W_Q^T and its Cholesky factor without communication.
     """
 
     diagnostics = "fem_megatron.mixers.second_order.diagnostics:observe"

@@ -69,7 +69,7 @@ class SecondOrderConfig:
 class _Heads(Shape):
     """Base of both shapes: projections D -> H heads of q and k, and back to D.
 
-    Keys are also the values, so it has three of the four D x D matrices of standard attention.
+    Keys are also the values, so the layer has three instead of four D x D matrices.
     """
 
     sliced = True

@@ -29,9 +29,10 @@ from fem_megatron.update import Update, layer_norm, rms_norm
 
 
 class Accelerated(Update):
-    """[x | v] -> [x' | v'] for an update whose ``step`` is f after its norm.
+    """Step with momentum: [x | v] -> [x' | v'] for an update whose ``step`` is f.
 
-    Decoding stores no velocity, because a token's velocity is not read by other tokens.
+    A subclass also inherits from the class that defines f. Decoding stores no velocity, because
+    other tokens do not read it.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Accelerated(Update):
 
 
 class AcceleratedAttention(Accelerated, Attention):
-    """f is standard attention with RoPE."""
+    """Step with momentum whose f is standard attention with RoPE."""
 
 
 class AcceleratedSwiGlu(Accelerated, SwiGlu):
-    """f is the MLP."""
+    """Step with momentum whose f is the SwiGLU MLP."""

@@ -1,4 +1,4 @@
-"""YuriiFormer's sizes: attention and MLP as Nesterov steps on tokens and their velocities.
+"""Shapes of YuriiFormer: attention and MLP as Nesterov steps on tokens and their velocities.
 
 The module does not import torch.
 """
@@ -15,7 +15,7 @@ SHARE, GAIN = 0.9, 1.0  # initial values of mu and beta, and of gamma
 
 
 class AcceleratedShape(Shape):
-    """A step with momentum: [x | v] -> [x' | v'], each with ``hidden`` channels."""
+    """Shape of a step with momentum: [x | v] -> [x' | v'], each with ``hidden`` channels."""
 
     @property
     def stream(self) -> int:
@@ -35,9 +35,10 @@ class AcceleratedShape(Shape):
         }
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Return the step's bytes, plus those of the velocity on every rank's slice.
+        """Return the bytes of the step without momentum, plus those of the velocity.
 
-        These are the stream, the step, and the sum that becomes the velocity.
+        The velocity's part is the stream, the step, and the sum that becomes the velocity, for the
+        tokens of a rank's slice.
         """
         return super().kept_bytes(training) | {
             "velocity": 4 * training.element * self.hidden / training.sequence_split
@@ -46,13 +47,13 @@ class AcceleratedShape(Shape):
 
 @dataclass(frozen=True)
 class AcceleratedAttentionShape(AcceleratedShape, AttentionShape):
-    """Attention's step with momentum."""
+    """Shape of attention's step with momentum."""
 
     layer_class = "fem_megatron.mixers.yuriiformer.layer:AcceleratedAttention"
 
 
 @dataclass(frozen=True)
 class AcceleratedSwiGluShape(AcceleratedShape, SwiGluShape):
-    """The MLP's step with momentum."""
+    """Shape of the SwiGLU MLP's step with momentum."""
 
     layer_class = "fem_megatron.mixers.yuriiformer.layer:AcceleratedSwiGlu"
