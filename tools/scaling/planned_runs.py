@@ -1,6 +1,6 @@
-"""Runs of a study: shapes by its rule, lengths, cost and settings. Runs that cannot answer the
-study's question are refused.
+"""Plan the runs of a study: their shapes, lengths, cost and settings.
 
+Shapes follow the study's rule. Runs that cannot answer the study's question are refused.
 Parameters and FLOPs are those of `pretrain --plan`; hours follow from the study's assumed
 throughput. The module does not import torch.
 """
@@ -422,6 +422,6 @@ def _label(size: Size, sizes: Sizes) -> str:
 
 
 def _up(value: float) -> float:
-    """Round up to three digits."""
+    """Round a positive number up to three significant digits."""
     scale = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / scale) * scale:.3g}")

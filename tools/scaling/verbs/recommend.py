@@ -47,7 +47,11 @@ FARTHEST = 100.0
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A run, and the predictions of the laws for it."""
+    """A recommended run, and the laws' predictions for it.
+
+    ``rate_from`` is the origin of the learning rate in words; ``measured`` the FLOPs of the study's
+    largest fitted run.
+    """
 
     config: RunConfig
     model: Model
