@@ -29,7 +29,7 @@ class Estimate:
     def of(cls, value: float, draws: Array, interval: float, asked: int) -> Estimate:
         """Return an estimate whose interval is the percentiles of the bootstrap ``draws``.
 
-        Without at least half of the ``asked`` draws, the estimate has no interval.
+        If fewer than half of the requested draws exist, the estimate has no interval.
         """
         if not len(draws) or len(draws) < FEWEST_DRAWS * asked:
             return cls(float(value))

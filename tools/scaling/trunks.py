@@ -55,7 +55,7 @@ def begins_at(fork: str | None) -> tuple[str, int]:
 
 
 def _kept(planner: Planner, trunk: PlannedRun, begins: Sequence[int]) -> PlannedRun:
-    """Return a trunk that keeps the checkpoints from which its forks start."""
+    """Return a trunk whose settings keep the checkpoints at the steps at which its forks begin."""
     config, facts = _prepared(planner, trunk)
     _check_order(planner, trunk, config, facts)
     return replace(

@@ -250,7 +250,9 @@ def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
 def _frontier_lines(
     axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]
 ) -> list[float]:
-    """Draw one variant; return the values that must be inside the axis."""
+    """Draw one variant's N or D (``side``) along the frontier; return values that the axis must
+    include.
+    """
     values: list[float] = []
     if variant.isoflop is not None:
         minima = [parabola for parabola in variant.isoflop.parabolas if parabola.inside]

@@ -134,8 +134,10 @@ def _shape(model: ModelConfig, width: int) -> list[str]:
 
 
 def _shape_of_study(study: Study, width: int) -> list[str]:
-    """Return the shape by the study's rule, except for the layers: the base's, or those of the
-    study's first size.
+    """Return settings for the study's shape at ``width``, except that all widths have the same
+    depth.
+
+    The number of layers is that of the study's first size, or else of the base run.
     """
     layers = study.sizes[0].layers if study.sizes else None
     words = [

@@ -244,8 +244,10 @@ def _environment() -> dict[str, str]:
 
 @dataclass
 class Progress:
-    """Progress of a study as reported by launch, and the remaining time at the average rate since
-    the start of this command.
+    """Progress of a study's runs, from the state that launch reports, and the estimated remaining
+    time.
+
+    The estimate uses the average rate since the start of this command.
     """
 
     study: Study
