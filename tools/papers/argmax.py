@@ -55,7 +55,10 @@ def examples(count: int, tokens: int, width: int, generator: Generator) -> Examp
 
 
 class LastStep(nn.Module):
-    """Output of one mixer at the last position, [b, s, D] -> [b, D], without the residual stream."""
+    """Model with one mixer that returns its output at the last position, [b, s, D] -> [b, D].
+
+    The residual stream is subtracted from the output.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ HOURS = 24 * 30
 
 @dataclass(frozen=True)
 class Set:
-    """Description of a data set: number of series, ends of training and validation part, and file."""
+    """Description of a data set: number of series, ends of training and validation, and file."""
 
     series: int
     training: int
@@ -153,7 +153,7 @@ class Patches(nn.Module):
 
 
 class Relative(nn.Module):
-    """Forecast model that normalises each series by its own mean and deviation, and restores them."""
+    """Forecast model that normalises each series by its mean and deviation, then restores them."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

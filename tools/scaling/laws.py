@@ -83,7 +83,7 @@ class PowerLaw:
 
 
 def percentiles(values: ArrayLike, interval: float) -> tuple[Array, Array]:
-    """Return the lower and upper bound, over the first axis, of the central ``interval`` of values."""
+    """Return (low, high), over the first axis, of the central ``interval`` of values."""
     low, high = np.quantile(
         np.asarray(values, dtype=np.float64), [(1 - interval) / 2, (1 + interval) / 2], axis=0
     )

@@ -141,7 +141,7 @@ def _shares(sources: tuple[Source, ...]) -> tuple[float, ...]:
 
 
 def _recorded(run: Path) -> str | None:
-    """Return `Contents.key` from the manifest of the run's newest checkpoint, or None without one."""
+    """Return `Contents.key` from the manifest of the newest checkpoint, or None without one."""
     latest = run / "checkpoints" / "latest"
     if not latest.is_file():
         return None

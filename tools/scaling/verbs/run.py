@@ -304,7 +304,7 @@ def standings(study: Study) -> dict[str, dict[str, Any]] | None:
 
 
 def _tied(parent: int) -> None:
-    """Make launch receive SIGTERM when its parent dies; called in the child between fork and exec."""
+    """Make launch receive SIGTERM when its parent dies; called between fork and exec."""
     prctl(PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
