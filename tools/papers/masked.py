@@ -21,8 +21,8 @@ from tools.papers.network import Network, Positions, model_of
 from tools.papers.training import Examples, Problem
 
 SIDE, PATCH, MOST, VIEWS = 8, 2, 0.4, 8
-"""Side of an image and of a patch; share of masked patches, in training the largest one; masked versions of
-each training image."""  # noqa: E501
+"""SIDE of an image and of a PATCH in pixels. MOST: share of masked patches in test data, and the
+largest share in training. VIEWS: number of masked versions of each training image."""
 PATCHES, PIXELS = (SIDE // PATCH) ** 2, PATCH**2
 RANGE = 2.0  # pixels are from -1 to 1
 PLAIN, WIDE = HYPERSET["Hyper-SET"], "Hyper-SET, M = 8 D, twice"
