@@ -1,4 +1,4 @@
-"""Megatron's groups for tests that build its models in the test's own process."""
+"""Create Megatron-core's process groups for tests that build its models in the test's process."""
 
 from __future__ import annotations
 

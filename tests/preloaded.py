@@ -1,5 +1,7 @@
-"""Modules that a rank imports on demand, and facts that DeepSpeed finds by starting compilers: the
-ranks' server loads them once for all.
+"""Preload modules in the server from which ranks are forked, so that no rank loads them again.
+
+These are modules that a rank imports on demand, and facts that DeepSpeed finds by starting
+compilers.
 """
 
 from __future__ import annotations

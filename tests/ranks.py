@@ -1,8 +1,7 @@
-"""Ranks as real processes, forked from one server that has imported torch, Megatron-core and the
-training code once.
+"""Start ranks as real processes, forked from one server that has imported torch and Megatron-core.
 
-Every test with several ranks uses these: a fork costs milliseconds, an interpreter with torch and
-Megatron ten seconds of a core.
+Every test with several ranks uses this module: a fork costs milliseconds, whereas an
+interpreter that imports torch, Megatron-core and the training code costs ten seconds of a core.
 """
 
 from __future__ import annotations
@@ -39,11 +38,12 @@ _context.set_forkserver_preload(
 def forked(
     world: int, function: Callable[..., Any], *given: Any, output: Path
 ) -> Iterator[list[BaseProcess]]:
-    """Run ``function(*given)`` on ``world`` ranks with torchrun's variables, which write to
-    ``OUTPUT.<rank>``; killed at the end.
+    """Run ``function(*given)`` on ``world`` processes with torchrun's variables; kill them at the
+    end.
 
-    The function, which must be at module level, and its arguments are pickled. Its result is
-    pickled to ``OUTPUT.<rank>.answer``.
+    Each rank writes its output to ``OUTPUT.<rank>``, and its pickled result to
+    ``OUTPUT.<rank>.answer``. The function, which must be at module level, and its arguments are
+    pickled.
     """
     port, ranks = server_port(), list[BaseProcess]()
     for rank in range(world):
@@ -109,7 +109,7 @@ def ended(world: int, arguments: list[str], output: Path) -> tuple[list[int | No
 
 
 def finished(world: int, arguments: list[str], output: Path) -> str:
-    """Run to success and return the output of rank 0."""
+    """Run ``pretrain`` on all ranks, require success and return the output of rank 0."""
     codes, said = ended(world, arguments, output)
     assert codes == [0] * world, "\n".join(said)
     return said[0]
@@ -210,7 +210,7 @@ def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
-    """Return step -> (loss, grad norm)."""
+    """Return step -> (loss, gradient norm) from the metrics file of a run directory."""
     return {
         line["step"]: (line["loss"], line["grad_norm"])
         for line in records(run_dir)

@@ -37,7 +37,7 @@ from tools.scaling.study import load_study
 
 
 class Parsed(BaseException):
-    """Raised where a command's work would begin."""
+    """Raised in place of a command's work, after its arguments were parsed."""
 
 
 def parse_alone(words: list[str]) -> None:

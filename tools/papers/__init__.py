@@ -1,3 +1,4 @@
-"""The papers' experiments with the layers that pretraining uses. Must not contain a trainer of
-language models; that is ``pretrain``.
+"""Experiments of the papers on small models built from the layers that pretraining uses.
+
+This package contains no trainer of language models at scale; that is ``pretrain``.
 """

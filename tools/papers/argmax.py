@@ -1,5 +1,6 @@
-"""FEM, appendix P: one layer finds the largest of the past values in every channel; a mean
-cannot.
+"""FEM, appendix P: one layer must return the largest past value of every channel.
+
+A layer that averages the values cannot do this.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def examples(count: int, tokens: int, width: int, generator: Generator) -> Examp
 
 
 class LastStep(nn.Module):
-    """Output of one mixer at the last position without the residual stream, [b, s, D] -> [b, D]:
-    its norm, projections and read.
+    """Model with one mixer that returns its output at the last position, [b, s, D] -> [b, D].
+
+    The residual stream is subtracted from the output.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -70,8 +72,10 @@ class LastStep(nn.Module):
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Return the problem: squared error; index: the share of channels whose nearest value to the
-    output is the largest one.
+    """Return the problem, whose loss is the squared error.
+
+    Its score ``index`` is the share of channels in which the value that is nearest to the output is
+    the largest one.
     """
     tokens = int(case.removeprefix("T = "))
     generator = torch.Generator().manual_seed(1000 + seed)

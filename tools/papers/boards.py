@@ -85,8 +85,10 @@ def solutions(board: Board, most: int, draw: random.Random | None = None) -> lis
 
 
 def moved(board: Board, how: int) -> Board:
-    """Return the board under a symmetry of the rules that ``how`` determines: digits, rows,
-    columns, a transposition.
+    """Return an equivalent board: digits, rows and columns are permuted and the board may be
+    transposed.
+
+    ``how`` is the random seed of the permutations, which preserve the rules.
     """
     draw = random.Random(how)
     digits = [0, *draw.sample(range(1, 10), 9)]
@@ -109,8 +111,10 @@ def _seventeen(number: int) -> tuple[Board, Board]:
 
 
 def made(seed: int) -> tuple[Board, Board]:
-    """Return a board and its unique solution. The number of givens is drawn uniformly, and is
-    larger if no given can be removed.
+    """Return a random board and its unique solution.
+
+    The wanted number of givens is uniformly random. The board has more if no further given can be
+    removed without losing uniqueness.
     """
     draw = random.Random(seed)
     wanted = draw.randint(*GIVENS)
@@ -138,8 +142,10 @@ def _part(first: int, count: int) -> list[tuple[Board, Board]]:
 
 
 def boards(count: int, seed: int, folder: Path) -> np.ndarray:
-    """Return ``count`` boards and their solutions, uint8 [count, 2, 81], from ``folder``, or
-    generate and cache them, on all cores if they are many.
+    """Return ``count`` boards and their solutions, uint8 [count, 2, 81].
+
+    They are read from a file in ``folder``. If it does not exist, they are generated and written to
+    it; a large number of boards is generated on all cores.
     """
     file = folder / f"sudoku-{count}-{seed}.npy"
     make_folder(folder)

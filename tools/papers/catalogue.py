@@ -29,10 +29,11 @@ FEM, SECOND, CEM, HYPERSET = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment. module: its "module:name", None if this tool cannot run it; why: the reason,
-    or the alternative.
+    """One experiment of a paper.
 
-    quick: minutes of one idle core. full: the paper's sizes. Both are estimates.
+    module: the "module:name" of its `Experiment`, or None if this tool cannot run it. why: the
+    reason in this case, or the alternative. quick, full: estimated cost of the quick size, in
+    minutes of one idle core, and of the paper's size.
     """
 
     name: str

@@ -48,8 +48,10 @@ class Size:
     clip: float = 1.0
 
     def key(self) -> str:
-        """Hash of everything that a trial depends on besides its row, case, rate and seed, and
-        independent of their selection.
+        """Hash of all settings that affect the result of a trial.
+
+        Row, case, rate and seed are not included, nor is the selection of rows, cases, rates and
+        seeds.
         """
         said = {
             name: value
@@ -106,7 +108,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: the key of its result."""
+    """One training run of an experiment; its fields identify its result."""
 
     case: str
     row: str
@@ -160,8 +162,9 @@ def line_of(trial: Trial, record: Mapping[str, Any]) -> str:
 def best_rate(
     experiment: Experiment, results: Results, case: str, row: str, size: Size
 ) -> float | None:
-    """Return the rate that is best on validation data with the first seed; None until all were
-    tried. A diverged one counts as the worst.
+    """Return the learning rate that is best on validation data with the first seed.
+
+    Returns None until all rates were tried. A diverged trial counts as the worst.
     """
     tried = [results.get(Trial(case, row, rate, 0, size.key())) for rate in size.rates]
     if any(record is None for record in tried):
@@ -177,7 +180,10 @@ def best_rate(
 def by_seed(
     experiment: Experiment, results: Results, case: str, row: str, size: Size
 ) -> dict[int, dict[str, Any]]:
-    """Return the records of the best rate, in order of the seeds, without diverged ones."""
+    """Return seed -> record of the trials with the best rate, in order of the seeds.
+
+    Diverged trials are omitted. The result is empty if `best_rate` is None.
+    """
     rate = best_rate(experiment, results, case, row, size)
     records = (
         {}
@@ -206,8 +212,9 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95% interval (Student's t); infinite for one
-    value.
+    """Return the mean, and half the width of its 95% confidence interval by Student's t.
+
+    The half width is infinite for one value.
     """
     found = list(values)
     mean, freedom = fmean(found), len(found) - 1

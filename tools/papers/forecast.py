@@ -26,9 +26,7 @@ HOURS = 24 * 30
 
 @dataclass(frozen=True)
 class Set:
-    """A data set: its series, the ends of its training and validation parts, its points, and its
-    file.
-    """
+    """Description of a data set: number of series, ends of training and validation, and file."""
 
     series: int
     training: int
@@ -40,7 +38,10 @@ class Set:
 
 
 def _of_months(hours: int) -> Set:
-    """Return the split of ETT: validation and test each have a third of the points of training."""
+    """Return the split of an ETT set whose training part has ``hours`` points.
+
+    The validation part and the test part each have a third of this number.
+    """
     return Set(7, hours, hours * 4 // 3, hours * 5 // 3)
 
 
@@ -114,11 +115,11 @@ def series(name: str) -> Tensor:
 
 
 def windows(case: str, size: Size) -> list[Examples]:
-    """Return training, validation and test data: points and their continuation, each series
-    separately, [n, size.length], [n, horizon].
+    """Return training, validation and test data: past points [n, size.length] and targets [n,
+    horizon].
 
-    Series have mean 0 and standard deviation 1 in the training part. The first size.train and
-    size.test windows are used, 0: all.
+    Each series is used separately, normalised to mean 0 and standard deviation 1 in the training
+    part. The first size.train and size.test windows are used; 0 means all.
     """
     name, horizon = case.rsplit(" ", 1)
     length = size.length
@@ -139,7 +140,7 @@ def windows(case: str, size: Size) -> list[Examples]:
 
 
 class Patches(nn.Module):
-    """Map [b, length] to [b, length / PATCH, D] by one linear layer per patch."""
+    """Input layer that maps [b, length] to [b, length / PATCH, D] by one linear layer per patch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -152,9 +153,7 @@ class Patches(nn.Module):
 
 
 class Relative(nn.Module):
-    """Forecast of a series normalised by its own mean and standard deviation, which are restored
-    afterwards.
-    """
+    """Forecast model that normalises each series by its mean and deviation, then restores them."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -194,8 +193,9 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Return the problem: patches of one series as tokens, bidirectional; the forecast is made from
-    all of them. The seed affects weights and order only.
+    """Return the problem: bidirectional layers over the patches of one series.
+
+    The forecast is computed from all patches. The seed affects only weights and the order of data.
     """
     data, horizon = windows(case, size), int(case.rsplit(" ", 1)[1])
     torch.manual_seed(seed)

@@ -1,5 +1,6 @@
-"""CEM, table 3: one MLP on samples of Gaussian processes with ten inputs; CEM's MLP with T = 1, 2,
-4, 8 steps.
+"""CEM, table 3: regression of Gaussian-process samples with ten inputs by a model with one MLP.
+
+CEM's MLP is compared at T = 1, 2, 4 and 8 steps.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ ORDERS = 8
 
 
 def _rbf(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """Sample frequencies of exp(-d^2 / 2)."""
+    """Sample wave frequencies (random Fourier features) of the kernel exp(-d^2 / 2)."""
     return torch.randn(shape, generator=generator)
 
 
 def _matern(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """Sample frequencies of (1 + sqrt(3) d) exp(-sqrt(3) d), nu = 3/2: a multivariate t with three
-    degrees of freedom.
+    """Sample wave frequencies of the Matérn kernel (1 + sqrt(3) d) exp(-sqrt(3) d), nu = 3/2.
+
+    They follow a multivariate t distribution with three degrees of freedom.
     """
     chi = torch.randn((shape[0], 3), generator=generator).square().mean(1, keepdim=True)
     return torch.randn(shape, generator=generator) / chi.sqrt()
 
 
 def _periodic(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """Sample frequencies of exp(-sum over the inputs of sin^2(pi d / PERIOD) / 2): integer
-    multiples, by the modified Bessel functions I_k(1/4).
+    """Sample wave frequencies of the kernel exp(-sum over the inputs of sin^2(pi d / PERIOD) / 2).
+
+    They are integer multiples of the base frequency, with weights from the modified Bessel
+    functions I_k(1/4).
     """
     orders, points = torch.arange(-ORDERS, ORDERS + 1), (torch.arange(512) + 0.5) * math.pi / 512
     weights = ((points.cos() / 4).exp() * (orders[:, None] * points).cos()).mean(1).clamp_min(0)
@@ -49,8 +53,9 @@ def _periodic(shape: tuple[int, int], generator: Generator) -> Tensor:
 
 
 def _rational_quadratic(shape: tuple[int, int], generator: Generator) -> Tensor:
-    """Sample frequencies of 1 / (1 + d^2 / 2): normal with an exponentially distributed
-    variance.
+    """Sample wave frequencies of the kernel 1 / (1 + d^2 / 2).
+
+    They are normal with an exponentially distributed variance.
     """
     variance = -torch.log1p(-torch.rand((shape[0], 1), generator=generator))
     return torch.randn(shape, generator=generator) * variance.sqrt()
@@ -99,7 +104,7 @@ class Plain(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Ten inputs, the MLP of one row, one output."""
+    """Model from ten inputs to one output through the MLP variant of one row."""
 
     def __init__(self, size: Size, row: str) -> None:
         super().__init__()
@@ -122,7 +127,10 @@ class Mlp(nn.Module):
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Return the problem: mean squared error; every seed has another sample of the process."""
+    """Return the regression problem of a kernel (the case) and an MLP variant (the row).
+
+    The loss is the mean squared error. Each seed uses another sample of the process.
+    """
     kernel, _, points = case.partition(" of ")
     train = int(points.removesuffix(" points")) if points else size.train
     made = []

@@ -34,10 +34,11 @@ CASES = {
 
 
 def images(case: str) -> tuple[Tensor, Tensor, int | None]:
-    """Return all images, float32 [n, channels, side, side] from -1 to 1, their classes, and the
-    start of the test data; None: not divided.
+    """Return (images, classes, start) of a case.
 
-    Raises UserError if a package or the data is missing.
+    ``images`` is float32 [n, channels, side, side] from -1 to 1, ``classes`` is [n]. ``start`` is
+    the index of the first test image, or None if the data set defines no test part. Raises
+    UserError if a package or the data is missing.
     """
     if case == DIGITS:
         try:

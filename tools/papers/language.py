@@ -1,8 +1,8 @@
-"""Small language models: CEM's attention, MLP and both against Llama's (CEM, section 4), and
-second-order attention against MHA.
+"""Small language models of bytes with the mixers and MLPs of two papers.
 
-The data are bytes of the running Python's standard library. The papers' own sizes are runs of
-`pretrain` (``catalogue``).
+CEM's attention, its MLP, and both are compared with Llama's (CEM, section 4), and second-order
+attention with multi-head attention. The data are the source files of the running Python's
+standard library. The papers' own sizes are runs of `pretrain` (``catalogue``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def corpus() -> Tensor:
 
 
 def windows(size: Size, seed: int) -> list[Examples]:
-    """Return bytes [n, length] and the following ones: training, validation and test data from the
-    first eight tenths, the ninth, and the last.
+    """Return training, validation and test data: bytes [n, length], and the next byte of each.
+
+    They are from the first eight tenths, the ninth tenth and the last tenth of the text.
     """
     text, made = corpus(), list[Examples]()
     tenth = len(text) // 10

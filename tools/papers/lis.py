@@ -30,7 +30,7 @@ def cases(*lengths: int) -> tuple[str, ...]:
 
 
 def parts(case: str) -> tuple[int, str]:
-    """Return length and kind of a case."""
+    """Return (sequence length, kind) from the name of a case; the kind is ATTENTION or MLP."""
     length, kind = case.removeprefix("L = ").split(" ", 1)
     return int(length), kind
 
@@ -55,8 +55,9 @@ def longest_increasing(numbers: Tensor) -> Tensor:
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Return the problem: three layers over embeddings and absolute positions; the answer is read
-    at the last token.
+    """Return the problem: three layers over token embeddings and absolute sinusoidal positions.
+
+    The answer, a length, is predicted at the last token.
     """
     length, kind = parts(case)
     generator = torch.Generator().manual_seed(2000 + seed)

@@ -39,8 +39,10 @@ ENOUGH = 0.999
 
 
 def length_of(case: str, size: Size) -> int:
-    """Return the tokens of a sequence: the benchmark's (128 if it defines none), or shorter in
-    proportion, for some tasks by another half.
+    """Return the number of tokens per sequence of a case.
+
+    At full size it is the benchmark's length, or 128 if the benchmark defines none. Smaller sizes
+    shorten it in proportion, and tasks in HALVED by a further factor of 2.
     """
     whole = LENGTHS.get(task_of(case), 128) * size.length // 128
     return whole // 2 if size.length < 128 and task_of(case) in HALVED else whole
@@ -73,10 +75,11 @@ def examples(
 def recall(
     count: int, length: int, generator: Generator, *, training: bool, noise: float
 ) -> Examples:
-    """Return pairs of a key and its value, 8 kinds of each; the last key occurred before. Targets:
-    values of known keys; in training: every token.
+    """Return sequences of key-value pairs, with 8 kinds of keys and of values, and their targets.
 
-    noise: share of the pairs that are replaced by two tokens of a further 16.
+    The last key occurred before. Targets are the values of keys that occurred before; in training
+    every next token is a target. ``noise`` is the share of the pairs that are replaced by two
+    tokens of a further 16.
     """
     pairs, kinds = length // 2, 8
     values = torch.randint(kinds, 2 * kinds, (count, kinds), generator=generator)
@@ -96,8 +99,10 @@ def recall(
 
 
 def fuzzy_recall(count: int, length: int, generator: Generator, *, training: bool) -> Examples:
-    """Return sequences as `recall` does; keys and values are one to three different tokens of 7 and
-    8; in test data keys have always three.
+    """Return sequences as `recall` does, but keys and values consist of one to three tokens.
+
+    The tokens of a key are different ones of 7 tokens, those of a value of 8. In test data keys
+    always have three tokens.
     """
     keys = [motif for size in range(1, MOTIF + 1) for motif in permutations(range(7), size)]
     values = [motif for size in range(1, MOTIF + 1) for motif in permutations(range(7, 15), size)]
@@ -341,7 +346,7 @@ FULL = Size(
 
 
 def guessing(case: str, size: Size) -> float:
-    """Return the accuracy of an answer drawn from the possible tokens."""
+    """Return the expected accuracy of answers chosen at random from the possible tokens."""
     length = length_of(case, size)
     task = task_of(case)
     kinds = {"compression": 15, "memorization": 127, "selective copying": 14}.get(task, 8)

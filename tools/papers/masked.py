@@ -21,8 +21,8 @@ from tools.papers.network import Network, Positions, model_of
 from tools.papers.training import Examples, Problem
 
 SIDE, PATCH, MOST, VIEWS = 8, 2, 0.4, 8
-"""Side of an image and of a patch; share of masked patches, in training the largest one; masked versions of
-each training image."""  # noqa: E501
+"""SIDE of an image and of a PATCH in pixels. MOST: share of masked patches in test data, and the
+largest share in training. VIEWS: number of masked versions of each training image."""
 PATCHES, PIXELS = (SIDE // PATCH) ** 2, PATCH**2
 RANGE = 2.0  # pixels are from -1 to 1
 PLAIN, WIDE = HYPERSET["Hyper-SET"], "Hyper-SET, M = 8 D, twice"
@@ -34,8 +34,10 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def hidden(count: int, generator: Generator, *, training: bool) -> Tensor:
-    """Return the mask of patches, [count, PATCHES] bool: a share drawn uniformly up to MOST, at
-    least one patch; in test data MOST.
+    """Return a random mask [count, PATCHES] (bool) that is True for the patches to hide.
+
+    In training the share is uniform up to MOST, with at least one patch per image. In test data it
+    is MOST.
     """
     share = torch.rand(count, 1, generator=generator) if training else torch.ones(count, 1)
     number = (share * MOST * PATCHES).floor().clamp_min(1)
@@ -54,8 +56,9 @@ def examples(images: Tensor, seed: int, *, training: bool) -> Examples:
 
 
 class Seen(nn.Module):
-    """A linear layer on the visible patches of an image, and a learned token for the masked
-    ones.
+    """Input layer for partly masked images.
+
+    It applies a linear layer to visible patches and uses one learned token for masked patches.
     """
 
     def __init__(self, width: int) -> None:
@@ -68,8 +71,9 @@ class Seen(nn.Module):
 
 
 def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
-    """Return decibels and similarity of images whose masked patches come from the output, summed
-    over images.
+    """Return {"psnr": (sum over images, number of images), "ssim": the same}; PSNR in decibels.
+
+    They compare the true images with images whose masked patches are replaced by the output.
     """
     whole = torch.where(inputs[..., -1:] > 0, output, targets).double()
     made, true = (
@@ -117,8 +121,8 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
 
 def mean_image(case: str, size: Size) -> float:
-    """Return the decibels of replacing masked parts by the mean of the first seed's training
-    images.
+    """Return the PSNR in decibels if masked parts are replaced by the mean training image of seed
+    0.
     """
     (images, _), _, (asked, _) = divided(case, size, 0)
     inputs, targets = examples(asked, 2, training=False)

@@ -20,7 +20,9 @@ from tools.papers.experiment import Size
 
 
 def model_of(size: Size, given: dict[str, Any]) -> ModelConfig:
-    """Return the configuration of a row: the size's widths and the row's settings, sections as
+    """Return the model configuration of a row.
+
+    The widths are those of ``size``. ``given`` are the row's settings, with sections as
     dictionaries.
     """
     sizes = {
@@ -70,8 +72,10 @@ def layer(shape: Shape) -> Update:
 
 @torch.no_grad()
 def start(network: nn.Module, model: ModelConfig) -> None:
-    """Draw every weight from torch's generator: layers as in training, the tool's own matrices with
-    the model's init_std.
+    """Initialise every weight with torch's random generator.
+
+    Weights of pretraining's layers start as in training, matrices of this tool's modules with the
+    model's init_std.
     """
     for name, weight in network.named_parameters():
         spec = getattr(weight, "spec", None)
@@ -85,7 +89,7 @@ def start(network: nn.Module, model: ModelConfig) -> None:
 
 
 class Last(nn.Module):
-    """Normalised last position."""
+    """Layer that selects the last position and normalises it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -112,10 +116,10 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class Positions(nn.Module):
-    """Output of ``inner`` for the inputs, [b, s, D], followed by ``extra`` learned tokens, plus a
-    vector for every position.
+    """Input layer that embeds by ``inner``, appends ``extra`` learned tokens and adds positions.
 
-    The vectors are learned, or with ``sines`` the positions' sinusoids scaled by it.
+    The output of ``inner`` is [b, s, D]. The position vectors are learned; with ``sines`` they are
+    sinusoids scaled by it.
     """
 
     places: Tensor

@@ -1,6 +1,4 @@
-"""Images of a `datasets.Dataset`, or in files with one folder per class like ImageNet; decoded on
-access.
-"""
+"""Lazily decoded image data: from a `datasets.Dataset`, or from files in one folder per class."""
 
 from __future__ import annotations
 
@@ -43,17 +41,17 @@ class Pictures:
         return len(self.places)
 
     def to(self, where: torch.device | str) -> Pictures:
-        """Return the same images with another device for their numbers."""
+        """Return the same images, whose decoded tensors are created on device ``where``."""
         return Pictures(self.source, self.side, where, self.places)
 
     def __getitem__(self, key: Tensor | slice) -> Pictures | Tensor:
-        """Return a selection of images for a slice, numbers for positions [n]."""
+        """Return `Pictures` for a slice, or the decoded tensor for a tensor of positions [n]."""
         if isinstance(key, slice):
             return Pictures(self.source, self.side, self.where, self.places[key])
         return self._numbers([self.places[place] for place in key.tolist()])
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """Yield all numbers, ``size`` images at a time."""
+        """Yield all images as decoded tensors, ``size`` images at a time."""
         return (
             self._numbers(self.places[first : first + size]) for first in range(0, len(self), size)
         )

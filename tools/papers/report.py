@@ -101,8 +101,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def found_results(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
-    """Return (experiment, size) -> its trials of the current sizes, from the page's folder and from
-    the runs, in a fixed order.
+    """Return (experiment, size) -> results of its trials, in a fixed order.
+
+    Results are read from the page's folder ``out`` and from ``runs``. Trials that were made with
+    other settings than the current sizes are omitted.
     """
     found = {}
     for name in NAMES:
@@ -143,7 +145,7 @@ def wrapped(text: str, first: str = "") -> str:
 
 
 def section(experiment: Experiment, kind: str, size: Size, results: Results) -> str:
-    """Return the section of an experiment."""
+    """Return the report's section on one experiment at one size, as Markdown."""
     seconds = sum(record["seconds"] for record in results.values())
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
     sizes = (
@@ -172,7 +174,10 @@ def section(experiment: Experiment, kind: str, size: Size, results: Results) -> 
 
 
 def table(experiment: Experiment, size: Size, results: Results, metric: str) -> str:
-    """Return a table of rows by cases: mean ± half the interval (the paper's number)."""
+    """Return a Markdown table of ``metric``, one row per model variant and one column per case.
+
+    A cell contains the mean ± half the width of its interval, and the paper's number in brackets.
+    """
     rows = [row for row in experiment.rows if any(trial.row == row for trial in results)]
     cases = [case for case in experiment.cases if any(trial.case == case for trial in results)]
     lines = [["", "parameters", *cases]]
@@ -202,7 +207,10 @@ def table(experiment: Experiment, size: Size, results: Results, metric: str) -> 
 
 
 def cell(values: list[float], published: float | None) -> str:
-    """Format a cell as ``52.1 ± 1.4 (44.3)``."""
+    """Format a table cell, for example ``52.1 ± 1.4 (44.3)``: mean, half interval, paper's number.
+
+    Returns ``-`` without values.
+    """
     if not values:
         return "-"
     mean, half = interval(values)
@@ -212,7 +220,9 @@ def cell(values: list[float], published: float | None) -> str:
 
 
 def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
-    """Return one line for each of the paper's orders with the cases in which it agrees."""
+    """Return one line for each order that the paper claims, with the cases in which it is
+    confirmed.
+    """
     lines = []
     for claim in experiment.claims:
         found: dict[str, list[str]] = {}
@@ -231,8 +241,10 @@ def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
 def verdict(
     experiment: Experiment, size: Size, results: Results, claim: Claim, case: str
 ) -> str | None:
-    """Return one of VERDICTS from the differences of the seeds that both rows have; None with fewer
-    than two.
+    """Return whether one claim holds in a case, as one of VERDICTS.
+
+    It is computed from the differences between the two rows over the seeds that both have. The
+    result is None if fewer than two seeds are common.
     """
     above, below = (
         by_seed(experiment, results, case, row, size) for row in (claim.above, claim.below)
@@ -299,8 +311,9 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
 
 
 def iterations(experiment: Experiment, size: Size, results: Results) -> Any:
-    """Return a figure of the first case with one panel per curve: means over seeds by iteration,
-    and the end of training.
+    """Return a figure of values recorded per iteration of the repeated layer, one panel per curve.
+
+    It shows the first case, means over the seeds, and marks the number of iterations in training.
     """
     figure = new_figure((2.6 * len(experiment.curves) + 1.2, 2.4))
     panels = figure.subplots(1, len(experiment.curves), squeeze=False)[0]

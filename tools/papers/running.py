@@ -95,8 +95,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def picked(option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the names in ``given``, in the order of the known ones; () if not given. Raises
-    UserError.
+    """Return the comma-separated names in ``given``, in the order of ``known``.
+
+    Returns () if ``given`` is None. Raises UserError for an unknown name.
     """
     if given is None:
         return ()
@@ -115,8 +116,10 @@ def run(
     workers: int,
     task: Task | None = None,
 ) -> Results:
-    """Train the missing trials of the file's folder, rates with the first seed before other seeds;
-    return all results. ``task``: its share.
+    """Train the trials that have no result in the folder of ``file``, and return all results.
+
+    Each learning rate is tried with the first seed before other seeds are trained. ``task`` is this
+    process's place in a job array, and only its share of the cases and rows is trained.
     """
     results = gather(file.parent)
     mend(file)

@@ -37,10 +37,10 @@ def examples(count: int, seed: int) -> Examples:
 
 @torch.no_grad()
 def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[float]]:
-    """Return means over boards before each iteration: both energies, summed over the tokens,
-    effective rank and mean angle of a head's tokens.
+    """Run the network once and return name -> value before each iteration of a Hyper-SET block.
 
-    Tokens [b, s]; only for Hyper-SET.
+    ``inputs`` are tokens [b, s]. The values are means over the boards: both energies summed over
+    the tokens, and the effective rank and mean angle of a head's tokens.
     """
     seen: dict[str, list[float]] = {}
 
@@ -61,7 +61,10 @@ def watch(network: nn.Module, block: Block, inputs: Tensor) -> dict[str, list[fl
 
 
 def iterated(task: Problem, network: Network) -> Problem:
-    """Return the task, extended by measurements at twice the iterations of training."""
+    """Return the problem with measurements added that run after training.
+
+    They apply the network's layer twice as often as training does.
+    """
     (block,) = network.blocks
     assert isinstance(block, Block)
 
@@ -82,8 +85,10 @@ def iterated(task: Problem, network: Network) -> Problem:
 
 
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
-    """Return the problem: a digit or none, and a learned position, per cell; the loss is over cells
-    that were not given. All seeds have the same boards.
+    """Return the training problem for one row and seed.
+
+    Each cell is embedded as its digit (0 if not given) plus a learned position. The loss covers the
+    cells that were not given. All seeds use the same boards.
     """
     made = [examples(count, part) for part, count in enumerate((size.train, size.test, size.test))]
     torch.manual_seed(seed)

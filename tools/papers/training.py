@@ -28,11 +28,13 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Problem:
-    """A network and its data. loss, scores: (output, inputs, targets) -> the loss; names -> the sum
-    over examples, and a count.
+    """A network, its data and its scores.
 
-    score: the name of the validation score; enough: its value at which a trial ends early. root: a
-    score is the root of the mean. after: further measurements of the trained network.
+    loss: function (output, inputs, targets) -> loss. scores: function of the same arguments ->
+    {name: (sum over the examples, number of summed values)}. score: name of the score that is used
+    for validation. enough: value of this score at which a trial ends early. root: a score is the
+    square root of its mean. after: function that returns further measurements of the trained
+    network.
     """
 
     network: nn.Module
@@ -91,12 +93,14 @@ def train(
     seed: int,
     tick: Callable[[float], None] = lambda loss: None,
 ) -> dict[str, Any]:
-    """Train and measure; return the record of a trial. ``tick`` is called with the loss of each
-    step.
+    """Train the network of a problem, measure it and return the record of a trial.
+
+    ``tick`` is called with the loss of each step.
 
     Returns:
-        score, train_score: under the problem's name; validation: the same on validation data, None
-        if the loss was not finite.
+        Number of parameters and steps, last loss, seconds, the problem's scores on test data and,
+        with the prefix ``train_``, on training data, and ``validation``, the score on validation
+        data. If the loss was not finite, ``loss`` and ``validation`` are None, without scores.
     """
     network, began, where = (
         problem.network.to(platform.device()),
@@ -147,7 +151,7 @@ def train(
 
 
 def schedule(step: int, size: Size) -> float:
-    """Return the factor of the learning rate at a step, from 0."""
+    """Return the factor of the peak learning rate at a step, counted from 0."""
     warm = max(1, round(size.warmup * size.steps))
     if step < warm:
         return (step + 1) / warm
@@ -155,8 +159,10 @@ def schedule(step: int, size: Size) -> float:
 
 
 def groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: layer weights by ``Weight.decayed``, the tool's own weights if
-    they are matrices.
+    """Return the optimizer's parameter groups, with and without weight decay.
+
+    Weights of pretraining's layers decay as ``Weight.decayed`` defines. Weights of this tool's
+    modules decay if they are matrices.
     """
     pulled, free = list[nn.Parameter](), list[nn.Parameter]()
     for weight in network.parameters():

@@ -1,4 +1,4 @@
-"""Estimates with intervals, power laws, and fits of a power law to a few points."""
+"""Estimates with confidence intervals, power laws, and least-squares fits of power laws."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ FEWEST_DRAWS = 0.5  # an interval requires a law in at least this share of the r
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its interval at the level of the study's fit; ``low`` and ``high`` are None
-    without resamples.
+    """A number with its confidence interval, whose level is the one of the study's fit.
+
+    ``low`` and ``high`` are None without bootstrap resamples.
     """
 
     value: float
@@ -26,8 +27,9 @@ class Estimate:
 
     @classmethod
     def of(cls, value: float, draws: Array, interval: float, asked: int) -> Estimate:
-        """Return the value with percentiles of its draws, if at least half of the ``asked`` draws
-        exist.
+        """Return an estimate whose interval is the percentiles of the bootstrap ``draws``.
+
+        If fewer than half of the requested draws exist, the estimate has no interval.
         """
         if not len(draws) or len(draws) < FEWEST_DRAWS * asked:
             return cls(float(value))
@@ -81,7 +83,7 @@ class PowerLaw:
 
 
 def percentiles(values: ArrayLike, interval: float) -> tuple[Array, Array]:
-    """Return the two percentiles of the central interval over the first axis."""
+    """Return (low, high), over the first axis, of the central ``interval`` of values."""
     low, high = np.quantile(
         np.asarray(values, dtype=np.float64), [(1 - interval) / 2, (1 + interval) / 2], axis=0
     )
@@ -97,8 +99,9 @@ FEWEST_WITH_OFFSET = 4  # fewest points for a law with an offset, its third para
 
 
 def pure(x: Array, y: Array) -> Array:
-    """Fit ``y = k x^s`` by least squares in logarithms: (k, s, 0) ``[r, 3]`` for ``x`` ``[p]`` and
-    ``y`` ``[r, p]``.
+    """Fit ``y = k x^s`` by least squares in logarithms for each of r rows of ``y``.
+
+    ``x`` is ``[p]`` and ``y`` ``[r, p]``. Returns rows (k, s, 0) ``[r, 3]``; the 0 is the offset.
     """
     log_x, log_y = np.log(x), np.log(y)
     middle = log_x.mean()
@@ -107,11 +110,11 @@ def pure(x: Array, y: Array) -> Array:
 
 
 def with_offset(x: Array, y: Array) -> Array:
-    """Fit ``y = offset + k x^-s`` by least squares of relative errors, offset >= 0: (k, -s, offset)
-    ``[r, 3]``.
+    """Fit ``y = offset + k x^-s`` with offset >= 0 by least squares of relative errors.
 
-    For each s of a grid, k and the offset are linear; the grid is then refined about the best
-    value. Exponents from 0.01 to 1.
+    ``x`` is ``[p]`` and ``y`` ``[r, p]``; returns rows (k, -s, offset) ``[r, 3]``. For each s of a
+    grid from 0.01 to 1, k and the offset follow linearly; the grid is then refined about the best
+    s.
     """
     center = float(np.exp(np.log(x).mean()))
     relative = x / center

@@ -1,6 +1,6 @@
-"""Runs of a study: shapes by its rule, lengths, cost and settings. Runs that cannot answer the
-study's question are refused.
+"""Plan the runs of a study: their shapes, lengths, cost and settings.
 
+Shapes follow the study's rule. Runs that cannot answer the study's question are refused.
 Parameters and FLOPs are those of `pretrain --plan`; hours follow from the study's assumed
 throughput. The module does not import torch.
 """
@@ -105,9 +105,10 @@ def nearest_sizes(
     target: float,
     count: Callable[[ModelConfig], int] = non_embedding_parameters,
 ) -> Sizes:
-    """Return the shape of the rule whose number of parameters has the smallest ratio to ``target``.
+    """Return the shape of the rule whose number of parameters is nearest to ``target`` by ratio.
 
-    Raises ConfigError (no width of the rule reaches the target).
+    ``count`` computes the number of parameters. Raises ConfigError (no width of the rule reaches
+    the target).
     """
     heads = range(1, WIDEST // shape.head_size + 1)
 
@@ -329,8 +330,10 @@ class Planner:
         return length.value * self.model(self.study.baseline, size).parameters
 
     def words(self, model: Model, steps: int, rate: float) -> Iterator[str]:
-        """Yield the settings of a run with ``steps`` steps at a learning rate. Its minimum has the
-        base's ratio unless a setting defines it.
+        """Yield the settings of a run with ``steps`` steps at learning rate ``rate``.
+
+        The minimum learning rate has the same ratio to the rate as in the base, unless a setting
+        defines it.
         """
         study, base = self.study, self.base.optimizer
         yield from (f"train.steps={steps}", "train.tokens=null")
@@ -422,6 +425,6 @@ def _label(size: Size, sizes: Sizes) -> str:
 
 
 def _up(value: float) -> float:
-    """Round up to three digits."""
+    """Round a positive number up to three significant digits."""
     scale = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / scale) * scale:.3g}")

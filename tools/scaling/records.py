@@ -1,8 +1,7 @@
-"""Record of one run from any log, the identity of its data, and its rows of the table. The module
-does not import torch.
+"""Read a run from its directory or an export, identify its data, and create its table rows.
 
 Held-out losses are comparable between runs that read the same tokens in sequences of the same
-length; a loss per token is not comparable across tokenizers.
+length; a loss per token is not comparable across tokenizers. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _FROM_DATA = ("model.vocab_size",)  # set from the data if it is null in the stu
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """Contents of training and validation data (`Contents.key`), their shares, the sequence length,
-    and the tokenizer's sha256.
+    """Identity of a run's data, by which runs are compared.
 
-    ``tokenizer`` is empty if unknown.
+    ``contents`` is the hash `Contents.key` of the training and validation data, ``weights`` the
+    shares of their sources, ``tokenizer`` the sha256 of the tokenizer (empty if unknown).
     """
 
     contents: str
@@ -65,12 +64,12 @@ class DataIdentity:
 
 
 def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
-    """Return the identity of the data that a run read, from its newest checkpoint and the manifests
-    of the data.
+    """Return the identity of the data that a run read.
 
-    ``run`` is its directory, None if it has none (Weights & Biases). A pair without a manifest is
-    identified by its .idx and a sample of its .bin. Raises ConfigError (neither exists, or the data
-    on disk differs from the run's), StorageError.
+    It is read from the run's newest checkpoint and from the manifests of the data. ``run`` is the
+    run's directory, or None for a run that is known only from Weights & Biases. A dataset without a
+    manifest is identified by its .idx file and a sample of its .bin file. Raises ConfigError
+    (neither checkpoint nor data exists, or the data on disk differs from the run's), StorageError.
     """
     with files_told():
         recorded = _recorded(run) if run is not None else None
@@ -94,8 +93,10 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
 
 
 def config_hash(config: RunConfig, data: DataIdentity) -> str:
-    """Return a hash of everything that decides what the run learns: model, contents of the data,
-    batch, length, seed, optimizer; not names, paths or layout.
+    """Return a hash of everything that determines what the run learns.
+
+    Included are the model, the contents of the data, batch, length, seed and optimizer. Names,
+    paths and the parallel layout are not.
     """
     return _hash([sorted(_flat(config).items()), data.key, data.tokenizer])
 
@@ -113,9 +114,7 @@ def difference_from_plan(planned: RunConfig, found: RunConfig) -> tuple[str, Any
 
 
 def heldout_tokens(config: RunConfig) -> int:
-    """Return the number of tokens that a validation reads, from the beginning of the validation
-    data.
-    """
+    """Return the number of validation tokens that one validation of the run reads."""
     return config.train.eval_batches * config.train.global_batch_size * config.data.seq_length
 
 
@@ -142,7 +141,7 @@ def _shares(sources: tuple[Source, ...]) -> tuple[float, ...]:
 
 
 def _recorded(run: Path) -> str | None:
-    """Return `Contents.key` from the manifest of the newest checkpoint."""
+    """Return `Contents.key` from the manifest of the newest checkpoint, or None without one."""
     latest = run / "checkpoints" / "latest"
     if not latest.is_file():
         return None
@@ -188,8 +187,10 @@ def _read(config: RunConfig) -> str | None:
 
 
 def _tokenizer(config: RunConfig) -> str:
-    """Return the sha256 of the tokenizer: from the manifest, else of the configured file; empty if
-    neither exists.
+    """Return the sha256 of the tokenizer.
+
+    It is the one in the manifest of the training data. Without a manifest it is that of the
+    configured tokenizer file. If neither exists, the result is an empty string.
     """
     for source in config.data.train:
         manifest = read_manifest(Path(source.prefix).parent / "manifest.json")
@@ -218,9 +219,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """A logged run: steps and validations in order, each step once. ``place`` is for messages.
+    """Configuration and measurements of one run: its steps and validations, each step once.
 
-    ``unfinished`` is the reason why the run is not complete; empty if it is.
+    ``place`` is the directory or the line of the export, for messages. ``unfinished`` is the reason
+    why the run is not complete; empty if it is complete.
     """
 
     place: str
@@ -286,10 +288,11 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
 
 
 def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Record | None:
-    """Return a fork's record with the steps and validations of its trunk before its own, None
-    without the trunk; other records unchanged.
+    """Return a record with its trunk's steps and validations before its own.
 
-    Raises ConfigError (its start differs from the study's plan).
+    A trunk is the longer run from whose checkpoint a fork starts (see `tools.scaling.trunks`). A
+    record that is no fork is returned unchanged; a fork without ``trunk`` gives None. Raises
+    ConfigError (the fork's start differs from the study's plan).
     """
     fork = record.config.checkpoint.fork
     if fork is None:
@@ -404,8 +407,9 @@ def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[dict[str, object]]:
-    """Return the table's rows of a run, one per validation; the last one of a complete run is
-    final. Rows without a finite loss are omitted.
+    """Return the table's rows of a run, one per validation with a finite loss.
+
+    The last row of a complete run has ``final`` set.
     """
     config, schedule = record.config, Schedule.of(record.config)
     per_token = flops_per_token(config)

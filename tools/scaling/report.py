@@ -70,8 +70,10 @@ def report_of(
     collected: Collected | None,
     words: Sequence[str],
 ) -> Report:
-    """Return the values of the templates for a fitted study. ``words``: the study's file, and the
-    results if given, as a reader would type them.
+    """Return the values of the report's templates for a fitted study.
+
+    ``words``: the command-line arguments shown in the report's commands: the study's file, and
+    ``--results`` with its folder if given.
     """
     final = table[table["final"]]
     commands = [(verb, words[:1]) for verb in ("plan", "run")] + [
@@ -129,7 +131,7 @@ def number(value: float) -> str:
 
 
 def estimate(value: Estimate | None, text: Callable[[float], str] = number) -> str:
-    """Format a number with its interval: 0.49 (0.45–0.53); – for None."""
+    """Format a number with its interval, for example 0.49 (0.45–0.53), and None as –."""
     return "–" if value is None else value.text(text, " (no interval)")
 
 
@@ -178,7 +180,9 @@ def _asked(
 
 
 def statements(fit: StudyFit) -> Iterator[str]:
-    """Yield the comparisons, then each variant's frontier."""
+    """Yield the report's sentences: the comparisons with the baseline, then each variant's
+    frontier.
+    """
     yield from (comparison.words for comparison in fit.comparisons)
     for name, variant in fit.variants.items():
         exponents = {}

@@ -116,7 +116,10 @@ class ParametricFit:
         )
 
     def band(self, n: ArrayLike, d: ArrayLike) -> tuple[Array, Array] | None:
-        """Return (low, high) of the law itself at each point; None without draws."""
+        """Return (low, high) of the predicted loss at each point, or None without draws.
+
+        The band is the uncertainty of the law, without the scatter of single runs.
+        """
         if not self.draws:
             return None
         e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).T[:, :, None]
@@ -257,11 +260,11 @@ class Multiplier:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A variant against the baseline by one method ("isoflop" or "parametric").
+    """Comparison of a variant with the baseline by one method ("isoflop" or "parametric").
 
     Attributes:
-        overall: geometric mean over the budgets; None if the two have no common loss.
-        words: the statement for a reader, also in that case.
+        overall: geometric mean of the multipliers over the budgets; None if the two have no common
+        loss. words: sentence that states the result, also in that case.
     """
 
     variant: str

@@ -135,7 +135,7 @@ class Size:
 
     @property
     def told(self) -> str:
-        """Description of the size."""
+        """Text that describes the size: its width, or its number of parameters."""
         return (
             f"width {self.width}" if self.width is not None else f"{self.parameters:g} parameters"
         )
@@ -282,8 +282,10 @@ class Study:
         return self._read(FIT)
 
     def _read(self, name: str) -> Path:
-        """Return a file of the results, or the published one if the results contain neither it nor
-        a table.
+        """Return the path of file ``name`` in the results folder or in the published folder.
+
+        The published one is returned only if the study has one and its results folder contains
+        neither the file nor a table.
         """
         results = Path(self.results)
         own = not self.published or (results / name).exists() or (results / TABLE).exists()

@@ -46,15 +46,16 @@ def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def begins_at(fork: str | None) -> tuple[str, int]:
-    """Return (a run's name, the step) of a run's checkpoint in checkpoint.fork; ("", 0) for None,
-    other values unchanged.
+    """Return (run name, step) of the checkpoint at path ``fork``, a value of checkpoint.fork.
+
+    Returns ("", 0) for None, and (``fork``, 0) if the path is not a run's checkpoint.
     """
     found = re.search(r"([^/]+)/checkpoints/step_(\d+)/?$", fork or "")
     return (found[1], int(found[2])) if found else (fork or "", 0)
 
 
 def _kept(planner: Planner, trunk: PlannedRun, begins: Sequence[int]) -> PlannedRun:
-    """Return a trunk that keeps the checkpoints from which its forks start."""
+    """Return a trunk whose settings keep the checkpoints at the steps at which its forks begin."""
     config, facts = _prepared(planner, trunk)
     _check_order(planner, trunk, config, facts)
     return replace(

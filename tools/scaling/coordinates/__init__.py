@@ -1,1 +1,1 @@
-"""Coordinate check of muP: sizes of activations by width, and the verdict on each."""
+"""Coordinate check of muP: measure the size of activations at several widths and judge it."""

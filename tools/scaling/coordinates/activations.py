@@ -32,8 +32,10 @@ ZIPF_SEED = 1
 
 @contextmanager
 def one_process(config: RunConfig) -> Iterator[None]:
-    """Create Megatron-core's groups for one process; any number of engines may be used within.
-    ``config``: any run of one process.
+    """Create Megatron-core's process groups for one process, and destroy them at exit.
+
+    Any number of engines may be created within the context. ``config`` may be any run that uses
+    one process.
     """
     own = not torch.distributed.is_initialized()
     if own:
@@ -48,8 +50,10 @@ def one_process(config: RunConfig) -> Iterator[None]:
 
 
 def zipf_tokens(count: int, vocabulary: int) -> np.ndarray:
-    """Return ``count`` independent ids (int64) with probabilities proportional to 1 / (i + 1),
-    always the same ones.
+    """Return ``count`` token ids (int64) drawn independently by Zipf's law.
+
+    The probability of id i is proportional to 1 / (i + 1). The seed is fixed, so every call with
+    the same arguments returns the same ids.
     """
     weights = 1.0 / np.arange(1, vocabulary + 1)
     return (
@@ -60,12 +64,12 @@ def zipf_tokens(count: int, vocabulary: int) -> np.ndarray:
 
 
 def measure(variant: str, config: RunConfig, tokens: np.ndarray, steps: int) -> list[Record]:
-    """Train the run's model for ``steps`` steps on one batch of the first ``tokens`` [batch *
-    (length + 1) or more], and return records.
+    """Train the run's model for ``steps`` steps on one fixed batch and return its records.
 
-    The run must use one process, with its batch as one micro-batch; call within `one_process`.
-    Returns one record per site and step from 0 (the start) to ``steps``; non-finite numbers are
-    recorded unchanged.
+    ``tokens`` contains at least batch * (length + 1) ids, of which the first are used. The run must
+    use one process, with its batch as one micro-batch; call this within `one_process`. The result
+    has one record per site and step, from step 0 (before training) to ``steps``; non-finite numbers
+    are recorded unchanged.
     """
     model, train = config.model, config.train
     batch = one_batch(tokens, train.global_batch_size, config.data.seq_length)
@@ -106,8 +110,9 @@ def one_batch(tokens: np.ndarray, sequences: int, length: int) -> Batch:
 
 
 class Sites:
-    """Outputs of the last forward pass at each site, collected by hooks, and those of the first
-    pass.
+    """Forward hooks that collect the output of the last forward pass at each site of a model.
+
+    The outputs of the first pass are stored too, as the start of all changes.
     """
 
     def __init__(self, chunk: Any, vocabulary: int) -> None:
@@ -132,8 +137,10 @@ class Sites:
         )
 
     def read(self) -> dict[str, tuple[float, float]]:
-        """Return site -> (scale, change) of the last forward pass. The first call defines the start
-        of all changes.
+        """Return site -> (scale, change) of the last forward pass.
+
+        Both are root mean squares: of the output, and of its difference from the outputs that the
+        first call of `read` found.
         """
         now = self.now
         self.start = self.start or now

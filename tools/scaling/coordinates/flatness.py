@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def flat(self) -> bool:
-        """True if the ratio is within ``LIMIT``."""
+        """True if the largest value is at most ``LIMIT`` times the smallest."""
         return self.ratio <= LIMIT
 
     @property
@@ -98,9 +98,9 @@ class Verdict:
 def judge(records: Sequence[Record]) -> list[Verdict]:
     """Return the verdicts on the scale and the change of every site, in the order of the sites.
 
-    records: of one variant under one parametrization. The scale of the logits is shown but not
-    judged: under muP their initial weights decrease with the width, so logits start near zero. The
-    effect of training on the logits is their change, which is judged.
+    ``records`` belong to one variant under one parametrization. The scale of the logits is shown
+    but not judged: under muP their initial weights decrease with the width, so logits start near
+    zero. The effect of training on the logits is their change, which is judged.
     """
     last = max(record.step for record in records)
     at_end = [record for record in records if record.step == last]
@@ -163,7 +163,9 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def as_csv(records: Sequence[Record]) -> str:
-    """Return all records as CSV. Numbers have the shortest digits that restore them exactly."""
+    """Return all records as CSV, with the shortest digits from which each number is read back
+    exactly.
+    """
     return str(pd.DataFrame(records).to_csv(index=False, lineterminator="\n", na_rep="nan"))
 
 

@@ -18,7 +18,7 @@ METHODS = {"isoflop": "isoFLOP frontier", "parametric": "parametric law"}
 
 
 def compare(variant: VariantFit, baseline: VariantFit, interval: float) -> list[Comparison]:
-    """Return one comparison for each method that both have."""
+    """Return one comparison for each method by which both variants have a law."""
     return [
         _compared(variant, baseline, method, interval)
         for method in METHODS

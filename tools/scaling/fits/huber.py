@@ -27,7 +27,10 @@ GRADIENT_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Data:
-    """Runs of a fit: centred log N and log D, and log loss; ``[r]`` each."""
+    """Runs of a fit as arrays ``[r]``: centred log N (x), centred log D (y), and log loss (target).
+
+    ``center`` is the mean of log N and of log D that was subtracted.
+    """
 
     x: Array
     y: Array

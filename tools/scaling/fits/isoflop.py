@@ -138,8 +138,9 @@ def fit_isoflop(
 def _draws(
     budgets: list[_Budget], config: FitConfig, rng: np.random.Generator
 ) -> tuple[list[Array], list[str]]:
-    """Return resampled losses of each budget's runs, ``[0, r]`` and a note if no residual
-    remains.
+    """Return bootstrap losses of each budget's runs, and notes.
+
+    If no residual remains, each array has no rows (``[0, r]``) and a note gives the reason.
     """
     pool, fitted = [], []
     degrees = sum(len(budget.points) - FEWEST_SIZES for budget in budgets)

@@ -90,8 +90,9 @@ def _optimum(
     config: FitConfig,
     rng: np.random.Generator,
 ) -> tuple[LearningRateOptimum, Array]:
-    """Return the optimum of one size, and those of the bootstrap (empty if a rate has only one
-    seed).
+    """Return the optimum of one size, and the best rates of its bootstrap resamples.
+
+    The array of resamples is empty if a rate has only one seed.
     """
     means = np.array([float(some.mean()) for some in losses])
     rate, loss = akima_minimum(rates, means)
@@ -123,8 +124,9 @@ def _optimum(
 def _law(
     name: str, optima: list[LearningRateOptimum], drawn: list[Array], config: FitConfig
 ) -> PowerLaw | None:
-    """Return the power law through the optima of at least two sizes; ``name``: the attribute that
-    is the size.
+    """Return the power law of the best rate against size, or None with fewer than two sizes.
+
+    ``name`` is the attribute of the optima that is the size: "parameters" or "width".
     """
     known = [
         (float(size), optimum.rate.value, draws)

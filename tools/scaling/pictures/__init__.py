@@ -1,1 +1,1 @@
-"""Pictures of a study, one file each; they only draw."""
+"""Figures of a study, created from its fit and table without further computation of results."""

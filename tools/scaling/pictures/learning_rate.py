@@ -28,9 +28,9 @@ from .style import (
 
 
 def learning_rate(fit: StudyFit) -> Any | None:
-    """Return a figure with one panel per variant and one panel with the optima of all variants.
+    """Return a figure of loss against learning rate, or None if no variant has an optimum.
 
-    Return None if no variant has an optimum.
+    It has one panel per variant and one panel with the optima of all variants.
     """
     shown: dict[str, LearningRateFit] = fit.fitted("learning_rate")
     if not any(entry.optima for entry in shown.values()):

@@ -1,5 +1,7 @@
-"""Pictures of losses: against model size at equal compute, against the parametric law, along the
-frontier, and against compute.
+"""Figures of a study's losses.
+
+They show the loss against model size at equal compute, against the parametric law and against
+compute, and the best model sizes and token counts along the frontier.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from .style import (
 
 
 def size_column(fit: StudyFit) -> str:
-    """Return the table's column with the N of the laws."""
+    """Return the table column that contains N, the number of parameters in the laws."""
     return "parameters" if fit.parameters == "total" else "non_embedding_parameters"
 
 
@@ -47,7 +49,10 @@ def size_words(fit: StudyFit) -> str:
 
 
 def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
-    """Return a figure, or None if no variant has an isoFLOP fit. ``final``: the complete runs."""
+    """Return a figure of loss against model size for each budget, one panel per variant.
+
+    ``final`` are the complete runs. Returns None if no variant has an isoFLOP fit.
+    """
     shown: dict[str, IsoFlopFit] = fit.fitted("isoflop")
     if not shown:
         return None
@@ -167,8 +172,10 @@ _BEYOND = 1.5  # factor by which a law is drawn beyond the measured budgets
 
 
 def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
-    """Return a figure, one row per variant, of N and D with the lowest loss against FLOPs; None if
-    no variant has either law.
+    """Return a figure of the best N and D against FLOPs, one row of panels per variant.
+
+    N is the number of parameters and D the number of tokens with the lowest loss. Returns None if
+    no variant has an isoFLOP or a parametric law.
     """
     shown = {name: variant for name, variant in fit.variants.items() if _has_frontier(variant)}
     if not shown:
@@ -229,7 +236,7 @@ def _has_frontier(variant: VariantFit) -> bool:
 
 
 def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
-    """Return the exponents of one side, one line per method."""
+    """Return the fitted exponents of N or D (``side`` "n" or "d"), one line per method."""
     words = []
     law = getattr(variant.isoflop, f"{side}_opt", None)
     if law is not None:
@@ -243,7 +250,9 @@ def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
 def _frontier_lines(
     axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]
 ) -> list[float]:
-    """Draw one variant; return the values that must be inside the axis."""
+    """Draw one variant's N or D (``side``) along the frontier; return values that the axis must
+    include.
+    """
     values: list[float] = []
     if variant.isoflop is not None:
         minima = [parabola for parabola in variant.isoflop.parabolas if parabola.inside]

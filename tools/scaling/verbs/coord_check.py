@@ -69,8 +69,10 @@ PROPORTIONAL = (
 
 @dataclass(frozen=True)
 class Case:
-    """One model to check: a name, a run's file and settings, and whether its verdict counts.
-    ``study``: the study whose rule gives the shapes.
+    """One model to check: its name, its run file and the settings that override the file.
+
+    ``counts``: whether its verdict affects the exit code. ``study``: the study whose shape rule
+    gives the shape at each width; None scales the run's own shape.
     """
 
     name: str
@@ -132,8 +134,10 @@ def _shape(model: ModelConfig, width: int) -> list[str]:
 
 
 def _shape_of_study(study: Study, width: int) -> list[str]:
-    """Return the shape by the study's rule, except for the layers: the base's, or those of the
-    study's first size.
+    """Return settings for the study's shape at ``width``, except that all widths have the same
+    depth.
+
+    The number of layers is that of the study's first size, or else of the base run.
     """
     layers = study.sizes[0].layers if study.sizes else None
     words = [
@@ -337,7 +341,7 @@ def _tokens(config: RunConfig) -> tuple[np.ndarray, str]:
 
 
 def _told(records: Sequence[Record]) -> bool:
-    """Print the table and the verdict of a case; return True if it is flat."""
+    """Print the table and the verdict of a case; return True if all judged quantities are flat."""
     verdicts = judge(records)
     print(table(verdicts))
     found = worst(verdicts)

@@ -83,7 +83,11 @@ def console(fit: StudyFit) -> str:
 
 
 def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> list[str]:
-    """Return the variants to fit, the baseline first: the study's, or those of a foreign table."""
+    """Return the names of the variants to fit, with the baseline first.
+
+    They are those of the study, or those in the table if it is ``foreign``, that is, given by
+    ``--table``. Raises ConfigError (a variant in the study's table is not in the study).
+    """
     there = list(dict.fromkeys(frame["variant"].astype(str)))
     if not foreign:
         for name in there:

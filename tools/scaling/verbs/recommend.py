@@ -47,7 +47,11 @@ FARTHEST = 100.0
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A run, and the predictions of the laws for it."""
+    """A recommended run, and the laws' predictions for it.
+
+    ``rate_from`` is the origin of the learning rate in words; ``measured`` the FLOPs of the study's
+    largest fitted run.
+    """
 
     config: RunConfig
     model: Model
@@ -266,7 +270,10 @@ def _optima(study: Study, fit: StudyFit, flops: float) -> dict[str, Optimum]:
 
 
 def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
-    """Return the learning rate and its origin."""
+    """Return the learning rate and text on its origin.
+
+    The rate is from the study's law of the best rate, or else that of the model's configuration.
+    """
     fitted = laws.learning_rate
     if fitted is not None:
         for law, size in ((fitted.by_parameters, parameters), (fitted.by_width, model.sizes.width)):
@@ -303,7 +310,7 @@ def _measured(study: Study, fit: StudyFit) -> float:
 
 
 def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that differ from the defaults, key by key."""
+    """Return the nested values that differ from ``defaults``."""
     changed = {key: value for key, value in values.items() if value != defaults.get(key)}
     both = {
         key

@@ -244,8 +244,10 @@ def _environment() -> dict[str, str]:
 
 @dataclass
 class Progress:
-    """Progress of a study as reported by launch, and the remaining time at the average rate since
-    the start of this command.
+    """Progress of a study's runs, from the state that launch reports, and the estimated remaining
+    time.
+
+    The estimate uses the average rate since the start of this command.
     """
 
     study: Study
@@ -302,7 +304,7 @@ def standings(study: Study) -> dict[str, dict[str, Any]] | None:
 
 
 def _tied(parent: int) -> None:
-    """Request SIGTERM at the parent's death, in launch's process between fork and exec."""
+    """Make launch receive SIGTERM when its parent dies; called between fork and exec."""
     prctl(PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
@@ -311,10 +313,10 @@ def _tied(parent: int) -> None:
 def _follow(
     command: Sequence[str], environment: dict[str, str], progress: Progress
 ) -> tuple[int, bool]:
-    """Run launch and report progress. Return (its exit code, whether a signal arrived).
+    """Run launch and report progress. Return (launch's exit code, True if a signal arrived).
 
-    launch has its own session and receives every signal once: a signal to this process group would
-    otherwise reach it twice, and a second signal ends it at once.
+    launch runs in a separate session, and each signal to this process is forwarded to it once. In
+    the same process group launch would receive a signal twice, and the second one ends it at once.
     """
     came, handed, told = list[int](), 0, time.monotonic()
 
