@@ -33,7 +33,7 @@ from fem_common.errors import CommandError, UserError
 from fem_common.errors import reason as reason_of
 
 FROM_A_UNIT = 10
-WHILE_READING = (Drop.UNREADABLE, Drop.MALFORMED)
+WHILE_READING = (Drop.UNREADABLE, Drop.MALFORMED, Drop.CUT_OFF)
 WHILE_ENCODING = (Drop.NO_TOKENS, Drop.CONTAINS_EOD)
 
 

@@ -434,6 +434,8 @@ def test_a_stream_that_is_cut_off_fails_whatever_the_share(
         )
     room.done(*command, "--max-bad", "100%")
     assert dropped(out) == {"cut_off": 1} and 500 < len(texts(out, tokenizer)["train"]) < 2000
+    checked = room.done("verify", out)
+    assert "documents encoded again" in checked and "not checked" not in checked, checked
 
 
 LONG = ("--max-bytes", "60000000")
