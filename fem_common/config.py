@@ -574,13 +574,14 @@ class _Reader:
                 found += [] if moved is None else [(list(new), moved)]
         return [(keys, value), *found]
 
-    def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
+    def over_base(
+        self, node: Node, section: str, folder: Path, chain: tuple[str, ...] = ()
+    ) -> Node:
         """Return the mapping ``node`` merged over the files that its ``base`` names, recursively.
 
         section: name of the section, or "" for an entire file.
+        folder: folder that relative paths in ``base`` start from.
         chain: absolute paths of the files that led to this one, to detect a cycle.
-
-        A base given as a relative path is relative to the third parameter, a folder.
         """
         what = f"the name of a part in {section}/ or the path of a .yaml file"
         key = f"{section}.base"
@@ -615,11 +616,11 @@ class _Reader:
         name = expand_home(base.value)
         by_path = "/" in name or name.endswith((".yaml", ".yml"))
         if by_path:
-            places = [Path(os.path.normpath(here / name))]
+            places = [Path(os.path.normpath(folder / name))]
         elif section:
             places = [self.path.parent.parent / section / f"{name}.yaml"]
         else:
-            folders = [here, self.shipped] if self.shipped else [here]
+            folders = [folder, self.shipped] if self.shipped else [folder]
             places = [folder / f"{name}.yaml" for folder in folders]
         file = next((place for place in places if place.is_file()), places[0])
         if os.path.abspath(file) in chain:
@@ -632,7 +633,7 @@ class _Reader:
             named = f"{section or 'base'} names the {kind} '{name}'"
             raise ConfigError(
                 f"{base.where}: {named}, but there is no file "
-                f"{file}{_hint(name, places, by_path, here)}"
+                f"{file}{_hint(name, places, by_path, folder)}"
             )
         under = _renamed(_file(file), _under(self.moved, [section]) if section else self.moved)
         return _merged(

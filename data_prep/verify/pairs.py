@@ -42,13 +42,13 @@ class Ids:
 
 
 def pair_faults(
-    prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
+    prefix: Path, entry: SplitEntry, record: str, ids: Ids, advance: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield an error text for each fault of a pair and its .ids file.
 
-    Each text starts with the name of a file. The third parameter is the name of the record that
-    contains ``entry``, for the texts. ``advance`` is called with the number of bytes of each block
-    that is read.
+    Each text starts with the name of a file. ``record`` is the name of the record that contains
+    ``entry``, for the texts. ``advance`` is called with the number of bytes of each block that is
+    read.
     """
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
     missing = set()
@@ -59,10 +59,10 @@ def pair_faults(
             yield f"{path} is missing"
         elif path.stat().st_size != size:
             change = "truncated" if path.stat().st_size < size else "too long"
-            yield f"{path}: {path.stat().st_size} bytes, {says} says {size} ({change})"
+            yield f"{path}: {path.stat().st_size} bytes, {record} says {size} ({change})"
     if entry.ids and "ids" not in missing:
         yield from _ids_faults(
-            with_ending(prefix, "ids"), entry.ids, entry.documents, says, advance
+            with_ending(prefix, "ids"), entry.ids, entry.documents, record, advance
         )
     if missing - {"ids"}:
         return
@@ -73,15 +73,15 @@ def pair_faults(
         yield f"{index_path} {error}"
     sound = True
     if index is not None:
-        for fault in _index_faults(index_path, index, binary, entry, says, ids, advance):
+        for fault in _index_faults(index_path, index, binary, entry, record, ids, advance):
             sound = False
             yield fault
     kind = index.dtype if index else ids.dtype
-    yield from _token_faults(binary, index if sound else None, kind, entry, says, ids, advance)
+    yield from _token_faults(binary, index if sound else None, kind, entry, record, ids, advance)
 
 
 def _ids_faults(
-    path: Path, ids: IdsEntry, documents: int, says: str, advance: Callable[[int], None]
+    path: Path, ids: IdsEntry, documents: int, record: str, advance: Callable[[int], None]
 ) -> Iterator[str]:
     digest, lines, unread = hashlib.sha256(), 0, b""
     with path.open("rb", buffering=0) as stream:
@@ -90,7 +90,7 @@ def _ids_faults(
             advance(len(block))
             lines, unread = lines + count_lines(block), block[-1:]
     if digest.hexdigest() != ids.sha256:
-        yield f"{path}: content differs from {says}'s hash"
+        yield f"{path}: content differs from {record}'s hash"
     elif lines != documents or unread not in (b"", b"\n"):
         yield f"{path}: {lines} ids for {documents} documents"
 
@@ -100,7 +100,7 @@ def _index_faults(
     index: Index,
     binary: Path,
     entry: SplitEntry,
-    says: str,
+    record: str,
     ids: Ids,
     advance: Callable[[int], None],
 ) -> Iterator[str]:
@@ -129,9 +129,9 @@ def _index_faults(
         ):
             numbers_agree &= bool((numbers == np.arange(start, start + len(numbers))).all())
     if digest.hexdigest() != entry.idx_sha256:
-        yield f"{path}: content differs from {says}'s hash"
+        yield f"{path}: content differs from {record}'s hash"
     if index.dtype != ids.dtype:
-        yield f"{path}: ids are {index.dtype}, {says} says {ids.dtype}"
+        yield f"{path}: ids are {index.dtype}, {record} says {ids.dtype}"
     if tokens * width != binary.stat().st_size:
         yield (
             f"{path} does not belong to {binary.name}: it describes {tokens * width} bytes, the "
@@ -143,7 +143,7 @@ def _index_faults(
         yield f"{path}: document indices are not one document a sequence"
     if (documents, tokens) != (entry.documents, entry.tokens):
         yield (
-            f"{path}: {documents} documents and {tokens} tokens, {says} says {entry.documents} "
+            f"{path}: {documents} documents and {tokens} tokens, {record} says {entry.documents} "
             f"and {entry.tokens}"
         )
 
@@ -169,7 +169,7 @@ def _token_faults(
     index: Index | None,
     dtype: str,
     entry: SplitEntry,
-    says: str,
+    record: str,
     ids: Ids,
     advance: Callable[[int], None],
 ) -> Iterator[str]:
@@ -195,11 +195,11 @@ def _token_faults(
                 unended += len(wrong)
             read += part.nbytes
     if digest.hexdigest() != entry.bin_sha256:
-        yield f"{path}: content differs from {says}'s hash"
+        yield f"{path}: content differs from {record}'s hash"
     elif isinstance(entry, MergedEntry) and sample_digest(path) != entry.bin_sample:
         yield (
-            f"{path}: its sample differs from {says}'s bin_sample, though the hash agrees: "
-            f"{says} was altered"
+            f"{path}: its sample differs from {record}'s bin_sample, though the hash agrees: "
+            f"{record} was altered"
         )
     if foreign:
         yield f"{path}: {foreign} ids are outside the vocabulary of {ids.vocab_size}"

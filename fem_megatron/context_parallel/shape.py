@@ -110,7 +110,7 @@ def split_kinds(
     *,
     tensor: int,
     context: int,
-    asked: str | None = None,
+    requested: str | None = None,
     causal: bool = True,
     separate: bool = False,
 ) -> SplitKinds:
@@ -119,9 +119,7 @@ def split_kinds(
     tensor: tensor-parallel ranks that share a layer.
     causal: True if tokens see only earlier tokens.
     separate: True if documents are read separately.
-
-    The remaining parameter is the requested method, one of SPLIT_KINDS or None. It applies if the
-    mixer has a choice:
+    requested: method from SPLIT_KINDS, or None. It applies if the mixer has a choice:
 
         all_gather  reads with separate keys gather the keys of all tokens
         ring        keys pass around a ring if the reads use a softmax
@@ -134,7 +132,7 @@ def split_kinds(
     """
     ranks = tensor * context
     widths = mixer.cut_widths()
-    states = asked != "all_to_all" and not separate
+    states = requested != "all_to_all" and not separate
     words = f"parallel.context_parallel_size={context}" + (
         f" x tensor_model_parallel_size={tensor}" if tensor > 1 else ""
     )
@@ -151,22 +149,22 @@ def split_kinds(
                 f"{words} {name}={width}, which is exchanged for "
                 f"tokens{'' if name in widths.always else choice}"
             )
-    keyed, ring = widths.keyed, asked == "ring" and widths.rings
+    keyed, ring = widths.keyed, requested == "ring" and widths.rings
     short = [f"{name}={width}" for name, width in keyed.items() if width % ranks]
     short += [
         f"{name}={width}"
         for name, width in widths.shared.items()
         if width % ranks and (width % tensor or ranks % width)
     ]
-    if not keyed or (not short and asked != "all_gather" and not ring):
+    if not keyed or (not short and requested != "all_gather" and not ring):
         return SplitKinds(gathers=False, states=states)
     if separate or not causal:
-        why = f"{words} {short[0]}" if short else f"parallel.context_parallel_kind={asked}"
+        why = f"{words} {short[0]}" if short else f"parallel.context_parallel_kind={requested}"
         raise ValueError(
             f"{why}, and "
             f"{only if separate else 'reads that are not causal use complete heads (all_to_all)'}"
         )
-    if asked == "all_to_all":
+    if requested == "all_to_all":
         raise ValueError(
             f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all requires; "
             "all_gather does not"

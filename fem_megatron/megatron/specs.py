@@ -61,7 +61,7 @@ class MegatronBlock(Block):
         if pg_collection.cp.size() > 1:
             context, tensor = pg_collection.cp, pg_collection.tp.size()
             kinds = split_kinds(
-                shape.mixer, tensor=tensor, context=context.size(), asked=split, causal=causal
+                shape.mixer, tensor=tensor, context=context.size(), requested=split, causal=causal
             )
             self.split = SequenceSplit(ContextParallel(context), *kinds)
         self.layer_number = layer_number + get_transformer_layer_offset(

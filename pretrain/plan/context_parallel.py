@@ -33,7 +33,7 @@ def split_kinds_of(config: RunConfig) -> dict[str, SplitKinds]:
             block.mixer,
             tensor=layout.tensor_model_parallel_size,
             context=layout.context_parallel_size,
-            asked=layout.context_parallel_kind,
+            requested=layout.context_parallel_kind,
             separate=separate,
         )
         for name, block in _layers(config).items()

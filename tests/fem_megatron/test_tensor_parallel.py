@@ -134,7 +134,9 @@ def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None
         kinds, widths = partial(split_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
         if not widths.always:
             assert (
-                kinds() == kinds(asked="all_gather") == SplitKinds(bool(widths.keyed), states=True)
+                kinds()
+                == kinds(requested="all_gather")
+                == SplitKinds(bool(widths.keyed), states=True)
             )
         asked: list[dict[str, Any]] = [{"asked": "all_to_all"}, {"separate": True}]
         for refused in [*([{}] if widths.always else []), *asked]:
@@ -418,7 +420,7 @@ def cut_of(name: str, kind: str, **changes: Any) -> tuple[SequenceSplit, BlockSh
     return SequenceSplit(
         ranks,
         *split_kinds(
-            shape.mixer, tensor=1, context=ranks.size, asked=asked, causal=is_causal(name)
+            shape.mixer, tensor=1, context=ranks.size, requested=asked, causal=is_causal(name)
         ),
     ), shape
 

@@ -85,7 +85,7 @@ class Shell:
 
         def one(place: int) -> None:
             command, what = commands[place]
-            self.run(command, what, limit, tell=told[place].append)
+            self.run(command, what, limit, output=told[place].append)
 
         with ThreadPoolExecutor(len(commands)) as pool:
             ends = [pool.submit(one, place) for place in range(len(commands))]
@@ -99,21 +99,20 @@ class Shell:
         what: str,
         limit: float,
         watch: Callable[[int], None] | None = None,
-        tell: Callable[[str], object] = say,
+        output: Callable[[str], object] = say,
     ) -> None:
         """Print ``$ command``, run it and print its output indented.
 
         what: description of the command for error messages.
         limit: seconds that the command may take.
         watch: called with the command's process id several times per second.
-
-        The output callback, the last argument, is called with each line.
+        output: called with each line.
 
         Raises:
             DemoError: the command cannot be started, exits with a code other than 0, or takes more
             than ``limit`` seconds.
         """
-        tell(f"  $ {printed(command)}")
+        output(f"  $ {printed(command)}")
         try:
             process = subprocess.Popen(
                 command,
@@ -128,7 +127,7 @@ class Shell:
             )
         except OSError as error:
             raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
-        reader = threading.Thread(target=_show, args=(process, tell), daemon=True)
+        reader = threading.Thread(target=_show, args=(process, output), daemon=True)
         end = time.monotonic() + limit
         reader.start()
         try:
@@ -168,10 +167,10 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _show(process: subprocess.Popen[str], tell: Callable[[str], object]) -> None:
+def _show(process: subprocess.Popen[str], output: Callable[[str], object]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        tell(f"    {line.rstrip()}")
+        output(f"    {line.rstrip()}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
