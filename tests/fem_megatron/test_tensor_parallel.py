@@ -138,7 +138,7 @@ def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None
                 == kinds(requested="all_gather")
                 == SplitKinds(bool(widths.keyed), states=True)
             )
-        asked: list[dict[str, Any]] = [{"asked": "all_to_all"}, {"separate": True}]
+        asked: list[dict[str, Any]] = [{"requested": "all_to_all"}, {"separate": True}]
         for refused in [*([{}] if widths.always else []), *asked]:
             with pytest.raises(
                 ValueError,
