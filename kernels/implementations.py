@@ -246,7 +246,7 @@ def lacks_triton(device: torch.device) -> str | None:
 
 def lacks_fla(device: torch.device) -> str | None:
     """Return the reason why flash-linear-attention's kernels cannot run on ``device``, or None."""
-    if device != machine.PAPER and find_spec("fla") is None:
+    if device != machine.FAKE_GPU and find_spec("fla") is None:
         return "the package flash-linear-attention is not installed"
     return None if device.type == "cuda" else "no GPU"
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-PAPER = torch.device("cuda", 127)
+FAKE_GPU = torch.device("cuda", 127)
 """Device that represents an assumed H100. A trace with fake tensors uses it to select the kernels
 that would run on an H100.
 """
@@ -24,16 +24,16 @@ def device() -> torch.device:
 
 def is_current(where: torch.device) -> bool:
     """Return True if kernels that are launched now run on ``where``; always True for the CPU."""
-    return (
-        where.type != "cuda" or where == PAPER or where.index in (None, torch.cuda.current_device())
-    )
+    if where.type != "cuda" or where == FAKE_GPU:
+        return True
+    return where.index in (None, torch.cuda.current_device())
 
 
 def name(where: torch.device) -> str:
     """Return the device's name in the vendor's spelling, such as "NVIDIA H100 80GB HBM3"; "cpu" for
     the CPU.
     """
-    if where == PAPER:
+    if where == FAKE_GPU:
         return "NVIDIA H100 80GB HBM3"
     return torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
 
@@ -42,7 +42,7 @@ def architecture(where: torch.device) -> int:
     """Return the GPU's architecture as a number, 90 for sm_90; 0 for the CPU."""
     if where.type != "cuda":
         return 0
-    if where == PAPER:
+    if where == FAKE_GPU:
         return 90
     major, minor = torch.cuda.get_device_capability(where)
     return 10 * major + minor
@@ -87,7 +87,7 @@ class LateNumbers:
         with torch.inference_mode(False):
             self._told = torch.zeros(count, device="cpu", pin_memory=on_gpu)
         self._memory = self._told.numpy()  # reading it is not an operation on a tensor
-        self._arrived = torch.cuda.Event() if on_gpu and where != PAPER else None
+        self._arrived = torch.cuda.Event() if on_gpu and where != FAKE_GPU else None
 
     def send(self, numbers: Tensor) -> None:
         """Start to copy the numbers to the host, without waiting for the copy."""

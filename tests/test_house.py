@@ -47,7 +47,7 @@ TORCH_FREE = [
     "pretrain.data.facts",
 ]
 # Modules that use CUDA: the real machine, and an assumed one for traces.
-PLATFORM, PAPER = "fem_megatron/megatron/platform.py", "fem_megatron/megatron/paper.py"
+PLATFORM, FAKE_MACHINE = "fem_megatron/megatron/platform.py", "fem_megatron/meta/fake_machine.py"
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 700, 100
 PROSE_COLUMNS = 100
@@ -162,7 +162,7 @@ def knows_cuda(sources: Sources) -> list[str]:
     """
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for name, node in nodes(sources, (PLATFORM, PAPER, "kernels/machine.py"))
+        for name, node in nodes(sources, (PLATFORM, FAKE_MACHINE, "kernels/machine.py"))
         if isinstance(node, ast.Attribute)
         and node.attr in ("cuda", "xpu", "mps", "accelerator")
         and ast.unparse(node).startswith("torch.")

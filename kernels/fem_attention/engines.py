@@ -194,10 +194,10 @@ def _torch_takes(
 
     torch is queried with at most 64 tokens, because it checks lengths only for equality and for 1.
     deterministic: torch's debug mode, in which some backends are not available; it is an argument
-    so that it is part of the cache key. machine.PAPER is not a real device, so torch cannot check
-    it; the result for it is that of an H100.
+    so that it is part of the cache key. machine.FAKE_GPU is not a real device, so torch cannot
+    check it; the result for it is that of an H100.
     """
-    if call.device == machine.PAPER:
+    if call.device == machine.FAKE_GPU:
         return (
             not call.masked
             and call.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fem_megatron.trace import META, TRACING, Dispatched, Trace, caller, moved
+from fem_megatron.meta.trace import META, TRACING, Dispatched, Trace, caller, moved
 
 TRACING.add(__file__)
 

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from fem_common.errors import ConfigError
 from fem_common.text import gib
 from fem_megatron.megatron import model as fem_model
-from fem_megatron.megatron import paper
-from fem_megatron.trace import META, Launch
+from fem_megatron.meta import fake_machine
+from fem_megatron.meta.trace import META, Launch
 from pretrain.config import RunConfig
 from pretrain.data.datasets import FIELDS
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
@@ -111,7 +111,7 @@ class Rank:
 
     @property
     def moved(self) -> float:
-        """Bytes that the step's kernels read and write in device memory (`fem_megatron.trace`)."""
+        """Bytes that the step's kernels read and write in device memory (`meta.trace`)."""
         return sum(launch.bytes for launch in self.launches)
 
     def flops(self, *, backward: bool) -> float:
@@ -170,7 +170,7 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
         zero.prepare(config)
     plan = make_plan(config, world_size, cuda=device != "cpu")
     stages = config.parallel.pipeline_model_parallel_size
-    where = paper.CPU if device == "cpu" else paper.PAPER
+    where = fake_machine.CPU if device == "cpu" else fake_machine.FAKE_GPU
     kinds = sorted({0, stages // 2, stages - 1}) if stages > 2 else range(stages)
     ranks = [rehearse_rank(config, world_size, where, stage) for stage in kinds]
     return Rehearsal(config, device, plan, ranks)
@@ -185,9 +185,9 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
     # Megatron's order of ranks: tp, cp, dp, pp.
     rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)
     with (
-        paper.machine(device, rank, world_size, trace, recorder.fused),
+        fake_machine.machine(device, rank, world_size, trace, recorder.fused),
         recorder,
-        _engine_on_paper(config),
+        _engine_on_fake_machine(config),
     ):
         initialize_model_parallel(config)
         schedule = Schedule.of(config)
@@ -333,8 +333,8 @@ def _name_parts(engine: Any, trace: StepTrace) -> None:
             module.register_forward_hook(lambda *_: setattr(trace, "part", "loss"))
 
 
-def _engine_on_paper(config: RunConfig) -> AbstractContextManager[None]:
-    return zero.on_paper() if config.engine.name == "deepspeed" else nullcontext()
+def _engine_on_fake_machine(config: RunConfig) -> AbstractContextManager[None]:
+    return zero.on_fake_machine() if config.engine.name == "deepspeed" else nullcontext()
 
 
 @contextmanager

@@ -55,8 +55,8 @@ def prepare(config: RunConfig) -> None:
 
 
 @contextmanager
-def on_paper() -> Iterator[None]:
-    """Make DeepSpeed work within `fem_megatron.megatron.paper.machine` during the block.
+def on_fake_machine() -> Iterator[None]:
+    """Make DeepSpeed work within `fem_megatron.meta.fake_machine.machine` during the block.
 
     DeepSpeed's process-wide state is restored at the end.
     """

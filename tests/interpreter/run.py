@@ -30,8 +30,8 @@ def interpret() -> None:
 
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]  # the line above also sets it
-    # Import all kernels now: `fem_megatron.trace` pretends that a GPU exists, and a kernel whose
-    # module is first imported under it would be compiled.
+    # Import all kernels now: `fem_megatron.meta.trace` pretends that a GPU exists, and a kernel
+    # whose module is first imported under it would be compiled.
     for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
         if ".triton" in module.name:
             importlib.import_module(module.name)

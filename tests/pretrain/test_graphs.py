@@ -17,12 +17,13 @@ from fem_common.errors import ConfigError
 from fem_megatron.catalogue import MIXERS, block
 from fem_megatron.config import ModelConfig
 from fem_megatron.diagnostics import observing
-from fem_megatron.megatron import paper, platform
+from fem_megatron.megatron import platform
+from fem_megatron.meta import fake_machine
+from fem_megatron.meta.trace import OnFakeGpu, Trace
 from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import located
 from fem_megatron.state import Context
-from fem_megatron.trace import OnPaper, Trace
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
 from pretrain.rehearsal.steps import rehearse
 from pretrain.run import make_engine
@@ -221,10 +222,10 @@ def test_a_host_read_within_a_capture_is_named() -> None:
     x = torch.empty(4, 4, device="meta", requires_grad=True)
     trace = Trace()
     with (
-        OnPaper(trace),
+        OnFakeGpu(trace),
         pytest.raises(
             RuntimeError,
             match=r"cannot contain a host read: .*test_graphs.py:\d+ <lambda> __float__$",
         ),
     ):
-        paper.graphed(trace, [lambda t: t * float(t.sum())], [(x,)])
+        fake_machine.graphed(trace, [lambda t: t * float(t.sum())], [(x,)])

@@ -18,8 +18,8 @@ from triton.runtime.jit import KernelInterface
 from fem_common.config import load
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.config import ModelConfig
+from fem_megatron.meta.trace import ATTENTION, POINTWISE, PRODUCT, Trace, run_on_fake_gpu
 from fem_megatron.parallel import OneProcess
-from fem_megatron.trace import ATTENTION, POINTWISE, PRODUCT, Trace, run_on_paper
 from kernels import machine
 from kernels.conditioner_features import conditioner_features
 from kernels.implementations import Op
@@ -41,7 +41,7 @@ def traced(
         x = torch.empty(shape, dtype=dtype, requires_grad=True)
         return lambda: forward(x), []
 
-    return run_on_paper(make)
+    return run_on_fake_gpu(make)
 
 
 def layer(name: str, model: ModelConfig = LARGE, tokens: int = TOKENS) -> Trace:
@@ -111,7 +111,7 @@ def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
         ] == [False, True]
     assert layer("gated_deltanet").chosen == {"gated_delta_rule": "fla", "residual_norm": "triton"}
     assert (KernelInterface.__getitem__, Op.choose, "fla" in sys.modules) == own
-    assert machine.architecture(machine.PAPER) == 90 and machine.device() != machine.PAPER
+    assert machine.architecture(machine.FAKE_GPU) == 90 and machine.device() != machine.FAKE_GPU
 
 
 @pytest.mark.parametrize("name", ["transformer", "fem_softmax", "differential"])

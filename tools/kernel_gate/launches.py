@@ -30,10 +30,10 @@ from fem_megatron.block import Block
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.config import ModelConfig
 from fem_megatron.documents import Documents
+from fem_megatron.meta.trace import run_on_fake_gpu
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
-from fem_megatron.trace import run_on_paper
 from kernels.check import Inputs, Suite, suites
 from tools.bench.speed import implementations
 from tools.kernel_gate.gate import Build, covering
@@ -253,7 +253,7 @@ def _layer(
     if engine:
         os.environ["FEM_KERNELS"] = f"fem_attention={engine}"
     try:
-        return run_on_paper(make).kernels
+        return run_on_fake_gpu(make).kernels
     finally:
         os.environ.pop("FEM_KERNELS", None)
         os.environ.update({} if before is None else {"FEM_KERNELS": before})
@@ -307,4 +307,4 @@ def _case(
 
         return call, []
 
-    return run_on_paper(make, backward=trains).kernels
+    return run_on_fake_gpu(make, backward=trains).kernels

@@ -2,6 +2,6 @@
 
 The times are computed from the bytes that a layer moves through the GPU's memory.
 
-`fem_megatron.trace` runs the real layers on meta tensors and counts their traffic; ``paper``
+`fem_megatron.meta.trace` runs the real layers on meta tensors and counts their traffic; ``paper``
 computes times from the counts.
 """

@@ -19,7 +19,7 @@ from fem_common.config import load
 from fem_common.errors import UserError
 from fem_megatron.catalogue import BASELINE, MIXERS
 from fem_megatron.config import ModelConfig
-from fem_megatron.trace import KINDS, POINTWISE
+from fem_megatron.meta.trace import KINDS, POINTWISE
 from kernels.implementations import triton_version
 from tools.bench import runner
 from tools.bench.traffic.paper import ROOFS, SOURCES, Step, kernels_of, step_of

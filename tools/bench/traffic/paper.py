@@ -1,4 +1,4 @@
-"""Modelled training step: times from the counts of `fem_megatron.trace` and a roofline model.
+"""Modelled training step: times from the counts of `fem_megatron.meta.trace` and a roofline model.
 
 The times are modelled, not measured.
 
@@ -21,10 +21,19 @@ from torch import Tensor, nn
 
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
+from fem_megatron.meta.trace import (
+    ATTENTION,
+    KINDS,
+    META,
+    PRODUCT,
+    TILES,
+    WIDE,
+    Trace,
+    run_on_fake_gpu,
+)
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
-from fem_megatron.trace import ATTENTION, KINDS, META, PRODUCT, TILES, WIDE, Trace, run_on_paper
 from pretrain.plan.run_plan import count_by_component
 from tools.bench.whole_model import LanguageModel
 
@@ -226,7 +235,7 @@ def step_of(name: str, model: ModelConfig, tokens: int, batch: int) -> Step:
         tokens,
         batch,
         layers,
-        Part(1, run_on_paper(lambda parallel: _ends(model, parallel, tokens, batch))),
+        Part(1, run_on_fake_gpu(lambda parallel: _ends(model, parallel, tokens, batch))),
         parameters,
     )
 
@@ -249,7 +258,7 @@ def layer_trace(
         # happen between layers.
         return lambda: block(x.view_as(x), Context(causal=causal)), list(block.parameters())
 
-    return run_on_paper(make)
+    return run_on_fake_gpu(make)
 
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:

@@ -1,8 +1,8 @@
 """Simulate one rank of a machine that is not available: its device and the groups of all its ranks.
 
 Tensors have no data (torch's ``meta``) and collectives do not communicate; the simulation records
-which kernels would run and how much memory they would use. On `kernels.machine.PAPER` it replaces
-torch.cuda and the kernels of torch.compile; for a CPU it uses `platform`'s shim.
+which kernels would run and how much memory they would use. On `kernels.machine.FAKE_GPU` it
+replaces torch.cuda and the kernels of torch.compile; for a CPU it uses `platform`'s shim.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fem_megatron.megatron import fusions, platform
-from fem_megatron.trace import META, OnPaper, Trace, counted, stand_in
-from kernels.machine import PAPER as PAPER
+from fem_megatron.meta.trace import META, OnFakeGpu, Trace, counted, stand_in
+from kernels.machine import FAKE_GPU as FAKE_GPU
 from kernels.machine import name as name_of
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def machine(
 ) -> Iterator[None]:
     """Make this process simulate rank ``rank`` of ``world_size`` ranks within the context.
 
-    device: `PAPER` or `CPU`.
+    device: `FAKE_GPU` or `CPU`.
     trace: records the kernels that would run.
     fused: returns a substitute for a function that torch.compile would compile.
 
@@ -83,7 +83,7 @@ def machine(
             }
             stack.enter_context(mock.patch.multiple(random, **states))
         stack.enter_context(counted(trace))
-        stack.enter_context(OnPaper(trace, device))
+        stack.enter_context(OnFakeGpu(trace, device))
         yield
 
 
@@ -219,10 +219,10 @@ def _cuda() -> dict[str, Any]:
     stream = _Stream()
     return {name: lambda *_, **__: None for name in quiet} | {
         "is_available": lambda: True,
-        "current_device": lambda: PAPER.index,
-        "device_count": lambda: PAPER.index + 1,
+        "current_device": lambda: FAKE_GPU.index,
+        "device_count": lambda: FAKE_GPU.index + 1,
         "get_rng_state": lambda *_: torch.get_rng_state(),
-        "get_device_name": lambda *_: name_of(PAPER),
+        "get_device_name": lambda *_: name_of(FAKE_GPU),
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: properties,
         "max_memory_allocated": lambda *_: 0,

@@ -1,8 +1,8 @@
 """Count the GPU memory traffic of a layer's forward and backward pass, on tensors without data.
 
-The layers are the real ones; the tensors are torch's ``meta``. `OnPaper` makes Python see them on
-`kernels.machine.PAPER`, so every choice that depends on the device (an operation's implementation,
-an attention engine, a dtype) is an H100's. Every executed operation is counted:
+The layers are the real ones; the tensors are torch's ``meta``. `OnFakeGpu` makes Python see them
+on `kernels.machine.FAKE_GPU`, so every choice that depends on the device (an operation's
+implementation, an attention engine, a dtype) is an H100's. Every executed operation is counted:
 
 - torch's operations, when they are dispatched: the bytes that they read and write, once. Views
   count as 0 bytes.
@@ -45,7 +45,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fem_megatron.parallel import OneProcess
 from kernels.implementations import Op
-from kernels.machine import PAPER
+from kernels.machine import FAKE_GPU
 
 META = torch.device("meta")
 POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = (
@@ -132,7 +132,7 @@ class Trace:
         return sum(each.bytes for each in chosen if backward in (None, each.backward))
 
 
-def run_on_paper(
+def run_on_fake_gpu(
     make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]],
     *,
     backward: bool = True,
@@ -146,8 +146,8 @@ def run_on_paper(
     from kernels.fem_attention.accelerated import watch
 
     trace, kept = Trace(), dict[int, int]()
-    with OnPaper(Trace()):
-        watch(PAPER)  # once per process, not per layer
+    with OnFakeGpu(Trace()):
+        watch(FAKE_GPU)  # once per process, not per layer
 
     def keep(t: Tensor) -> Tensor:
         if t.is_meta and t.untyped_storage()._cdata not in owned:
@@ -157,11 +157,11 @@ def run_on_paper(
     with torch.device(META):
         forward, parameters = make(Paper(trace))
     owned = {each.untyped_storage()._cdata for each in parameters}
-    with counted(trace), OnPaper(trace):
+    with counted(trace), OnFakeGpu(trace):
         forward()  # the first call may wait for the device; only the second is recorded
     for told in (trace.launches, trace.kernels, trace.chosen, trace.reads):
         told.clear()
-    with counted(trace), Dispatched(trace), OnPaper(trace):
+    with counted(trace), Dispatched(trace), OnFakeGpu(trace):
         with saved_tensors_hooks(keep, lambda t: t):
             y = forward()
         trace.kept_bytes = sum(kept.values())
@@ -203,13 +203,13 @@ _WRAPPERS = (
 )
 
 
-class OnPaper(TorchFunctionMode):
+class OnFakeGpu(TorchFunctionMode):
     """Function mode in which meta tensors report ``device`` as their device.
 
-    On `PAPER`, substitutes replace fused kernels of other packages that do not run without a GPU.
+    On `FAKE_GPU`, substitutes replace fused kernels of other packages that need a GPU.
     """
 
-    def __init__(self, trace: Trace, device: torch.device = PAPER) -> None:
+    def __init__(self, trace: Trace, device: torch.device = FAKE_GPU) -> None:
         self.trace, self.device = trace, device
         self.gpu = device.type == "cuda"
 
