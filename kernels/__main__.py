@@ -23,23 +23,17 @@ def lines(ops: dict[str, Op], device: torch.device) -> list[str]:
     from kernels.implementations import overrides
 
     width = max(len(each.name) for op in ops.values() for each in op.implementations)
-    told = []
+    found = []
     for op in ops.values():
         runs, reasons = op.automatic(device)
         forced = f" (FEM_KERNELS asks for {overrides()[op.name]})" if op.name in overrides() else ""
-        told += ["", f"{op.name}: {op.what}{forced}"]
+        found += ["", f"{op.name}: {op.what}{forced}"]
         for each in op.implementations:
-            state = (
-                f" [{reasons[each.name]}]"
-                if each.name in reasons
-                else ""
-                if each.automatic
-                else " [where it is asked for]"
-            )
-            told.append(
-                f"  {'->' if each.name == runs else '  '} {each.name:{width}}  {each.what}{state}"
-            )
-    return told
+            reason = reasons.get(each.name, "" if each.automatic else "only if requested")
+            arrow = "->" if each.name == runs else "  "
+            note = f" [{reason}]" if reason else ""
+            found.append(f"  {arrow} {each.name:{width}}  {each.what}{note}")
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,8 +60,8 @@ def _list() -> int:
         f" triton {'.'.join(map(str, triton)) if triton else 'not installed'}"
     )
     print(
-        "-> runs here for calls of ordinary shapes; a call that it does not fit takes the next, and"
-        " says so once"
+        "-> used here for calls of ordinary shapes; other calls use the next implementation, with "
+        "one warning"
     )
     print("\n".join(lines(ops, device)))
     print("\nforce one: FEM_KERNELS=operation=implementation,... in the environment")

@@ -138,14 +138,14 @@ def check_others(op: str, first: str, x: Tensor, others: Mapping[str, tuple[Any,
         if tensor.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(
-                f"{op}: {name} has shape {list(tensor.shape)}, expected {wanted} beside {first}"
+                f"{op}: {name} has shape {list(tensor.shape)}, expected {wanted} for {first}"
                 f" {list(x.shape)}"
             )
         if types and (tensor.dtype not in types or tensor.device != x.device):
             wanted = " or ".join(str(kind) for kind in dict.fromkeys(types))
             raise ValueError(
                 f"{op}: {name} is {tensor.dtype} on {tensor.device}, expected {wanted} on"
-                f" {x.device} beside {first} {x.dtype}"
+                f" {x.device} as {first} is {x.dtype}"
             )
 
 

@@ -85,7 +85,7 @@ class Op:
             logger.addFilter(OncePerMessage())
         return logger
 
-    def choose(self, asked: str, device: torch.device, unfit: Unfit = nothing) -> str:
+    def choose(self, requested: str, device: torch.device, unfit: Unfit = nothing) -> str:
         """Return the name of the implementation for a call on ``device``.
 
         unfit(name): the reason why this call's shapes or types exclude it, or None. Raises
@@ -93,11 +93,11 @@ class Op:
         run.
         """
         names = ("auto", *(implementation.name for implementation in self.implementations))
-        if asked not in names:
+        if requested not in names:
             raise ValueError(
-                f"{self.name}: implementation {asked!r} is not one of {', '.join(names)}"
+                f"{self.name}: implementation {requested!r} is not one of {', '.join(names)}"
             )
-        if asked == "auto":
+        if requested == "auto":
             name, against = self.automatic(device, unfit)
             fallback = (
                 device.type != "cpu" and bool(against) and name == self.implementations[-1].name
@@ -107,14 +107,14 @@ class Op:
         (chosen,) = (
             implementation
             for implementation in self.implementations
-            if implementation.name == asked
+            if implementation.name == requested
         )
-        if reason := chosen.lacks(device) or unfit(asked):
+        if reason := chosen.lacks(device) or unfit(requested):
             raise ValueError(
-                f"{self.name}: implementation {asked!r} cannot run: {reason}; use auto"
+                f"{self.name}: implementation {requested!r} cannot run: {reason}; use auto"
             )
-        self._say(f"{asked} runs (asked for)")
-        return asked
+        self._say(f"{requested} runs (requested)")
+        return requested
 
     def automatic(self, device: torch.device, unfit: Unfit = nothing) -> tuple[str, dict[str, str]]:
         """Return the choice of "auto" and the reason against each faster one. Raises ValueError if

@@ -45,7 +45,9 @@ def fitting(dtype: torch.dtype, small: Blocks, float32: Blocks, bfloat16: Blocks
     """Return block sizes by type; ``small`` in Triton's interpreter, so that a test has several.
     float32 multiplies without tensor cores.
     """
-    return small if interpreted() else float32 if dtype == torch.float32 else bfloat16
+    if interpreted():
+        return small
+    return float32 if dtype == torch.float32 else bfloat16
 
 
 def padded(width: int) -> int:

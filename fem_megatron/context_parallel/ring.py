@@ -21,7 +21,7 @@ from fem_megatron.context_parallel.split import Ranks, SequenceSplit
 from fem_megatron.state import Context
 from kernels.fem_attention import fem_attention
 from kernels.fem_attention.reference import repeat_heads
-from kernels.free_energy import FreeEnergyGap, ValueStream, Window, mix, mix_gap, value_window
+from kernels.free_energy.op import FreeEnergyGap, ValueStream, Window, mix, mix_gap, value_window
 from kernels.free_energy.ranges import Decision
 
 

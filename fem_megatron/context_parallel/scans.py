@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fem_megatron.context_parallel.split import SequenceSplit
 from fem_megatron.state import Context
-from kernels.linear_attention import Damp, end_state, linear_attention
+from kernels.linear_attention import end_state, linear_attention
+from kernels.linear_attention.op import Damp
 from kernels.time_decay_scan import time_decay_scan
 
 

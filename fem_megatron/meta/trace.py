@@ -159,8 +159,8 @@ def run_on_fake_gpu(
     owned = {each.untyped_storage()._cdata for each in parameters}
     with counted(trace), OnFakeGpu(trace):
         forward()  # the first call may wait for the device; only the second is recorded
-    for told in (trace.launches, trace.kernels, trace.chosen, trace.reads):
-        told.clear()
+    for records in (trace.launches, trace.kernels, trace.chosen, trace.reads):
+        records.clear()
     with counted(trace), Dispatched(trace), OnFakeGpu(trace):
         with saved_tensors_hooks(keep, lambda t: t):
             y = forward()

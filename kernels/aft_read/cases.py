@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kernels.aft_read import aft_read
+from kernels.aft_read.op import aft_read
 from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.pairs import readable_keys
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from kernels.cem_attention import Diagonal, cem_attention
+from kernels.cem_attention.op import cem_attention
+from kernels.cem_attention.reference import Diagonal
 from kernels.check import Draw, Inputs, Outputs, Suite
 
 Size = Mapping[str, int]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.conditioner_features import conditioner_features
+from kernels.conditioner_features.op import conditioner_features
 
 EPS = 1e-5
 

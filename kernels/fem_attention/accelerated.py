@@ -23,7 +23,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from kernels.arguments import without_autocast
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
-from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, mix, mix_gap
+from kernels.free_energy.op import (
+    SHIFT_BELOW,
+    FreeEnergyGap,
+    ValueStream,
+    compute_type,
+    mix,
+    mix_gap,
+)
 from kernels.free_energy.ranges import MAX_RANGE
 from kernels.machine import LateNumbers
 
@@ -116,7 +123,7 @@ class _Read(torch.autograd.Function):
         constants = value_constants(v, inputs[3])
         watch(q.device).note(constants.largest, choice.log)
         kept: list[Tensor] = []
-        room: list[Tensor] = []
+        restored: list[Tensor] = []
 
         def keep(t: Tensor) -> int:
             kept.append(t)
@@ -126,7 +133,7 @@ class _Read(torch.autograd.Function):
         # around this call recomputes all of them together.
         with (
             torch.set_grad_enabled(choice.call.trains),
-            saved_tensors_hooks(keep, room.__getitem__),
+            saved_tensors_hooks(keep, restored.__getitem__),
         ):
             places = [
                 _place(t, needed) for t, needed in zip(inputs, ctx.needs_input_grad, strict=False)
@@ -141,7 +148,7 @@ class _Read(torch.autograd.Function):
         saved = exact_forward_(out, *inputs, constants.wild, **reading.masks())
         ctx.save_for_backward(*inputs, constants.wild, *saved, *kept)
         kept.clear()
-        ctx.room, ctx.exact = room, len(saved)
+        ctx.restored, ctx.exact = restored, len(saved)
         ctx.reading, ctx.beta_type = reading, beta.dtype
         return out
 
@@ -160,12 +167,12 @@ class _Read(torch.autograd.Function):
             )
         starts, end = ctx.starts, ctx.end
         ctx.starts = ctx.end = None
-        ctx.room.extend(rest[ctx.exact :])
+        ctx.restored.extend(rest[ctx.exact :])
         del rest
         try:
             gradients = _gradients(starts, end, d_o, [q, k, v, beta, lam, gate])
         finally:
-            ctx.room.clear()
+            ctx.restored.clear()
         d_q, d_k, d_v, fast, d_lam, d_gate = gradients
         exact = exact_backward_(
             saved,
@@ -244,11 +251,11 @@ def _gradients(
 
     An input without a requested gradient gets an uninitialised tensor, to be overwritten.
     """
-    asked = iter(torch.autograd.grad(end, [start for start in starts if start is not None], d_o))
+    found = iter(torch.autograd.grad(end, [start for start in starts if start is not None], d_o))
     gradients: list[Tensor | None] = []
     for start, t in zip(starts, inputs, strict=True):
         if start is not None:
-            gradient = next(asked)
+            gradient = next(found)
             gradients.append(gradient if gradient.stride(-1) == 1 else gradient.contiguous())
         else:
             gradients.append(
@@ -267,19 +274,19 @@ class RangeWatch:
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._largest = torch.zeros((), device=device)
-        self._told = LateNumbers(device)
+        self._late = LateNumbers(device)
 
     def note(self, largest: Tensor, log: logging.Logger) -> None:
         """Record the ranges of a call, and warn about those of earlier calls."""
-        if (told := self._told.so_far()[0]) > MAX_RANGE:
+        if (reached := self._late.so_far()[0]) > MAX_RANGE:
             log.warning(
                 "fem_attention: beta * (max v - min v) has reached %.4g, over %g: blocks of "
                 "channels beyond it run the exact form, slower",
-                told,
+                reached,
                 MAX_RANGE,
             )
         torch.maximum(self._largest, largest.max(), out=self._largest)
-        self._told.send(self._largest)
+        self._late.send(self._largest)
 
 
 @functools.cache

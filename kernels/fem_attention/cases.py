@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.fem_attention import fem_attention
+from kernels.fem_attention.op import fem_attention
 
 Size = Mapping[str, int]
 TENSORS = ("q", "k", "v", "beta", "lam", "gate")

@@ -170,10 +170,10 @@ def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
         if not groups:
             k, values = repeat_heads(k, 1, heads), repeat_heads(values, 1, heads)
         with nullcontext() if backend is None else sdpa_kernel(backend):
-            whole = reading.causal and mask is None and tq == tk
+            is_causal = reading.causal and mask is None and tq == tk
             grouped = {"enable_gqa": heads != k.shape[1]}
             return F.scaled_dot_product_attention(
-                q, k, values, attn_mask=mask, is_causal=whole, scale=reading.scale, **grouped
+                q, k, values, attn_mask=mask, is_causal=is_causal, scale=reading.scale, **grouped
             )
 
     return attend
@@ -354,7 +354,7 @@ def _refuses_spilling(call: Call) -> str | None:
 
 
 def _triton(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
-    from kernels.fem_attention.triton import attend
+    from kernels.fem_attention.triton.function import attend
 
     out: Tensor = attend(q, k, values, **reading.masks())
     return out
@@ -431,7 +431,7 @@ _LISTED = (
     ),
     Engine(
         "triton",
-        "this room's kernels",
+        "this project's kernels",
         lacks_triton,
         _triton,
         lambda call, widths: (
@@ -446,6 +446,6 @@ _LISTED = (
         SDPBackend.EFFICIENT_ATTENTION,
         groups=False,
     ),
-    Engine("sdpa", "whichever attention torch picks", lacks_triton, _sdpa(None, True)),
+    Engine("sdpa", "the attention that torch selects", lacks_triton, _sdpa(None, True)),
 )
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in _LISTED}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import without_autocast
-from kernels.free_energy import mix
+from kernels.free_energy.op import mix
 from kernels.pairs import readable_keys
 
 # Most terms of a block, [heads, queries, channels, keys], of which the backward holds four tensors:

@@ -86,7 +86,7 @@ class Entry:
             and all(time > 0 for time in self.microseconds.values())
         ):
             raise ValueError(
-                f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, "
+                f"a shape or a time is not positive for dk {self.dk}, dv {self.dv}, "
                 f"{self.tokens} tokens"
             )
 

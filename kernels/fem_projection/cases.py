@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.fem_projection import fem_projection
+from kernels.fem_projection.op import fem_projection
 from kernels.rotary.cases import angles, by_matrix, places
 
 EPS = 1e-5

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import operation
-from kernels.free_energy import free_energy_read
+from kernels.free_energy.op import free_energy_read
 from kernels.free_energy.ranges import Decision
 from kernels.linear_attention import linear_attention, log_weights
 from kernels.linear_attention.log_read import log_read

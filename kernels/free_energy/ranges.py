@@ -41,15 +41,15 @@ log = logging.getLogger("kernels.free_energy.ranges")
 class Decision:
     """Form of the reads of one call of a layer.
 
-    Without ``ranges``, each read waits for its own range. The second argument is the range that the
-    decision is based on.
+    Without ``ranges``, each read waits for its own range.
+    basis: the range that the decision is based on.
     form: the number of heads reserved for the exact form; None: unknown until a read waits.
     """
 
     def __init__(
-        self, ranges: Ranges | None = None, told: float | None = None, form: int | None = None
+        self, ranges: Ranges | None = None, basis: float | None = None, form: int | None = None
     ) -> None:
-        self.ranges, self.told, self.form = ranges, told, form
+        self.ranges, self.basis, self.form = ranges, basis, form
         # The maxima over its reads, on the device: range, heads over SWITCH, heads over MAX_RANGE.
         self.numbers: Tensor | None = None
         self.limit = MAX_RANGE if ranges is None else SWITCH
@@ -61,8 +61,8 @@ class Decision:
         """
         largest = largest.flatten(2).amax(2) if largest.dim() > 2 else largest
         if self.ranges is None:
-            self.told = float(largest.max())
-            return 0 if self.told <= MAX_RANGE else int(_over(largest, MAX_RANGE))
+            self.basis = float(largest.max())
+            return 0 if self.basis <= MAX_RANGE else int(_over(largest, MAX_RANGE))
         if recomputing():
             return self.ranges.form_of(largest) if self.form is None else self.form
         numbers, form = (
@@ -75,8 +75,8 @@ class Decision:
                     "free_energy_read: a layer's first call waits for the device; make one "
                     "before a CUDA graph is captured"
                 )
-            self.told = float(numbers[0])
-            form = 0 if self.told < SWITCH else _room(float(numbers[1]))
+            self.basis = float(numbers[0])
+            form = 0 if self.basis < SWITCH else _reserved_heads(float(numbers[1]))
         self.numbers = numbers if self.numbers is None else torch.maximum(self.numbers, numbers)
         self.ranges.note(self, largest, form)
         return form
@@ -91,7 +91,7 @@ def _over(largest: Tensor, limit: float) -> Tensor:
     return (~(largest <= limit)).sum(dtype=largest.dtype)
 
 
-def _room(heads: float) -> int:
+def _reserved_heads(heads: float) -> int:
     """Return the number of heads rounded up to a power of 2, 0 for 0."""
     return 1 << (int(heads) - 1).bit_length() if heads else 0
 
@@ -128,20 +128,19 @@ class Ranges:
             self._numbers = LateNumbers(v.device, 3)
         if self._last is None:
             return Decision(self)
-        told, near, over = self._numbers.last()
+        basis, near, over = self._numbers.last()
         if self._last.form is not None and over > self._last.form:
             log.warning(
                 "free_energy_read: beta * (max v - min v) jumped from %.4g to %.4g within a call "
-                "of a layer, in more heads than it was "
-                "ready for: in that call F is not exact where it lies over %g under the greatest "
-                "value; from now on heads over %g have the "
-                "exact form (slower)",
-                self._last.told,
-                told,
+                "of a layer, in more heads than it had reserved for the exact form: in that call F "
+                "is not exact where it is more than %g below the maximum; from now on heads with "
+                "more than %g use the exact form (slower)",
+                self._last.basis,
+                basis,
                 MAX_RANGE,
                 SWITCH,
             )
-        return Decision(self, told, _room(near))
+        return Decision(self, basis, _reserved_heads(near))
 
     def forms(self) -> list[int]:
         """Return the number of heads reserved for the exact form in each of the last reads."""
@@ -168,7 +167,7 @@ class Ranges:
             (form for known, form in self._forms if known.shape == largest.shape and alike(known)),
             None,
         )
-        return _room(float(_over(largest, SWITCH))) if found is None else found
+        return _reserved_heads(float(_over(largest, SWITCH))) if found is None else found
 
 
 def recomputing() -> bool:

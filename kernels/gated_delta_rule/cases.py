@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.gated_delta_rule import gated_delta_rule
+from kernels.gated_delta_rule.op import gated_delta_rule
 
 Size = Mapping[str, int]
 

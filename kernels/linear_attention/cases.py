@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.linear_attention import linear_attention
+from kernels.linear_attention.op import linear_attention
 
 
 def _random(
@@ -152,8 +152,8 @@ SUITE = Suite(
         "plain, a decay a channel": lambda size: _random(
             size, "channel", normalise=False, initial=True
         ),
-        "strong beside weak, a head": lambda size: _mixed(size, "head"),
-        "strong beside weak, a channel": lambda size: _mixed(size, "channel"),
+        "strong and weak, a head": lambda size: _mixed(size, "head"),
+        "strong and weak, a channel": lambda size: _mixed(size, "channel"),
         "resets of single channels": _some_channels,
         "all strong, a head": lambda size: _random(size, "head", strength=12.0),
         "all strong, a channel": lambda size: _random(size, "channel", strength=12.0),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from kernels.linear_attention import _chunk, _window_sums
+from kernels.linear_attention.op import _chunk, _window_sums
 
 # Represents log 0. It is below every other logarithm, and finite, so that no difference is NaN.
 NOTHING = -1e30

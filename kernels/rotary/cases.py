@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.rotary import rotary
+from kernels.rotary.op import rotary
 
 
 def angles(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.pairs import allowed_pairs
-from kernels.second_order_attention import second_order_attention
+from kernels.second_order_attention.op import second_order_attention
 
 Size = Mapping[str, int]
 

@@ -20,7 +20,7 @@ from kernels.aft_read.cases import (
     two_level_read,
 )
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.ssm_read import ssm_read
+from kernels.ssm_read.op import ssm_read
 
 
 def _random(

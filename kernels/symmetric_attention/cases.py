@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.pairs import allowed_pairs
-from kernels.symmetric_attention import symmetric_attention
+from kernels.symmetric_attention.op import symmetric_attention
 
 Size = Mapping[str, int]
 

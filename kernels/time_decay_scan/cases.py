@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.time_decay_scan import time_decay_scan
+from kernels.time_decay_scan.op import time_decay_scan
 
 
 def _random(size: Mapping[str, int], slowness: float = 3.0) -> Inputs:

@@ -168,7 +168,7 @@ def test_fem_by_its_equations() -> None:
     given: list[Any] = []
     made.mixer.prior.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
     values = own(seen(made, x))
-    parts, v, beta, lam, *_ = given[0]
+    parts, (v, beta, lam, _), _ = given[0]
     q, k = (parts[name][:, 0].transpose(0, 1) for name in ("q", "k"))
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
         torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf
@@ -360,7 +360,8 @@ def test_afts_prior_is_of_its_keys(query: str) -> None:
     given: list[Any] = []
     made.mixer.prior.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
     values = own(seen(made, x))
-    k, v, beta = given[0][0]["k"][:, 0], given[0][1][0].transpose(0, 1), given[0][2]
+    parts, (v, beta, *_), _ = given[0]
+    k, v = parts["k"][:, 0], v[0].transpose(0, 1)
     heads, width = made.mixer.shape.heads, made.mixer.shape.value_head
     entropies = []
     for h in range(heads):

@@ -15,8 +15,8 @@ from torch import Tensor
 from fem_megatron.block import Block
 from fem_megatron.documents import Documents, row_length
 from fem_megatron.state import Context
-from kernels import symmetric_attention
 from kernels.implementations import Op, Unfit, nothing
+from kernels.symmetric_attention import op as symmetric_attention
 from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, model_of
 
 Packs = tuple[tuple[int, ...], ...]

@@ -34,12 +34,12 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.rope import Rope
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
-from kernels import fem_projection
-from kernels import linear_attention as linear
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
+from kernels.fem_projection import op as fem_projection
 from kernels.fem_projection import split_heads
 from kernels.free_energy import linear as free_energy_linear
+from kernels.linear_attention import op as linear
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
 

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.cem_attention.reference as cem
 import kernels.fem_attention.reference as fem
-import kernels.free_energy as free_energy
-import kernels.linear_attention as linear
+import kernels.free_energy.op as free_energy
+import kernels.linear_attention.op as linear
 import kernels.second_order_attention.reference as second_order
-import kernels.ssm_read as ssm
+import kernels.ssm_read.op as ssm
 import kernels.symmetric_attention.reference as symmetric
 from kernels.aft_read import aft_read
 from kernels.check import Inputs, Outputs, Suite, suites

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels.cem_attention.triton as cem
+import kernels.cem_attention.triton.function as cem
 from kernels.check import Inputs, check, poisoned_memory, relative, results
 from tests.kernels.operations import (
     ALL,
@@ -589,7 +589,7 @@ REFUSED: list[tuple[str, str, Inputs]] = [
     ),
     (
         "rotary",
-        r"k has shape \[13, 1, 3, 6\], expected \[13, 2, 3, 6\] beside q",
+        r"k has shape \[13, 1, 3, 6\], expected \[13, 2, 3, 6\] for q",
         {"k": zeros(13, 1, 3, 6)},
     ),
     ("rotary", "k is torch.float64", {"k": zeros(13, 2, 3, 6).double()}),
@@ -620,12 +620,12 @@ REFUSED: list[tuple[str, str, Inputs]] = [
     ),
     (
         "fem_projection",
-        "q and k, of one width where turned, stand first",
+        "q and k, with one width if rotated, must be first",
         {"widths": {"v": 15, "q": 6, "k": 6}},
     ),
     (
         "fem_projection",
-        "q and k, of one width where turned, stand first",
+        "q and k, with one width if rotated, must be first",
         {"widths": {"q": 6, "k": 6, "gate": 5, "lam": 5, "v": 5}},
     ),
     ("linear_attention", "k is torch.float64", {"k": zeros(1, 1, 37, 12).double()}),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import fem_megatron.mixers.cem.layer as cem
-import kernels.cem_attention.triton as products
+import kernels.cem_attention.triton.function as products
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig
 from fem_megatron.parallel import OneProcess

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import kernels.ssm_read as reference
+import kernels.ssm_read.op as reference
 from kernels.aft_read import aft_read
 from kernels.aft_read.cases import SUITE as AFT
 from kernels.check import Inputs, relative, results

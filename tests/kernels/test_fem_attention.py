@@ -476,7 +476,7 @@ def test_the_largest_range_is_told_once_by_a_later_call(messages: pytest.LogCapt
         for x in (calm, wild):
             fem_attention(**x, implementation="sdpa")
         assert [record.getMessage() for record in messages.records] == [
-            "fem_attention: sdpa runs (asked for)"
+            "fem_attention: sdpa runs (requested)"
         ]
         for _ in range(3):
             fem_attention(**calm, implementation="sdpa")

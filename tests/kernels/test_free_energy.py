@@ -357,7 +357,7 @@ def test_a_call_has_room_for_the_heads_that_passed_in_the_last(
         o = linear_read(*(x[name] for name in NAMES), decision=ranges.decide(x["v"]))
         right = torch.equal(o, linear_read(*(x[name] for name in NAMES)))
         assert ranges.forms()[-1] == room and right is (len(wild) <= room), n
-    assert messages.text.count("in more heads than it was ready for") == 2
+    assert messages.text.count("in more heads than it had reserved for the exact form") == 2
 
 
 def test_every_jump_is_named(messages: pytest.LogCaptureFixture) -> None:

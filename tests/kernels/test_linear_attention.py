@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.linear_attention as module
+import kernels.linear_attention.op as module
 from kernels.check import Inputs, relative, results
-from kernels.linear_attention import Damp, end_state, linear_attention, log_weights
+from kernels.linear_attention import end_state, linear_attention, log_weights
 from kernels.linear_attention.cases import SUITE, weights_and_decays
+from kernels.linear_attention.op import Damp
 
 every_decay = pytest.mark.parametrize("decay", ["no decay", "a decay a head", "a decay a channel"])
 decaying = pytest.mark.parametrize("decay", ["a decay a head", "a decay a channel"])

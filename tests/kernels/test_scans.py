@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from torch.utils.flop_counter import FlopCounterMode
 
-import kernels.gated_delta_rule as module
-import kernels.time_decay_scan as scans
+import kernels.gated_delta_rule.op as module
+import kernels.time_decay_scan.op as scans
 from kernels.check import relative, results
 from kernels.conditioner_features import conditioner_features
 from kernels.conditioner_features.cases import SUITE as FEATURES

@@ -372,7 +372,7 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
         "local memory" in fault for fault in faults["spills"]
     )
     assert any("shared memory, over" in fault for fault in faults["shared memory"])
-    assert faults["no wgmma"][0] == "no HGMMA" and "HMMA beside wgmma" in faults["no wgmma"][1]
+    assert faults["no wgmma"][0] == "no HGMMA" and "HMMA and wgmma" in faults["no wgmma"][1]
     assert faults["turned"] == ["loads %a in another layout than it stores it"]
     assert faults["does not compile"][0].startswith("does not compile: ")
     assert faults["cached"] == [False, True]  # the next case is compiled nevertheless

@@ -44,16 +44,16 @@ def main(argv: list[str] | None = None) -> int:
         "prefix",
         nargs="?",
         default="kernels",
-        help="only modules under this one, as kernels.fem_attention",
+        help="only modules under this one, for example kernels.fem_attention",
     )
     parser.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="OP",
-        help="only the kernels of these operations, as fem_attention",
+        help="only the kernels of these operations, for example fem_attention",
     )
-    parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="this architecture alone")
+    parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="only this architecture")
     parser.add_argument(
         "--write",
         action="store_true",
@@ -62,17 +62,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help=f"compare {PAGE.name} with what was built (needs all architectures)",
+        help=f"compare {PAGE.name} with the builds (needs all architectures)",
     )
     parser.add_argument(
         "--few",
         action="store_true",
-        help="only so many builds that every form and type occurs, not every size",
+        help="build every form and dtype once, not every size",
     )
     parser.add_argument(
         "--documents",
         action="store_true",
-        help="these few, for rows of documents of few tokens, no multiple of 16",
+        help="as --few, for rows of short documents whose lengths are not multiples of 16",
     )
     parser.add_argument(
         "--warm",
@@ -84,22 +84,19 @@ def main(argv: list[str] | None = None) -> int:
         "--at",
         type=PurePosixPath,
         metavar="PATH",
-        help="with --warm: the cache's path there (default: DIR's)",
+        help="with --warm: the path of the cache on those machines (default: DIR)",
     )
     parser.add_argument(
         "--triton",
         type=Path,
         metavar="TARGET",
-        help=(
-            "with --warm: where pip has installed Triton for another Python (--target), to run "
-            "there"
-        ),
+        help="with --warm: run there a Triton that pip installed for another Python (--target)",
     )
-    asked = parser.parse_args(argv)
-    return run("tools.kernel_gate", lambda: _warm(asked) if asked.warm else _judge(asked))
+    args = parser.parse_args(argv)
+    return run("tools.kernel_gate", lambda: _warm(args) if args.warm else _judge(args))
 
 
-def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
+def _chosen(args: argparse.Namespace) -> set[tuple[str, str]]:
     """Return (module, name) of the kernels that the call selects.
 
     Raises UserError if Triton is missing, the arguments contradict each other, or they select no
@@ -113,46 +110,44 @@ def _chosen(asked: argparse.Namespace) -> set[tuple[str, str]]:
     if interpreted():
         raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
     rooms = {module.split(".")[1] for module, _ in kernels_under("kernels")}
-    if asked.warm:
+    if args.warm:
         # Some operations launch only kernels of other operations.
         rooms |= {op for op in suites() if "triton" in implementations(op)}
-    for op in asked.only:
+    for op in args.only:
         if op not in rooms:
             near = nearest(op, rooms)
             meant = f"did you mean {near}?" if near else f"these have: {', '.join(sorted(rooms))}"
             raise UserError(f"--only {op}: no operation of this name has kernels; {meant}")
-    if asked.warm and (
-        asked.prefix != "kernels" or asked.write or asked.check or asked.few or asked.documents
+    if args.warm and (
+        args.prefix != "kernels" or args.write or args.check or args.few or args.documents
     ):
         raise UserError("--warm goes with --only, --sm, --at and --triton alone")
-    if not asked.warm and (asked.at or asked.triton):
+    if not args.warm and (args.at or args.triton):
         raise UserError("--at and --triton are about the cache of --warm DIR")
-    if asked.at and not asked.at.is_absolute():
-        raise UserError(f"--at {asked.at}: a path of another machine begins with /")
-    if asked.write and not _whole(asked):
+    if args.at and not args.at.is_absolute():
+        raise UserError(f"--at {args.at}: a path of another machine begins with /")
+    if args.write and not _is_complete(args):
         raise UserError("--write is about all kernels and architectures; leave the others out")
-    if asked.check and (asked.sm or asked.few or asked.documents):
+    if args.check and (args.sm or args.few or args.documents):
         raise UserError(
             "--check is about all architectures and sizes; leave --sm, --few and --documents out"
         )
     chosen = {
         (module, name)
-        for module, name in kernels_under(asked.prefix)
-        if not asked.only or module.split(".")[1] in asked.only
+        for module, name in kernels_under(args.prefix)
+        if not args.only or module.split(".")[1] in args.only
     }
     if not chosen:
-        raise UserError(f"no module under {asked.prefix!r} has kernels; kernels.<operation> does")
+        raise UserError(f"no module under {args.prefix!r} has kernels; kernels.<operation> does")
     return chosen
 
 
-def _whole(asked: argparse.Namespace) -> bool:
+def _is_complete(args: argparse.Namespace) -> bool:
     """Return True if the call builds everything that docs/kernels.md contains."""
-    return asked.prefix == "kernels" and not (
-        asked.only or asked.sm or asked.few or asked.documents
-    )
+    return args.prefix == "kernels" and not (args.only or args.sm or args.few or args.documents)
 
 
-def _same(recorded: str, found: str, whole: bool) -> bool:
+def _same(recorded: str, found: str, complete: bool) -> bool:
     """Return True if the recorded text of docs/kernels.md agrees with the text of this build.
 
     If the last argument is False, only the modules that were built are compared.
@@ -160,7 +155,7 @@ def _same(recorded: str, found: str, whole: bool) -> bool:
     was, is_now = sections(recorded), sections(found)
     return (
         recorded == found
-        if whole
+        if complete
         else all(
             was.get(title) == part
             for title, part in is_now.items()
@@ -173,22 +168,22 @@ def _progress() -> Progress:
     """Return a function that prints the progress and the remaining seconds."""
     start = time.monotonic()
 
-    def told(done: int, of: int, name: str) -> None:
+    def show(done: int, of: int, name: str) -> None:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    return told
+    return show
 
 
-def _warm(asked: argparse.Namespace) -> int:
-    _chosen(asked)
+def _warm(args: argparse.Namespace) -> int:
+    _chosen(args)
     from tools.kernel_gate.launches import launched
     from tools.kernel_gate.warm import fill, key_of, pack
 
-    key = key_of(asked.triton) if asked.triton else ""
-    folder, arch = asked.warm.absolute(), asked.sm or ARCHITECTURES[0]
+    key = key_of(args.triton) if args.triton else ""
+    folder, arch = args.warm.absolute(), args.sm or ARCHITECTURES[0]
     folder.mkdir(parents=True, exist_ok=True)
-    builds = launched(asked.only)
+    builds = launched(args.only)
     entries = fill(builds, arch, folder, key, _progress())
     for build, (_, fault) in zip(builds, entries, strict=True):
         if fault:
@@ -197,7 +192,7 @@ def _warm(asked: argparse.Namespace) -> int:
                 f"{fault}",
                 file=sys.stderr,
             )
-    made, at = {entry for entry, _ in entries if entry}, asked.at or folder
+    made, at = {entry for entry, _ in entries if entry}, args.at or folder
     archive = pack(folder, made, at)
     size = archive.stat().st_size / 1e6
     print(
@@ -207,26 +202,26 @@ def _warm(asked: argparse.Namespace) -> int:
     return Exit.FAULT if any(fault for _, fault in entries) else Exit.DONE
 
 
-def _judge(asked: argparse.Namespace) -> int:
-    known, whole = _chosen(asked), _whole(asked)
+def _judge(args: argparse.Namespace) -> int:
+    known, complete = _chosen(args), _is_complete(args)
     from tools.kernel_gate.launches import recorded
 
     builds = [each for each in recorded() if (each.module, each.kernel) in known]
-    chosen = covering(builds, sizes=False) if asked.few or asked.documents else builds
-    if asked.documents:
+    chosen = covering(builds, sizes=False) if args.few or args.documents else builds
+    if args.documents:
         chosen = [short for each in chosen if (short := in_rows(each)) is not None]
-    built = build_all(chosen, ARCHITECTURES if asked.sm is None else (asked.sm,), _progress())
+    built = build_all(chosen, ARCHITECTURES if args.sm is None else (args.sm,), _progress())
     for one in built:
         for report in one.reports.values():
-            said = (
+            properties = (
                 [f"{report.registers} registers", f"{report.shared} B shared"]
                 if not report.failed
                 else [f"failed: {report.failed}"]
             )
-            said += [f"{report.matrix} wgmma"] if one.build.matrix and report.matrix else []
-            said += [f"{report.spilled} B spilled"] if report.spilled else []
-            said += [f"ptxas {code}" for code in report.warnings]
-            print(f"{one.name}: sm_{report.arch}: {', '.join(said)}")
+            properties += [f"{report.matrix} wgmma"] if one.build.matrix and report.matrix else []
+            properties += [f"{report.spilled} B spilled"] if report.spilled else []
+            properties += [f"ptxas {code}" for code in report.warnings]
+            print(f"{one.name}: sm_{report.arch}: {', '.join(properties)}")
     unseen = known - {(build.module, build.kernel) for build in builds}
     faults = [
         f"{module}: {kernel}: no layer and no operation's case launches it"
@@ -235,10 +230,10 @@ def _judge(asked: argparse.Namespace) -> int:
     faults += [f"{one.name}: {fault}" for one in built for fault in one.faults()]
     for fault in faults:
         print(f"kernel_gate: {fault}", file=sys.stderr)
-    text = page(built, importlib.metadata.version("triton")) if asked.write or asked.check else ""
-    if asked.write and not faults:
+    text = page(built, importlib.metadata.version("triton")) if args.write or args.check else ""
+    if args.write and not faults:
         PAGE.write_text(text, encoding="utf-8")
-    if asked.check and not _same(PAGE.read_text(encoding="utf-8"), text, whole):
+    if args.check and not _same(PAGE.read_text(encoding="utf-8"), text, complete):
         print(
             f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate "
             "--write",

@@ -52,6 +52,24 @@ ALLOWED = {
     "it serialises nothing"
 }
 
+INTRODUCTION = """\
+# The kernels' machine code
+
+`python -m tools.kernel_gate --write` writes this page; a test compiles every kernel again and
+compares. Triton {triton} and its ptxas compile without a GPU, in the shapes and dtypes in which
+layers and operations launch the kernels. SHA-256 of the sources:
+`{sources}`.
+
+Each figure is the largest over all builds of a kernel; speeds are in `docs/benchmarks/`. On sm_90
+(H100, H200) no kernel spills registers or uses local memory, shared memory is at most {limit}
+bytes, and ptxas gives no warning that is not listed below.
+
+- wgmma: the smallest number of wgmma instructions in a build; all of the kernel's matrix products
+  use them. `-`: the kernel has no matrix products, or only small ones.
+- sm_80 (A100), sm_100 (B200): number of builds that spill or need too much shared memory there. The
+  block sizes are those for sm_90.
+"""
+
 T = TypeVar("T")
 # Number of finished builds, number of builds, and the name of one.
 Progress = Callable[[int, int, str], None]
@@ -134,7 +152,7 @@ class Report:
             found.append(f"{self.shared} bytes of shared memory, over {SHARED_LIMIT[self.arch]}")
         if build.matrix and self.arch == ARCHITECTURES[0] and self.rows >= 64:
             found += [] if self.matrix else ["no HGMMA"]
-            found += [f"{self.slow_matrix} HMMA beside wgmma"] if self.slow_matrix else []
+            found += [f"{self.slow_matrix} HMMA and wgmma"] if self.slow_matrix else []
         found += [f"ptxas warns {code}" for code in self.warnings if code not in ALLOWED]
         found += [f"loads {name} in another layout than it stores it" for name in self.crossed]
         return found
@@ -196,11 +214,11 @@ def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
         if arch != ARCHITECTURES[0]:
             return found, b""
         ptx.write_text(made.asm["ptx"])
-        said = _run(tools, "-v", f"--gpu-name=sm_{arch}a", "-o", cubin, ptx)
+        log = _run(tools, "-v", f"--gpu-name=sm_{arch}a", "-o", cubin, ptx)
         code = cubin.read_bytes()
     found = replace(
         found,
-        spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
+        spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log))),
         rows=min(
             (
                 int(rows)
@@ -208,7 +226,7 @@ def _compiled(build: Build, arch: int) -> tuple[Report, bytes]:
             ),
             default=0,
         ),
-        warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),
+        warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", log)))),
         crossed=tuple(crossed_layouts(made.asm["ttgir"])),
     )
     return found, code
@@ -236,7 +254,7 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(b"".join(code))
         # -ndf: do not find labels by data flow analysis.
-        said = _run(
+        listing = _run(
             Path(get_ptxas(arch).path).with_name("nvdisasm"),
             "--binary",
             f"SM{arch}a",
@@ -244,7 +262,7 @@ def disassembled(cubins: Sequence[bytes]) -> list[str]:
             file.name,
         )
     ends, listings = list(itertools.accumulate(map(len, code))), [list[str]() for _ in code]
-    for line in said.splitlines():
+    for line in listing.splitlines():
         if address := re.match(r"\s*/\*([0-9a-f]+)\*/", line):
             listings[bisect.bisect_right(ends, int(address[1], 16))].append(line)
     return ["\n".join(lines) for lines in listings]
@@ -405,18 +423,18 @@ def in_rows(build: Build) -> Build | None:
 
 
 def build_all(
-    builds: Sequence[Build], architectures: tuple[int, ...], told: Progress
+    builds: Sequence[Build], architectures: tuple[int, ...], progress: Progress
 ) -> list[Built]:
     """Compile the builds for all architectures and return them with their reports.
 
     The last argument is called with the progress.
     """
-    found = in_processes(partial(_reports, architectures=architectures), builds, told)
+    found = in_processes(partial(_reports, architectures=architectures), builds, progress)
     return [Built(build, by_arch) for build, by_arch in zip(builds, found, strict=True)]
 
 
 def in_processes(
-    work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Build], told: Progress
+    work: Callable[[Sequence[Build]], list[T]], builds: Sequence[Build], progress: Progress
 ) -> list[T]:
     """Return the results of ``work`` for all builds, in their order.
 
@@ -432,7 +450,7 @@ def in_processes(
         for future in as_completed(pending):
             for build, result in zip(pending[future], future.result(), strict=True):
                 found[build] = result
-                told(len(found), len(builds), f"{build.module}: {build.label}")
+                progress(len(found), len(builds), f"{build.module}: {build.label}")
     return [found[build] for build in builds]
 
 
@@ -470,26 +488,9 @@ def _syntax(node: Any) -> Any:
 
 def page(built: list[Built], triton_version: str) -> str:
     """Return the text of docs/kernels.md: a row per kernel, with the maximum over its builds."""
-    lines = [
-        "# The kernels' machine code",
-        "",
-        "Written by `python -m tools.kernel_gate --write`; a test compiles all again and "
-        "compares. Built",
-        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in "
-        "which layers and operations launch them,",
-        f"from sources whose hash is `{sources_hash()}`.",
-        "It says what a kernel takes at the most; speeds are in `docs/benchmarks/`.",
-        "",
-        "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is "
-        "within",
-        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. wgmma: "
-        "all of the kernel's",
-        "products are wgmma in at least so many instructions; `-`: it multiplies little, or "
-        "small tiles.",
-        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there: so many "
-        "builds spill or need",
-        "too much shared memory; block sizes are sm_90's.",
-    ]
+    lines = INTRODUCTION.format(
+        triton=triton_version, sources=sources_hash(), limit=SHARED_LIMIT[90]
+    ).splitlines()
     rows: dict[str, dict[str, list[Built]]] = {}
     for one in built:
         rows.setdefault(one.build.module.removeprefix("kernels."), {}).setdefault(

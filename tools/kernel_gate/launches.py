@@ -109,18 +109,18 @@ def launched(only: Collection[str] = ()) -> list[Build]:
     """
     found: dict[str, Build] = {}
     layers = (
-        (label, [each for each in launches if not only or _room(each[0]) in only])
+        (label, [each for each in launches if not only or _package(each[0]) in only])
         for label, launches in _layers()
     )
     for label, launches in (*layers, *_cases(only, _fast)):
         for kernel, given in launches:
-            if _room(kernel):
+            if _package(kernel):
                 build = build_of(label, kernel, given)
                 found.setdefault(repr(replace(build, label="")), build)
     return list(found.values())
 
 
-def _room(kernel: Any) -> str:
+def _package(kernel: Any) -> str:
     """Return the operation whose folder contains the kernel.
 
     Return "" if the kernel belongs to another package.
@@ -138,7 +138,7 @@ def _alike(labelled: Iterator[tuple[str, Launches]]) -> list[Build]:
     least: dict[tuple[Any, ...], Build] = {}
     for label, launches in labelled:
         for kernel, given in launches:
-            if _room(kernel):
+            if _package(kernel):
                 build = build_of(label, kernel, given)
                 kind = _kind(kernel, build)
                 first.setdefault(kind, build)

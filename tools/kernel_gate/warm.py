@@ -30,14 +30,16 @@ from tools.kernel_gate.jit import compiled
 Entry = tuple[str, str]  # a folder of the cache, and the error without one ("": no error)
 
 
-def fill(builds: Sequence[Build], arch: int, folder: Path, key: str, told: Progress) -> list[Entry]:
+def fill(
+    builds: Sequence[Build], arch: int, folder: Path, key: str, progress: Progress
+) -> list[Entry]:
     """Compile the builds into a cache at ``folder``, and keep its existing entries.
 
     Return (folder of the entry in the cache, error or "") for each build.
 
     key: Triton's part of the cache key; "" uses that of this process.
     """
-    return in_processes(partial(_entries, arch=arch, folder=folder, key=key), builds, told)
+    return in_processes(partial(_entries, arch=arch, folder=folder, key=key), builds, progress)
 
 
 def _entries(builds: Sequence[Build], arch: int, folder: Path, key: str) -> list[Entry]:

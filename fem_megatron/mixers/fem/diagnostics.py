@@ -10,6 +10,7 @@ from torch import Tensor
 from fem_megatron.diagnostics import Quantities, Sample, entropy, largest_logit, quantiles, wide
 from fem_megatron.mixers.fem.layer import FemMixer
 from fem_megatron.mixers.fem.prior_shapes import AftShape, MambaShape, PriorShape, SoftmaxShape
+from fem_megatron.mixers.fem.priors import Values
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 from kernels.pairs import allowed_pairs
@@ -31,15 +32,15 @@ def observe(mixer: FemMixer, sample: Sample) -> Quantities:
     gather, (heads, length, width) = mixer.parallel.gather, v.shape[1:]
     head = torch.arange(heads, device=v.device)[:, None] + mixer.parallel.rank * heads
     number = torch.arange(width, device=v.device) * mixer.shape.heads + head + 1
-    asked = (number * length // (mixer.shape.heads * width) - 1).clamp_min(0)
+    tokens = (number * length // (mixer.shape.heads * width) - 1).clamp_min(0)
     slope = _slope_of_values(mixer.shape.prior, v)
 
     def read(temperature: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return mu or F [h, n, d], and the mean entropy of its weights."""
         with torch.enable_grad():
             values = v.detach().requires_grad_()
-            out = mixer.prior(parts, values, temperature, None, None, context)[0]
-            (weights,) = torch.autograd.grad(out.gather(1, asked[:, None]).sum(), values)
+            out = mixer.prior(parts, Values(values, temperature), context)[0]
+            (weights,) = torch.autograd.grad(out.gather(1, tokens[:, None]).sum(), values)
         weights = torch.where(slope > 0, weights / slope, 0.0)
         return out.detach(), gather(entropy(weights[0].transpose(1, 2)).mean(-1)).mean()
 
@@ -87,7 +88,7 @@ def _given_to_prior(
         mixer.step(rms_norm(sample.x, mixer.norm.weight, mixer.shape.norm_eps), sample.context)
     finally:
         handle.remove()
-    parts, v, beta, lam, _, context = given
+    parts, (v, beta, lam, _), context = given
     if isinstance(mixer.shape.prior, AftShape):
         # AFT's query multiplies the read. This value gives a factor of 1 for both query modes.
         parts["q"] = torch.full_like(parts["q"], ONE_AS_AFT_QUERY)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from fem_megatron.context_parallel.scans import fading_sum
-from fem_megatron.mixers.fem.priors import Prior
+from fem_megatron.mixers.fem.priors import Prior, Values
 from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.shape import located
@@ -97,7 +97,8 @@ class FemMixer(Update):
             parts.pop(name).permute(1, 2, 0, 3) if name in parts else None
             for name in ("v", "lam", "gate")
         )
-        o = self.prior(parts, v, self.inverse_temperature(z), lam, gate, context)
+        assert v is not None
+        o = self.prior(parts, Values(v, self.inverse_temperature(z), lam, gate), context)
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def inverse_temperature(self, like: Tensor) -> Tensor | None:

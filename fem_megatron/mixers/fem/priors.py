@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, product_type, rms_norm
 from kernels.aft_read import aft_read
-from kernels.free_energy import ValueWindow, free_energy_read, value_window
+from kernels.free_energy import ValueWindow, free_energy_read
 from kernels.free_energy.linear import linear_read
+from kernels.free_energy.op import value_window
 from kernels.free_energy.ranges import Decision, Ranges
 from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
@@ -32,6 +34,19 @@ Parts = dict[str, Tensor]
 
 Each is [s, b, local heads, width] and scaled by the conditioner; q and k are rotated.
 """
+
+
+class Values(NamedTuple):
+    """Values of a read and the parameters that combine mu and F.
+
+    v, lam, gate [b, h, s, d_v]; beta [h, d_v]. beta None: o = mu. lam None: o = F. gate None: no
+    gate.
+    """
+
+    v: Tensor
+    beta: Tensor | None = None
+    lam: Tensor | None = None
+    gate: Tensor | None = None
 
 
 class Prior(Layer):
@@ -58,20 +73,8 @@ class Prior(Layer):
             return None
         return self.ranges.setdefault((context.iteration, agreed), Ranges()).decide(v)
 
-    def forward(
-        self,
-        parts: Parts,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
-        context: Context,
-    ) -> Tensor:
-        """Return o = gate * ((1 - lam) mu + lam F), [b, h, s, d_v] in v's type.
-
-        v, lam, gate [b, h, s, d_v]; beta [h, d_v]. beta None: o = mu. lam None: o = F. gate None:
-        no gate.
-        """
+    def forward(self, parts: Parts, values: Values, context: Context) -> Tensor:
+        """Return o = gate * ((1 - lam) mu + lam F), [b, h, s, d_v] in the values' dtype."""
         raise NotImplementedError
 
 
@@ -92,27 +95,15 @@ class ScanPrior(Prior):
         """
         raise NotImplementedError
 
-    def forward(
-        self,
-        parts: Parts,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
-        context: Context,
-    ) -> Tensor:
+    def forward(self, parts: Parts, values: Values, context: Context) -> Tensor:
         q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts))
+        v, beta, lam, gate = values
         split = context.passing if context.causal and self.shape.backend != "reference" else None
-        decision = (
-            None
-            if beta is None or context.state is not None
-            else self.decision(v, context, agreed=split is not None)
-        )
-        span = (
-            None
-            if split is None or beta is None
-            else self._span(v, beta, split, decision or Decision())
-        )
+        decision = span = None
+        if beta is not None and context.state is None:
+            decision = self.decision(v, context, agreed=split is not None)
+        if beta is not None and split is not None:
+            span = self._span(v, beta, split, decision or Decision())
         passes = split is not None and (beta is None or span is not None)
 
         def read(
@@ -133,11 +124,12 @@ class ScanPrior(Prior):
                 k, v, decay = k * valid, v * valid, None if decay is None else decay * valid
             if decay is not None and decay.shape[-1] == 1:
                 decay = decay.squeeze(-1)
+            values = Values(v, beta, lam, gate)
             if context.state is not None:
-                return self._decode(q, k, decay, v, beta, lam, gate, context)
+                return self._decode(q, k, decay, values, context)
             if passes:
-                return self._pass(q, k, decay, v, beta, lam, gate, span, context)
-            return self._read(q, k, decay, v, beta, lam, gate, decision, causal=context.causal)
+                return self._pass(q, k, decay, values, span, context)
+            return self._read(q, k, decay, values, decision, causal=context.causal)
 
         return context.apart(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
 
@@ -166,10 +158,7 @@ class ScanPrior(Prior):
         q: Tensor,
         k: Tensor,
         decay: Tensor | None,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
+        values: Values,
         span: Tensor | None,
         context: Context,
     ) -> Tensor:
@@ -177,33 +166,30 @@ class ScanPrior(Prior):
 
         span: the values' range, which all chunks share.
         """
-        q, k = (t.to(product_type(v)) for t in (q, k))
+        q, k = (t.to(product_type(values.v)) for t in (q, k))
 
         def read(streams: Tensor) -> Tensor:
-            return linear_scan(q, k, streams.to(q.dtype), decay, None, context, normalise=True)[
-                0
-            ].to(streams.dtype)
+            o, _ = linear_scan(q, k, streams.to(q.dtype), decay, None, context, normalise=True)
+            return o.to(streams.dtype)
 
         def weights(start: int, stop: int) -> Tensor:
             raise AssertionError("the exact form needs the tokens of all ranks")
 
         both = None if span is None else torch.cat((span, span))
-        return free_energy_read(v, beta, lam, gate, read, weights, exact=False, span=both)
+        return free_energy_read(*values, read, weights, exact=False, span=both)
 
     def _read(
         self,
         q: Tensor,
         k: Tensor,
         decay: Tensor | None,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
+        values: Values,
         decision: Decision | None,
         *,
         causal: bool,
     ) -> Tensor:
         """Return the read o of full sequences (`Prior.forward`), without a decoding state."""
+        v, beta, lam, gate = values
         q, k = (t.to(product_type(v)) for t in (q, k))
         exact = True if self.shape.backend == "reference" else None
         return linear_read(
@@ -211,37 +197,31 @@ class ScanPrior(Prior):
         )
 
     def _decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        decay: Tensor | None,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
-        context: Context,
+        self, q: Tensor, k: Tensor, decay: Tensor | None, values: Values, context: Context
     ) -> Tensor:
         """Return the read o of further tokens (`Prior.forward`), and update the decoding state."""
-        q, k, values = (t.to(torch.promote_types(v.dtype, torch.float32)) for t in (q, k, v))
+        narrow, beta, lam, gate = values
+        wide = torch.promote_types(narrow.dtype, torch.float32)
+        q, k, v = (t.to(wide) for t in (q, k, narrow))
         sums, width = context.recall("sums"), v.shape[-1]
         if beta is None:
-            out, sums = linear_attention(q, k, values, decay, sums, normalise=True)
+            out, sums = linear_attention(q, k, v, decay, sums, normalise=True)
         else:
-            window = ValueWindow(values, beta.to(q.dtype), context.recall("window"))
+            window = ValueWindow(v, beta.to(q.dtype), context.recall("window"))
             if sums is not None:
                 sums = torch.cat(
                     (sums[..., :width], sums[..., width:-1] * window.rescale, sums[..., -1:]),
                     dim=-1,
                 )
             read, sums = linear_attention(
-                q, k, torch.cat((values, window.stream()), dim=-1), decay, sums, normalise=True
+                q, k, torch.cat((v, window.stream()), dim=-1), decay, sums, normalise=True
             )
             out, z = read.chunk(2, dim=-1)
             gap = window.gap(out, z)
             out = out + (gap if lam is None else lam * gap)
             context.keep("window", window.state)
         context.keep("sums", sums)
-        return (out if gate is None else gate * out).to(v.dtype)
+        return (out if gate is None else gate * out).to(narrow.dtype)
 
 
 class SoftmaxPrior(Prior):
@@ -251,40 +231,25 @@ class SoftmaxPrior(Prior):
     in standard attention.
     """
 
-    def forward(
-        self,
-        parts: Parts,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
-        context: Context,
-    ) -> Tensor:
+    def forward(self, parts: Parts, values: Values, context: Context) -> Tensor:
         assert isinstance(self.shape.prior, SoftmaxShape)
         q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
         k = context.extend("k", k, dim=2)
-        v = context.extend("v", v, dim=2)
-        chosen = (
-            "auto"
-            if context.state is not None and self.shape.backend == "fused"
-            else self.shape.backend
-        )
-        decision = (
-            None
-            if context.split is None or beta is None
-            else self.decision(v, context, agreed=True)
-        )
+        values = values._replace(v=context.extend("v", values.v, dim=2))
+        backend = self.shape.backend
+        if context.state is not None and backend == "fused":
+            backend = "auto"
+        decision = None
+        if context.split is not None and values.beta is not None:
+            decision = self.decision(values.v, context, agreed=True)
         return softmax_read(
             context,
             q,
             k,
-            v,
-            beta,
-            lam,
-            gate,
+            *values,
             scale=self.shape.prior.scale,
             decision=decision,
-            implementation=chosen,
+            implementation=backend,
         )
 
 
@@ -320,15 +285,7 @@ class AftPrior(Prior):
     The decoding state is a running maximum and sums relative to it for each channel, fp32.
     """
 
-    def forward(
-        self,
-        parts: Parts,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
-        context: Context,
-    ) -> Tensor:
+    def forward(self, parts: Parts, values: Values, context: Context) -> Tensor:
         """Return o (`Prior.forward`) from the slices q and k.
 
         With query "after", o is multiplied by sigmoid(q).
@@ -336,12 +293,13 @@ class AftPrior(Prior):
         shape = self.shape.prior
         assert isinstance(shape, AftShape)
         q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
+        v, beta, lam, gate = values
         query = None
         if shape.query == "inside":
             query = self._positive(q)
         else:
             gate = q.sigmoid() if gate is None else q.sigmoid() * gate
-        whole = partial(aft_read, state=context.recall("sums"), causal=context.causal)
+        call = partial(aft_read, state=context.recall("sums"), causal=context.causal)
 
         def read(
             valid: Tensor | None,
@@ -353,7 +311,7 @@ class AftPrior(Prior):
             beta: Tensor | None,
         ) -> Tensor:
             valid = None if valid is None else valid[:, -v.shape[2] :]
-            o, sums = whole(k, v, beta=beta, lam=lam, gate=gate, query=query, valid=valid)
+            o, sums = call(k, v, beta=beta, lam=lam, gate=gate, query=query, valid=valid)
             if sums is not None:
                 context.keep("sums", sums)
             return o
@@ -384,23 +342,16 @@ class MambaPrior(Prior):
     and stream, fp32.
     """
 
-    def forward(
-        self,
-        parts: Parts,
-        v: Tensor,
-        beta: Tensor | None,
-        lam: Tensor | None,
-        gate: Tensor | None,
-        context: Context,
-    ) -> Tensor:
+    def forward(self, parts: Parts, values: Values, context: Context) -> Tensor:
         """Return o (`Prior.forward`) from the slices delta, b and c, before their softplus."""
         shape = self.shape.prior
         assert isinstance(shape, MambaShape)
+        v, beta, lam, gate = values
         wide = torch.promote_types(v.dtype, torch.float32)
         delta, b_in, c_out = (
             parts[name].permute(1, 2, 0, 3).to(wide) for name in ("delta", "b", "c")
         )
-        whole = partial(
+        call = partial(
             ssm_read, normalise=shape.normalise, state=context.recall("sums"), causal=context.causal
         )
 
@@ -416,7 +367,7 @@ class MambaPrior(Prior):
             beta: Tensor | None,
         ) -> Tensor:
             valid = None if valid is None else valid[:, -v.shape[2] :]
-            o, sums = whole(delta, rate, b_in, c_out, v, beta, lam, gate, valid=valid)
+            o, sums = call(delta, rate, b_in, c_out, v, beta, lam, gate, valid=valid)
             if sums is not None:
                 context.keep("sums", sums)
             return o
@@ -424,10 +375,8 @@ class MambaPrior(Prior):
         delta = softplus(delta + self._step_logit(wide))
         b_in = softplus(b_in) + EPS
         c_out = softplus(c_out) + EPS
-        values = v.sigmoid() if shape.squash else v
-        return context.apart(
-            read, delta, b_in, c_out, values, lam, gate, each=(self._rate(wide), beta)
-        )
+        v = v.sigmoid() if shape.squash else v
+        return context.apart(read, delta, b_in, c_out, v, lam, gate, each=(self._rate(wide), beta))
 
     def _step_logit(self, wide: torch.dtype) -> Tensor:
         """Return the logits of the initial steps plus the learned bias, [local heads, 1, d_v]."""

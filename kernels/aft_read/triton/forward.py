@@ -23,7 +23,7 @@ import triton.language as tl
 
 from kernels.fem_attention.triton.epilogue import free_energy_gap
 from kernels.fem_attention.triton.prep import excess
-from kernels.free_energy import SHIFT_BELOW
+from kernels.free_energy.op import SHIFT_BELOW
 from kernels.implementations import interpreted
 from kernels.tiles import strides_of
 

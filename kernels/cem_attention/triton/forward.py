@@ -114,15 +114,10 @@ def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
     In Triton's interpreter they are small, so that a test has many blocks. In float32 they are
     small because float32 multiplies without tensor cores.
     """
-    narrow, middle, broad = BLOCKS[kernel.fn.__name__]
     wide = padded(width)
     alone = Blocks(32, 32, 8, 1) if wide <= 64 else Blocks(16, 16, 8, 1)
-    return fitting(
-        dtype,
-        Blocks(32, 16, 4, 1),
-        alone,
-        narrow if wide <= 64 else middle if wide <= 128 else broad,
-    )
+    halves = BLOCKS[kernel.fn.__name__][(wide > 64) + (wide > 128)]
+    return fitting(dtype, Blocks(32, 16, 4, 1), alone, halves)
 
 
 @triton.jit

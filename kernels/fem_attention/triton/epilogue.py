@@ -22,8 +22,8 @@ from kernels.fem_attention.triton.prep import (
     rows_and_channels,
     tile_of,
 )
-from kernels.free_energy import FAINT as LEAST
-from kernels.free_energy import LOWEST_Y
+from kernels.free_energy.op import FAINT as LEAST
+from kernels.free_energy.op import LOWEST_Y
 from kernels.implementations import interpreted
 from kernels.tiles import empty_as, load_tile, of_head, padded, place, rows_of, strides_of
 

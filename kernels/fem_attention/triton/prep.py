@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.free_energy import CLAMP as MOST
-from kernels.free_energy import SHIFT_BELOW
+from kernels.free_energy.op import CLAMP as MOST
+from kernels.free_energy.op import SHIFT_BELOW
 from kernels.free_energy.ranges import MAX_RANGE
 from kernels.implementations import interpreted
 from kernels.tiles import LOG2_E, empty_as, rows_of

@@ -29,7 +29,9 @@ class Plan(NamedTuple):
     @property
     def chunk(self) -> int:
         """Tokens whose pairs are weighted at once; a power of 2."""
-        return 16 if interpreted() else 32 if self.wide or self.decay == CHANNEL else 64
+        if interpreted():
+            return 16
+        return 32 if self.wide or self.decay == CHANNEL else 64
 
     @property
     def keys(self) -> int:
@@ -80,7 +82,7 @@ class Plan(NamedTuple):
 
 
 def _block(width: int, wide: bool) -> int:
-    most = 16 if interpreted() else 32 if wide else 64
-    return max(
-        16, min(most, 1 << (width - 1).bit_length())
-    )  # a product's operands are at least 16 wide
+    if interpreted():
+        return 16
+    # The operands of a matrix product are at least 16 wide.
+    return max(16, min(32 if wide else 64, 1 << (width - 1).bit_length()))
