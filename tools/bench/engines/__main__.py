@@ -22,7 +22,6 @@ from fem_common.errors import Fault
 from fem_common.text import duration
 from fem_megatron.megatron import platform
 from tools.bench import runner
-from tools.bench.data_prep.processes import Neighbours, load
 from tools.bench.engines import variants
 from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table
 from tools.bench.engines.variants import (
@@ -59,7 +58,6 @@ class Bench:
     cuda: bool
     out: Path | None = None
     logs: Path | None = None
-    load_before: float = field(default_factory=load)
     cannot: dict[str, str] = field(default_factory=dict)
     answers: dict[str, list[list[Answer]]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
@@ -137,11 +135,8 @@ class Bench:
             machine["packages"]["deepspeed"] = version("deepspeed")
         return machine
 
-    def write(self, others: float | None = None) -> None:
-        """Write the results so far to the file ``out``, if it is set and the baseline has results.
-
-        others: cores that other programs used; None before the last round has ended.
-        """
+    def write(self) -> None:
+        """Write the results so far to ``out``, if it is set and the baseline has results."""
         job, found = self.job, self.figures() if self.out else {}
         base = found.get(BASELINE)
         if not isinstance(base, Figures):
@@ -164,8 +159,6 @@ class Bench:
             "overrides": list(job.overrides),
         }
         content |= {
-            "load": self.load_before,
-            "others": others,
             "seconds": time.monotonic() - self.began,
         }
         runner.write_json(
@@ -263,21 +256,19 @@ def _whole(text: str) -> int:
     return number
 
 
-def conclude(bench: Bench, others: float | None) -> None:
+def conclude(bench: Bench) -> None:
     """Write and print the results."""
-    bench.write(others)
+    bench.write()
     job = replace(bench.job, variant=BASELINE)
     plan, model = plan_of(job, cuda=bench.cuda), f"{job.model}: " if job.model else ""
     train = plan.config.train
     micro_batch = f"{plan.config.train.micro_batch_size} x {plan.config.data.seq_length} tokens"
-    meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
     print(runner.sentence(bench.machine))
     print(
         f"{model}{plan.total_parameters / 1e6:.1f}M parameters, "
         f"vocabulary {plan.config.model.vocab_size:,}, {job.precision}; {job.ranks} ranks, "
         f"steps of {train.global_batch_size} sequences in micro-batches of {micro_batch}; "
-        f"rounds of {job.steps} steps: {bench.rounds}; "
-        f"load average {bench.load_before:.1f} at first{meanwhile}"
+        f"rounds of {job.steps} steps: {bench.rounds}"
     )
     print(f"\n{table(bench.figures())}")
 
@@ -318,11 +309,10 @@ def compare(job: Job, options: argparse.Namespace) -> int:
         name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}
     ]
     bench = Bench(job, names, options.rounds, platform.has_cuda(), options.out, options.logs)
-    neighbours = Neighbours()
     bench.run()
     if BASELINE in bench.cannot:
         raise Fault(f"{BASELINE}, the baseline of all ratios, cannot run: {bench.cannot[BASELINE]}")
-    conclude(bench, neighbours.cores())
+    conclude(bench)
     return 0
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from fem_megatron.megatron import platform
 from pretrain.plan.devices import peak_tflops
 from tools.bench import runner
-from tools.bench.data_prep.processes import Spread
 from tools.bench.engines.variants import BASELINE, Answer, Job, is_partial, plan_of, planned
 
 MIB = 2**20
@@ -99,13 +98,15 @@ def _median_bytes(answers: Sequence[Answer], which: str) -> int:
     return int(statistics.median(answer[which] for answer in answers))
 
 
-def time_ratio(own: Figures, base: Figures) -> Spread:
+def time_ratio(own: Figures, base: Figures) -> runner.Spread:
     """Return the ratio of the step times of ``own`` and ``base`` over the rounds.
 
     Only rounds that both variants completed are used. Ratios within a round cancel changes of the
     machine's load.
     """
-    return Spread.of([mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=False)])
+    return runner.Spread.of(
+        [mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=False)]
+    )
 
 
 def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, Any]:

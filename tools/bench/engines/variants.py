@@ -25,13 +25,14 @@ from fem_common.files import write_whole
 from fem_common.ports import server_port
 from fem_common.text import duration
 from pretrain.config import EngineConfig, RunConfig
-from tools.bench.data_prep.processes import ROOT, TAIL
 from tools.bench.runner import MODELS, VOCABULARY, model_file
 
 if TYPE_CHECKING:
     from pretrain.plan.memory import StageMemory
     from pretrain.plan.run_plan import Plan
 
+ROOT = Path(__file__).resolve().parents[3]
+TAIL = 15  # lines of a failed command's output that are shown
 BASELINE = "megatron"
 VARIANTS: Mapping[str, EngineConfig] = {
     BASELINE: EngineConfig("megatron"),
