@@ -23,7 +23,6 @@ from data_prep.prepared.document_ids import IdsEntry
 from data_prep.prepared.entries import (
     manifest_of,
     missing_units,
-    ranges,
     read_units,
     shortened,
     units_done,
@@ -54,7 +53,7 @@ from data_prep.verify.cache import cache_bytes, check_caches
 from data_prep.verify.pairs import Ids, pair_faults
 from data_prep.verify.sample import check_sample
 from fem_common.errors import UserError
-from fem_common.text import count
+from fem_common.text import count, ranges
 
 SAMPLE = 100
 PUT_BACK = "put it back, or plan and run again with --overwrite"
