@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import Found, find
@@ -531,9 +532,7 @@ def _tokenizer_digest(*folders: Path) -> str:
 
 
 def _files(files: list[Path]) -> str:
-    return " ".join(
-        f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files
-    )
+    return " ".join(f"{file.name} {sha256(file)}" for file in files)
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import shutil
@@ -18,6 +17,7 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256
 from fem_megatron.config import ModelConfig
 
 from . import tokenization_fem
@@ -65,7 +65,7 @@ class Tokenizer:
         None if the file does not exist.
         """
         file = self.folder / WHOLE
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        return sha256(file) if file.is_file() else None
 
     def copy_to(self, folder: Path, pad: int | None = None, model_type: str | None = None) -> None:
         """Copy the tokenizer's files into ``folder``, and rewrite tokenizer_config.json.

@@ -6,7 +6,6 @@ length; a loss per token is not comparable across tokenizers. The module does no
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
-from fem_common.files import read_lines
+from fem_common.files import read_lines, sha256, sha256_json
 from pretrain.config import RunConfig, Source, load_run, run_of
 from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
 from pretrain.plan.run_plan import flops_per_token
@@ -197,13 +196,11 @@ def _tokenizer(config: RunConfig) -> str:
         if manifest is not None:
             return str(manifest.tokenizer["sha256"])
     file = Path(config.data.tokenizer) / "tokenizer.json" if config.data.tokenizer else None
-    return (
-        hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""
-    )
+    return sha256(file) if file is not None and file.is_file() else ""
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:DIGITS]
+    return sha256_json(value, sort_keys=False)[:DIGITS]
 
 
 EXPORTED_KEYS = ("step", "loss", "step_seconds", "valid_loss")
