@@ -103,6 +103,12 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) ->
     ]
 
 
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return cells, which must contain no ``|``, as a Markdown table without a final line break."""
+    first, *others = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
 def one_line(said: object, longest: int = 0) -> str:
     """Return the text of a message or an exception on one line.
 
