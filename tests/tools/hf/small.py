@@ -87,18 +87,17 @@ def config_of(name: str) -> ModelConfig:
 
 
 def random_state(
-    model: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64
+    model: ModelConfig, dtype: torch.dtype = torch.float64, scale: float = 0.2
 ) -> dict[str, Tensor]:
     """Return weights far from their initialisation, so that no part of the model is near the
     identity or zero.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     state = {}
     for name, weight in model_weights(model).items():
         start = weight.init if isinstance(weight.init, int | float) else 0.0
-        state[name] = (
-            start + 0.2 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-        ).to(dtype)
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        state[name] = (start + scale * noise).to(dtype)
     return state
 
 
@@ -111,6 +110,26 @@ def here(name: str, dtype: torch.dtype = torch.float32) -> Any:
     for key, parameter in model.named_parameters():
         parameter.data.copy_(state[key][: len(parameter)])
     return model
+
+
+def trained_logits(
+    model: ModelConfig, state: dict[str, Tensor], ids: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the training code's logits [b, t, vocabulary] in float64.
+
+    Megatron-core's process groups must exist.
+    """
+    from fem_megatron.megatron.model import Layout, build
+
+    (chunk,) = build(model, Layout(params_dtype=dtype), ids.shape[1], seed=0)
+    cast = {name: tensor.to(dtype) for name, tensor in state.items()}
+    answer = chunk.load_state_dict(cast, strict=False)
+    assert not answer.unexpected_keys
+    for key in answer.missing_keys:
+        assert key.endswith("_extra_state") or key == "output_layer.weight", key
+    with torch.no_grad():
+        logits: Tensor = chunk(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+    return logits[..., : model.vocab_size].double()
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:

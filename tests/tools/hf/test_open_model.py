@@ -22,7 +22,7 @@ from tests.tools.hf.texts import byte_tokenizer, save, text_model
 from tests.tools.refusals import Refused
 from tools.hf import open_model as from_store
 from tools.hf.open_model import fingerprint, open_model, tokenizer_of
-from tools.hf.weight_conversion import Recipe
+from tools.hf.weight_conversion import Conversion, Converted
 
 MIXERS = ("fem_softmax", "transformer")
 IDS = torch.arange(5, 25)[None]
@@ -114,14 +114,11 @@ def test_weights_are_held_once(
         list[list[str]](),
         Weights.read,
     )
-    recipes = {
-        "a": Recipe(
-            (name := "decoder.layers.0.mixer.in_proj.weight",),
-            (32, 32),
-            lambda tensors: tensors[0][:32],
-        )
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    halves = {
+        "a": Conversion((name,), (32, 32), lambda tensors: tensors[0][:32]),
+        "b": Conversion((name,), (32, 32), lambda tensors: tensors[0][32:64]),
     }
-    recipes["b"] = Recipe((name,), (32, 32), lambda tensors: tensors[0][32:64])
 
     def counted(self: Weights, names: Iterable[str]) -> dict[str, Tensor]:
         reads.append(list(names))
@@ -129,7 +126,7 @@ def test_weights_are_held_once(
 
     monkeypatch.setattr(Weights, "read", counted)
     make, kept = from_store.state_of, dict[str, Tensor]()
-    made = make(weights, recipes, torch.float32, torch.device("cpu"))
+    made = make(Converted(weights, halves), torch.float32, torch.device("cpu"))
     assert (
         reads == [[name]]
         and [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
