@@ -5,11 +5,13 @@ the tests of tools.hf.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer as Words
 from tokenizers import models, pre_tokenizers
@@ -67,8 +69,37 @@ COMBINED: dict[str, dict[str, Any]] = {
     },
 }
 # Layers of the package fla run only on a GPU.
-NAMES = [*(name for name in catalogue.MIXERS if not name.startswith("fla.")), *COMBINED]
+MIXERS = tuple(name for name in catalogue.MIXERS if not name.startswith("fla."))
+NAMES = [*MIXERS, *COMBINED]
 PADDED = (3, 8, 5)
+# Options for adapters on a model card.
+LORA = re.compile(r"`LoraConfig\((.*)\)`")
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+# Options of ``generate`` for no cache and for each of the two caches.
+CACHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+)
+
+
+def slow_but(*quick: str) -> list[Any]:
+    """Return NAMES as parameters of a test, marked slow unless they are in ``quick``."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+def pairs(names: Iterable[str], *modes: Any, quick: tuple[str, ...] = ()) -> list[Any]:
+    """Return (name, mode) for every name with every mode, as parameters of a test.
+
+    A pair is marked slow unless it has the first mode and a name in ``quick``.
+    """
+    return [
+        pytest.param(
+            name, mode, marks=[] if name in quick and mode == modes[0] else pytest.mark.slow
+        )
+        for name in names
+        for mode in modes
+    ]
 
 
 def small(name: str = "fem_softmax", **changes: Any) -> ModelConfig:
@@ -196,6 +227,10 @@ class Exported:
     state: dict[str, Tensor]
     folder: Path
     model: Any
+
+
+Exports = Callable[[str], Exported]
+"""Type of the fixture ``exported``."""
 
 
 def write_tokenizer(folder: Path, entries: int) -> Path:

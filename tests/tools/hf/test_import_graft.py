@@ -17,8 +17,7 @@ from fem_megatron.mixers.attention.shape import AttentionConfig
 from pretrain.checkpoint.folder import find
 from pretrain.plan.run_plan import count_by_component, model_weights
 from tests.tools.hf.checkpoints import hf, stock_folder, tensors, weights
-from tests.tools.hf.small import VOCAB, export, small
-from tests.tools.hf.test_round_trip import MIXERS
+from tests.tools.hf.small import MIXERS, VOCAB, export, small
 from tools.hf.open_model import open_model
 
 MODES = "fem.free_energy fem.temperature fem.gate fem.conditioner"

@@ -24,9 +24,10 @@ from fem_megatron.rope import RopeScaling
 from pretrain.plan.run_plan import model_weights
 from tests.tools.hf.checkpoints import rewrite
 from tests.tools.hf.small import (
+    GREEDY,
     NAMES,
     VOCAB,
-    Exported,
+    Exports,
     close,
     export,
     here,
@@ -59,7 +60,7 @@ def plain(load: Any) -> Any:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) -> None:
+def test_logits_are_megatrons(exported: Exports, name: str) -> None:
     given, ids = exported(name), tokens(2, 21)
     wanted = trained_logits(given.config, given.state, ids)
     with torch.no_grad():
@@ -69,9 +70,7 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_documents_are_read_as_if_alone(
-    exported: Callable[[str], Exported], name: str
-) -> None:
+def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> None:
     """transformers' convention: position_ids that do not increase by one begin a document; the
     third one is the rest of a longer document.
     """
@@ -260,68 +259,29 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
 
 def test_refused_inputs(plain: Any, raised: Refused) -> None:
     encoder = FemLMForCausalLM(FemLMConfig(small(causal=False).__dict__)).eval()
-    assert encoder(tokens(1, 5), use_cache=True).past_key_values is None
-    for function, given in (
-        (plain, {"input_ids": tokens(1, 5), "attention_mask": torch.ones(1, 4)}),
-        (plain, {"input_ids": tokens(1, 5), "past_key_values": DynamicCache()}),
-        (plain, {}),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "position_ids": torch.tensor([[0, 1, 0, 1, 2]]),
-                "use_cache": True,
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "position_ids": torch.tensor([[1, 0, 1, 0, 1]]),
-                "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]),
-            },
-        ),
-        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 4])}),
-        (plain, {"input_ids": tokens(2, 5), "cu_seq_lens_q": torch.tensor([0, 5])}),
-        (plain, {"input_ids": tokens(1, 5), "seq_idx": torch.zeros(1, 4)}),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "cu_seq_lens_k": torch.tensor([0, 3, 5]),
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "position_ids": torch.tensor([[0, 1, 2, 0, 1]]),
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]),
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "past_key_values": plain.new_cache(),
-            },
-        ),
-        (plain, {"input_ids": tokens(1, 5), "is_causal": False}),
-        (encoder, {"input_ids": tokens(1, 5), "past_key_values": FemCache(encoder.config)}),
-        (FemLMForCausalLM, {"config": FemLMConfig(small().__dict__, recurrence=0)}),
-        (FemLMConfig, {"num_attention_heads": 5}),
+    ids, gap = {"input_ids": tokens(1, 5)}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
+    two = {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
+    assert encoder(**ids, use_cache=True).past_key_values is None
+    for given in (
+        ids | {"attention_mask": torch.ones(1, 4)},
+        ids | {"past_key_values": DynamicCache()},
+        {},
+        ids | {"position_ids": torch.tensor([[0, 1, 0, 1, 2]]), "use_cache": True},
+        ids | {"position_ids": torch.tensor([[1, 0, 1, 0, 1]])} | gap,
+        ids | {"cu_seq_lens_q": torch.tensor([0, 4])},
+        {"input_ids": tokens(2, 5), "cu_seq_lens_q": torch.tensor([0, 5])},
+        ids | {"seq_idx": torch.zeros(1, 4)},
+        ids | two | {"cu_seq_lens_k": torch.tensor([0, 3, 5])},
+        ids | two | {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])},
+        ids | two | gap,
+        ids | two | {"past_key_values": plain.new_cache()},
+        ids | {"is_causal": False},
     ):
-        raised(function, error=ValueError, **given)
+        raised(plain, error=ValueError, **given)
+    raised(encoder, error=ValueError, **ids, past_key_values=FemCache(encoder.config))
+    looped = FemLMConfig(small().__dict__, recurrence=0)
+    raised(FemLMForCausalLM, looped, error=ValueError)
+    raised(FemLMConfig, error=ValueError, num_attention_heads=5)
     with pytest.raises(TypeError, match="no_such"):
         FemLMConfig({"no_such": 1})
 
@@ -410,7 +370,7 @@ def test_recurrence_may_be_raised(plain: Any, load: Any, open_folder: Callable[.
         assert torch.equal(raised(ids).logits, wanted) and not torch.allclose(
             plain(ids).logits, wanted
         )
-    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    greedy = GREEDY | {"max_new_tokens": 6}
     assert torch.equal(
         raised.generate(ids, **greedy), raised.generate(ids, use_cache=False, **greedy)
     )
@@ -430,22 +390,7 @@ def test_saved_again_it_is_the_same(
         close(again(tokens(2, 7)).logits[..., :VOCAB], plain(tokens(2, 7)).logits, 1e-12)
 
 
-def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
-    """With different code in folders of one name, loading the second does not change the first."""
-    ids = tokens(1, 7)
-    with torch.no_grad():
-        before = plain(ids).logits
-        second = load(small("cem"), random_state(small("cem")))
-        assert type(plain) is not type(second) and type(plain.model.layers[0].mixer) is not type(
-            second.model.layers[0].mixer
-        )
-        second(ids)
-        assert torch.equal(plain(ids).logits, before)
-
-
-def test_rope_is_told_and_set_by_transformers_names(
-    exported: Callable[[str], Exported], tmp_path: Path
-) -> None:
+def test_rope_is_told_and_set_by_transformers_names(exported: Exports, tmp_path: Path) -> None:
     """config.json contains both spellings; the model uses an edited one, or one set on the
     configuration.
     """

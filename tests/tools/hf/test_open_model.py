@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fem_common.errors import ConfigError
 from pretrain.checkpoint.reader import Weights
-from tests.tools.hf.checkpoints import changed, hf, rewrite
+from tests.tools.hf.checkpoints import Spoil, changed, held, hf, rewrite, settings
 from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import byte_tokenizer, save, text_model
 from tests.tools.refusals import Refused
@@ -216,43 +216,17 @@ def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "unknown": ("transformer", lambda folder: changed(folder / "config.json", model_type="lama")),
-    "no language model": (
-        "transformer",
-        lambda folder: changed(folder / "config.json", model_type="vit"),
-    ),
-    "own code": (
-        "transformer",
-        lambda folder: changed(
-            folder / "config.json", model_type="own", auto_map={"AutoConfig": "x.Y"}
-        ),
-    ),
-    "more layers": (
-        "transformer",
-        lambda folder: changed(folder / "config.json", num_hidden_layers=3),
-    ),
-    "fewer layers": (
-        "transformer",
-        lambda folder: changed(folder / "config.json", num_hidden_layers=1),
-    ),
-    "a shape": (
-        "transformer",
-        lambda folder: rewrite(folder, lambda held: held.update({Q: torch.zeros(3, 3)})),
-    ),
-    "a weight": (
-        "fem_softmax",
-        lambda folder: rewrite(folder, lambda held: held.pop("model.layers.1.mixer.beta")),
-    ),
+BROKEN: dict[str, tuple[str, Spoil]] = {
+    "unknown": ("transformer", settings(model_type="lama")),
+    "no language model": ("transformer", settings(model_type="vit")),
+    "own code": ("transformer", settings(model_type="own", auto_map={"AutoConfig": "x.Y"})),
+    "more layers": ("transformer", settings(num_hidden_layers=3)),
+    "fewer layers": ("transformer", settings(num_hidden_layers=1)),
+    "a shape": ("transformer", held(lambda found: found.update({Q: torch.zeros(3, 3)}))),
+    "a weight": ("fem_softmax", held(lambda found: found.pop("model.layers.1.mixer.beta"))),
     "code": ("fem_softmax", lambda folder: (folder / "modeling_fem.py").unlink()),
-    "code from elsewhere": (
-        "fem_softmax",
-        lambda folder: changed(folder / "config.json", auto_map={"AutoConfig": "else/where--x.Y"}),
-    ),
-    "a mixer": (
-        "fem_softmax",
-        lambda folder: changed(folder / "config.json", architecture={"mixer": "none"}),
-    ),
+    "code from elsewhere": ("fem_softmax", settings(auto_map={"AutoConfig": "else/where--x.Y"})),
+    "a mixer": ("fem_softmax", settings(architecture={"mixer": "none"})),
 }
 
 
