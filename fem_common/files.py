@@ -51,6 +51,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def sha256_json(value: Any, *, sort_keys: bool = True) -> str:
+    """Return the SHA-256 of a JSON value in hexadecimal.
+
+    sort_keys: False makes the hash depend on the order of the keys.
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=sort_keys).encode()).hexdigest()
+
+
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a UTF-8 text file, without line ends.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fem_common.config import reference
 from fem_common.errors import ConfigError
+from fem_common.text import markdown_table
 from pretrain.config import RunConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -47,7 +48,7 @@ prints a section of this page.
 
 def page() -> str:
     """Return the text of docs/configuration.md."""
-    sections: dict[str, list[str]] = {"": []}
+    sections: dict[str, list[tuple[str, ...]]] = {"": []}
     titles = {"": "The run"}
     for row in reference(RunConfig):
         name = row.key.partition(".")[0] if "." in row.key else ""
@@ -58,16 +59,14 @@ def page() -> str:
             else:
                 default = f"`{row.default}`" if row.default else "empty"
             sections.setdefault(name, []).append(
-                f"| `{row.key}` | {row.wanted} | {default} | {_cell(row.doc)} |"
+                (f"`{row.key}`", row.wanted, default, _cell(row.doc))
             )
         elif not name:
             sections[row.key], titles[row.key] = [], row.doc
     lines = [_HEAD]
     for section, rows in sections.items():
         lines.append(f"## {f'`{section}`: ' if section else ''}{titles[section]}\n")
-        lines.append(
-            "| key | value | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-        )
+        lines.append(markdown_table(("key", "value", "default", "meaning"), rows) + "\n")
     return "\n".join(lines)
 
 

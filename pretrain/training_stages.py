@@ -7,8 +7,6 @@ that source. The module does not import torch.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256_json
 from fem_common.text import gib, si
 from pretrain.checkpoint.folder import Progress
 from pretrain.config import RunConfig, Stage
@@ -289,9 +288,8 @@ def drawn_by(parts: Sequence[Part], contents: Mapping[str, str]) -> str:
         {contents[prefix]: tokens for prefix, tokens in part.needs().items()} for part in parts
     ]
     last = parts[-1].config
-    return hashlib.sha256(
-        json.dumps([needs, last.train.seed, last.data.packing, parts[-1].begin_step]).encode()
-    ).hexdigest()[:32]
+    identity = [needs, last.train.seed, last.data.packing, parts[-1].begin_step]
+    return sha256_json(identity, sort_keys=False)[:32]
 
 
 def _own_rates(stage: Stage) -> bool:

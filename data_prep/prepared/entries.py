@@ -33,17 +33,7 @@ from data_prep.sources import locate
 from data_prep.sources.rows import Drop
 from fem_common.errors import UserError
 from fem_common.files import write_whole
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Format numbers as ranges: ``1, 3-5, 9``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+from fem_common.text import ranges
 
 
 def shortened(text: str, longest: int = 200) -> str:

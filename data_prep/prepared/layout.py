@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encode.documents import Settings
-from data_prep.prepared.records import read, sha256_json
+from data_prep.prepared.records import read
 from data_prep.sources import SourceFile
 from fem_common.errors import UserError
-from fem_common.files import write_whole
+from fem_common.files import sha256_json, write_whole
 from fem_common.text import one_line
 
 FORMAT = 2

@@ -7,8 +7,6 @@ missing, because older files do not contain it.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
@@ -81,8 +79,3 @@ def _record(cls: Any, raw: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return cls(**values)
-
-
-def sha256_json(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.prepared.entries import dropped_rows, ranges, read_units, shortened, units_done
+from data_prep.prepared.entries import dropped_rows, read_units, shortened, units_done
 from data_prep.prepared.layout import Unit, entry_path, read_plan
 from data_prep.prepared.manifest import read_manifest
 from data_prep.prepared.staging import existing_folder
 from data_prep.report.progress import tally_of
 from data_prep.verbs.merge import is_merged
 from fem_common.errors import UserError
-from fem_common.text import count, counted, duration, size
+from fem_common.text import count, counted, duration, ranges, size
 
 RECENT_SECONDS = 900.0
 

@@ -26,7 +26,6 @@ from data_prep.prepared.entries import (
     accept_bad_rows,
     add_max_bad_argument,
     manifest_of,
-    ranges,
     read_entries,
     shortened,
     units_bytes,
@@ -63,7 +62,7 @@ from data_prep.prepared.staging import Staging, existing_folder
 from data_prep.report.progress import Reading
 from fem_common.errors import StorageError, UserError
 from fem_common.files import json_bytes, remove, sha256, write_synced
-from fem_common.text import count, counted, size
+from fem_common.text import count, counted, ranges, size
 
 COPY_BYTES = 1 << 22
 # Names of data_prep's files in OUT/shards.

@@ -39,13 +39,12 @@ from data_prep.encode.documents import (
     settings_of,
 )
 from data_prep.encode.splits import hash_ids
-from data_prep.prepared.records import sha256_json
 from data_prep.prepared.staging import Staging
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, open_files, read_span, spans
 from data_prep.sources.rows import Drop
 from fem_common.errors import UserError
-from fem_common.files import json_bytes, sha256, write_synced
+from fem_common.files import json_bytes, sha256, sha256_json, write_synced
 
 SEAL = "training.json"
 SPAN_BYTES = 64 * 2**20

@@ -23,7 +23,6 @@ from data_prep.prepared.document_ids import IdsEntry
 from data_prep.prepared.entries import (
     manifest_of,
     missing_units,
-    ranges,
     read_units,
     shortened,
     units_done,
@@ -54,7 +53,8 @@ from data_prep.verify.cache import cache_bytes, check_caches
 from data_prep.verify.pairs import Ids, pair_faults
 from data_prep.verify.sample import check_sample
 from fem_common.errors import UserError
-from fem_common.text import count
+from fem_common.nested import differences
+from fem_common.text import count, ranges
 
 SAMPLE = 100
 PUT_BACK = "put it back, or plan and run again with --overwrite"
@@ -275,7 +275,9 @@ def manifest_faults(
     said, found = asdict(manifest), asdict(manifest_of(plan, entries, splits))
     _forget_where_files_lie(said)
     _forget_where_files_lie(found)
-    yield from _differences(said, found, str(folder / MANIFEST))
+    for key, expected, recorded in differences(found, said):
+        if recorded != expected:  # 1 and 1.0 are equal
+            yield f"{folder / MANIFEST}: {key} is {recorded!r}, units and plan say {expected!r}"
     for name in sorted(
         {name for entry in entries for name in entry.splits} - manifest.splits.keys()
     ):
@@ -314,24 +316,6 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
         "bin_bytes": bin_bytes,
     }
     return replace(said, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
-
-
-def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
-    """Yield one error text for each key in which two JSON values differ.
-
-    The first value is the content of the file ``path``; ``found`` is the value expected from the
-    units and the plan. ``key`` is the dotted key of both values.
-    """
-    if isinstance(said, dict) and isinstance(found, dict):
-        for name in dict.fromkeys([*said, *found]):
-            yield from _differences(
-                said.get(name), found.get(name), path, f"{key}.{name}" if key else str(name)
-            )
-    elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
-        for number, (one, other) in enumerate(zip(said, found, strict=True)):
-            yield from _differences(one, other, path, f"{key}.{number}")
-    elif said != found:
-        yield f"{path}: {key} is {said!r}, units and plan say {found!r}"
 
 
 def _sample(

@@ -18,6 +18,7 @@ from typing import Any
 
 from fem_common import files
 from fem_common.errors import UserError
+from fem_common.nested import differences
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
 from launch.job import snapshot
@@ -193,25 +194,12 @@ def written(directory: str) -> str | None:
         return None
 
 
-def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
+def first_difference(old: Any, new: Any) -> tuple[str, Any, Any]:
     """Return (dotted key, old value, new value) of the first setting that differs.
 
-    Settings are compared in the order of the new settings. ``key`` is the dotted key of ``old`` and
-    ``new`` themselves, empty at the top level.
+    Settings are compared in the order of the new settings. The key is "text" if none differs.
     """
-    if isinstance(old, dict) and isinstance(new, dict):
-        pairs = [
-            (str(name), old.get(name, ABSENT), new.get(name, ABSENT))
-            for name in [*new, *(name for name in old if name not in new)]
-        ]
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(str(number), *pair) for number, pair in enumerate(zip(old, new, strict=True))]
-    else:
-        return key, old, new
-    for name, was, now in pairs:
-        if was != now or type(was) is not type(now):
-            return first_difference(was, now, f"{key}.{name}".lstrip("."))
-    return key or "text", old, new
+    return next(differences(old, new, ABSENT), ("text", old, new))
 
 
 @contextmanager

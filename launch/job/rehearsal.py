@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from fem_common.errors import UserError
+from fem_common.files import sha256_json
 from fem_common.text import duration, gib
 from launch.cluster.profile import Profile
 from launch.job.job import append_json, read_json_lines
@@ -65,7 +66,7 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
     for text in draft.starting:
         config = read_config(text)
         device = device_of(config, profile, job.profile_path)
-        layout = _hash([shape_of(config), job.world_size, device, environment])
+        layout = sha256_json([shape_of(config), job.world_size, device, environment])[:16]
         if layout in done:
             continue
         done.add(layout)
@@ -138,10 +139,6 @@ def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
             if key not in INERT[section]
         }
     return shape
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _environment(code: Path) -> str:

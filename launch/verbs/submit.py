@@ -23,6 +23,7 @@ from pathlib import Path
 from fem_common import secrets
 from fem_common.errors import UserError
 from fem_common.files import write_whole
+from fem_common.text import ranges
 from launch.cluster import slurm
 from launch.cluster.profile import Profile, load_profile
 from launch.job import Job, append_json, launch_folder, plan
@@ -379,13 +380,7 @@ def send(
 
 def array_words(items: Sequence[int], at_once: int | None) -> str:
     """Format item indices for Slurm: ``0-3,7%2``."""
-    runs: list[list[int]] = []
-    for number in sorted(items):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs) + (f"%{at_once}" if at_once else "")
+    return ranges(items, ",") + (f"%{at_once}" if at_once else "")
 
 
 def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:

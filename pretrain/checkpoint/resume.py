@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError
+from fem_common.nested import leaves
 from fem_common.settings import moved
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
@@ -127,7 +128,7 @@ def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
         else written
     )
     old, new = (
-        dict(_leaves(values)) for values in (_completed(known, _plain(RunConfig())), _plain(config))
+        dict(leaves(values)) for values in (_completed(known, _plain(RunConfig())), _plain(config))
     )
     keys = [*new, *(key for key in old if key not in new)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
@@ -174,22 +175,6 @@ def shown(value: Any) -> str:
 def _plain(config: RunConfig) -> dict[str, Any]:
     values: dict[str, Any] = plain(config)
     return values
-
-
-def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every value that is not a section.
-
-    Sections in a list are numbered by position.
-    """
-    if isinstance(values, dict) and values:
-        items = list(values.items())
-    elif isinstance(values, list) and values and isinstance(values[0], dict):
-        items = list(enumerate(values))
-    else:
-        yield key, values
-        return
-    for name, inner in items:
-        yield from _leaves(inner, f"{key}.{name}" if key else str(name))
 
 
 def _completed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

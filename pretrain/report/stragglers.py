@@ -25,6 +25,7 @@ import torch
 from megatron.core import parallel_state
 
 from fem_common.files import append_json_line
+from fem_common.text import ranges
 from fem_megatron.megatron import platform
 from pretrain.engines import StepTimes
 
@@ -71,7 +72,7 @@ class Slowest:
             else "by matrix products alone none of them is slow"
         )
         return (
-            f"{who}: with ranks {_ranges(self.group)}, which wait for each other, {times} "
+            f"{who}: with ranks {ranges(self.group)}, which wait for each other, {times} "
             f"{against}; {which}"
         )
 
@@ -218,14 +219,3 @@ def matmul_seconds() -> float:
 
 def _half(limit: float) -> float:
     return 1 + (limit - 1) / 2
-
-
-def _ranges(ranks: tuple[int, ...]) -> str:
-    """Format ascending numbers as ranges: ``0-3, 8`` for 0, 1, 2, 3, 8."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ", ".join("-".join(map(str, part)) for part in parts)

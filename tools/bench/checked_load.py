@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_common.cli import run
-from fem_common.text import gib
+from fem_common.text import gib, markdown_table
 from fem_megatron.megatron import platform
 from pretrain.config import load_run
 from pretrain.plan.run_plan import parameter_shapes
@@ -120,10 +120,8 @@ def measure(options: argparse.Namespace) -> int:
         step = save_weights(Path(folder), weights.items(), config, Progress(0, 0, 0), "")
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{size / 4e9:.2f}B parameters, {gib(size)}\n")
-        print(
-            "| from | load, s | longer by comparing, s | share | comparing, s of a core |\n"
-            "|---|---|---|---|---|"
-        )
+        heads = ("from", "load, s", "longer by comparing, s", "share", "comparing, s of a core")
+        print(markdown_table(heads, []))
         for place, cached in (("disk", False), ("memory", True)):
             pairs = [
                 [seconds(step, compared=compared, cached=cached) for compared in (True, False)]

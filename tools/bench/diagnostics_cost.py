@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fem_common.cli import run
+from fem_common.text import markdown_table
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig, load_run
@@ -101,11 +102,8 @@ def measure(options: argparse.Namespace) -> int:
             interval = max(1, config.log.diagnostics_interval)
             if not rows:
                 initialize_model_parallel(config)
-                print(
-                    "| mixer | step, s | diagnostics, s | diagnostics / step | "
-                    f"every {interval} steps |\n"
-                    "|---|---|---|---|---|"
-                )
+                heads = ("mixer", "step, s", "diagnostics, s", "diagnostics / step")
+                print(markdown_table([*heads, f"every {interval} steps"], []))
             step, look = seconds(config, options.pairs)
             share = look / step
             rows.append(

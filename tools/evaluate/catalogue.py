@@ -10,7 +10,6 @@ Environment variables determine where the libraries store data and whether they 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256, sha256_json
 from fem_common.text import did_you_mean, first_few, nearest
 
 from .suite import Suite, SuiteTask
@@ -125,10 +125,8 @@ class Tasks:
                 if own
                 else []
             )
-            content += [
-                [file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in beside
-            ]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+            content += [[file.name, sha256(file)] for file in beside]
+        return sha256_json(content, sort_keys=False)[:16]
 
 
 def harness_version() -> str:

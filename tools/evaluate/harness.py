@@ -13,7 +13,6 @@ the result of the task is written.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -34,7 +33,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from torch.nn.utils.rnn import pad_sequence
 
 from fem_common.errors import ConfigError
-from fem_common.files import locked
+from fem_common.files import locked, sha256_json
 from fem_common.progress import Progress
 
 from .catalogue import Tasks, harness_version, quiet
@@ -133,7 +132,7 @@ class Answers:
 
 def request_key(kind: str, arguments: Any) -> str:
     """Return a hash that identifies a request within a task."""
-    return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()
+    return sha256_json([kind, *arguments])
 
 
 def sampled(arguments: Any) -> bool:

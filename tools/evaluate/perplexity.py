@@ -42,10 +42,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.prepared.records import sha256_json
 from fem_common import cli
 from fem_common.errors import CommandError, ConfigError, StorageError, UserError, files_told
-from fem_common.files import json_bytes, write_whole
+from fem_common.files import json_bytes, sha256_json, write_whole
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import find
 

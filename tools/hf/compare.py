@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fem_common.text import first_few
-from fem_megatron.config import ModelConfig
 
 from .folder import UNREAD
-from .stock import to_stock, why_not_stock
-from .weight_conversion import Made, Tensors, to_fem
+from .weight_conversion import Tensors
 
 LOGITS = "logits"
 TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}
@@ -165,11 +163,6 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
 
 
 # --- weights --------------------------------------------------------------------------------------
-
-
-def exported(weights: Tensors, model: ModelConfig) -> Tensors:
-    """Return a checkpoint's tensors with the names and shapes that its export would have."""
-    return Made(weights, to_stock(model) if why_not_stock(model) is None else to_fem(model))
 
 
 @dataclass(frozen=True)

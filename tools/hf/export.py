@@ -47,7 +47,7 @@ from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import LICENSE, bundle, license_text, packages
 from .configuration_fem import FemLMConfig, named_rope, older_names
-from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
+from .folder import CONFIG, SPECIAL_IDS, TRAINING, byte_count, is_folder, write_shards
 from .model_card import (
     License,
     data_manifests,
@@ -57,15 +57,14 @@ from .model_card import (
     training_card,
     training_record,
 )
-from .stock import stock_config, to_stock, why_not_stock
+from .stock import exported, stock_config, why_not_stock
 from .tokenizer import (
     NAME_A_TOKENIZER,
-    SPECIAL_IDS,
     Tokenizer,
     special_ids,
     tokenizers_of_checkpoint,
 )
-from .weight_conversion import VOCABULARY, Tensors, first_of, to_fem
+from .weight_conversion import VOCABULARY, Tensors, first_of
 
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
@@ -103,19 +102,13 @@ def export(
     """
     refuse_occupied(out, overwrite)
     check_shapes(source.shapes, model)
-    stock = why_not_stock(model) is None
-    length = card.get("seq_length")
     tokens = special_ids(tokenizer.tokenizer if tokenizer else None, known_ids or {})
-    config = (
-        stock_config(model, dtype=dtype, max_position_embeddings=length, **tokens)
-        if stock
-        else hf_config(model, dtype, tokens, length)
-    )
-    code = {} if stock else bundle(model.blocks())
-    recipes = to_stock(model) if stock else to_fem(model)
+    config = hf_config(model, dtype, tokens, card.get("seq_length"))
+    code = bundle(model.blocks()) if isinstance(config, FemLMConfig) else {}
+    weights = exported(source, model)
     with beside(out) as folder:
         write_shards(
-            source, recipes, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True)
+            weights, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True)
         )
         _write_json(folder / CONFIG, _config_values(config))
         # Greedy by default, as in the project's tools. No maximum length: with one, transformers
@@ -133,14 +126,14 @@ def export(
             _write_json(folder / TRAINING, training)
         text = model_card(
             model,
-            sum(math.prod(recipe.shape) for recipe in recipes.values()),
+            sum(map(math.prod, weights.shapes.values())),
             dtype,
             card,
             architecture=(config.architectures or [""])[0],
             has_tokenizer=tokenizer is not None,
             whole_tokenizer=tokenizer is not None and tokenizer.sha256 is not None,
             has_training=training is not None,
-            packages=None if stock else packages(code),
+            packages=packages(code) if code else None,
             has_code=has_code,
             weights_license=weights_license,
         )
@@ -201,19 +194,23 @@ def hf_config(
     dtype: torch.dtype,
     tokens: Mapping[str, Any] | None = None,
     seq_length: int | None = None,
-) -> FemLMConfig:
-    """Return the configuration of ``model`` for an export with our code. tokens: the result of
-    ``special_ids``.
+) -> PretrainedConfig:
+    """Return the configuration of an export: of transformers' class if it has one, else of ours.
+
+    tokens: the result of ``special_ids``. seq_length: context length of the training; None: the
+    default of the class.
     """
-    optional: dict[str, Any] = dict(tokens or {})
+    settings: dict[str, Any] = dict(tokens or {})
     if seq_length is not None:
-        optional["max_position_embeddings"] = seq_length
+        settings["max_position_embeddings"] = seq_length
+    if why_not_stock(model) is None:
+        return stock_config(model, dtype=dtype, **settings)
     return FemLMConfig(
         architecture=asdict(model),
         architectures=["FemLMForCausalLM"],
         auto_map=AUTO_MAP,
         dtype=str(dtype).removeprefix("torch."),
-        **optional,
+        **settings,
     )
 
 

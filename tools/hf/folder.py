@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,7 @@ from fem_common.errors import ConfigError, files_told
 from fem_common.progress import Progress
 from pretrain.checkpoint.folder import HashedFile
 
-from .weight_conversion import Recipe, Recipes, Tensors, made
+from .weight_conversion import Converted
 
 CONFIG, WEIGHTS, INDEX, TRAINING = (
     "config.json",
@@ -34,6 +34,7 @@ CONFIG, WEIGHTS, INDEX, TRAINING = (
     "training.json",
 )
 GENERATION = "generation_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = (
     "tokenizer.json",
@@ -236,8 +237,7 @@ def byte_count(text: str | int) -> int:
 
 
 def write_shards(
-    source: Tensors,
-    recipes: Recipes,
+    weights: Converted,
     folder: Path,
     dtype: torch.dtype,
     max_shard_size: int,
@@ -251,23 +251,24 @@ def write_shards(
     Raises:
         OSError: the file system failed. ConfigError: the source is damaged.
     """
+    shapes = weights.shapes
     split = split_state_dict_into_shards_factory(
-        recipes,
-        get_storage_size=lambda recipe: _size(recipe, dtype),
+        shapes,
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     progress.total = total = split.metadata["total_size"]
     for file_name, names in split.filename_to_tensors.items():
         with HashedFile(folder / file_name) as file:
-            file.write(_header({name: recipes[name] for name in sorted(names)}, dtype))
-            for _, tensor in made(source, {name: recipes[name] for name in sorted(names)}):
+            file.write(_header({name: shapes[name] for name in sorted(names)}, dtype))
+            for _, tensor in weights.items(sorted(names)):
                 _write(file, tensor, dtype)
                 progress.advance(tensor.numel() * dtype.itemsize)
                 del tensor  # free it before the next one is read
     if len(split.filename_to_tensors) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(
+        (folder / INDEX).write_text(
             json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
 
@@ -279,24 +280,20 @@ def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
         file.write(piece.view(torch.uint8).numpy().data)
 
 
-def _header(recipes: Recipes, dtype: torch.dtype) -> bytes:
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
     """Return the header of a safetensors file: its length in 8 bytes, then JSON.
 
-    The tensors must follow in the order of ``recipes``.
+    The tensors must follow in the order of ``shapes``.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, recipe in recipes.items():
-        start, end = end, end + _size(recipe, dtype)
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {
             "dtype": NAMES[dtype],
-            "shape": list(recipe.shape),
+            "shape": list(shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _size(recipe: Recipe, dtype: torch.dtype) -> int:
-    return math.prod(recipe.shape) * dtype.itemsize

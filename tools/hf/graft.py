@@ -39,7 +39,7 @@ from typing import Any
 from torch import Tensor
 
 from fem_common.errors import ConfigError
-from fem_common.text import aligned
+from fem_common.text import aligned, ranges
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionShape
@@ -165,7 +165,7 @@ def described(plan: Graft) -> dict[str, Any]:
         layers, sizes, copied = zip(*found, strict=True)
         about = {
             "name": name,
-            "layers": _ranges([int(layer) for layer in layers if layer]),
+            "layers": ranges([int(layer) for layer in layers if layer], ","),
             "status": status,
             "parts": list(parts),
         }
@@ -209,21 +209,10 @@ def _generalised(names: tuple[str, ...]) -> list[str]:
     parts: dict[str, list[str]] = {}
     for general, numbers in layers.items():
         tensor, _, part = general.partition(": ")
-        parts.setdefault(f"{tensor} ({_ranges(numbers)})" if numbers else tensor, []).extend(
+        parts.setdefault(f"{tensor} ({ranges(numbers, ',')})" if numbers else tensor, []).extend(
             [part] if part else []
         )
     return [f"{tensor}: {', '.join(found)}" if found else tensor for tensor, found in parts.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Format 0, 1, 2, 5 as ``0-2,5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 # --- one layer ------------------------------------------------------------------------------------

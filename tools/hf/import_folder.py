@@ -42,6 +42,7 @@ from .folder import (
     CONFIG,
     GENERATION,
     PICKLES,
+    SPECIAL_IDS,
     TRAINING,
     Folder,
     has_tokenizer,
@@ -52,8 +53,8 @@ from .folder import (
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
 from .stock import StockError, from_stock, model_of, read_stock, to_stock
-from .tokenizer import SPECIAL_IDS, Tokenizer
-from .weight_conversion import Made, Recipes, first_of, from_fem, made, to_fem
+from .tokenizer import Tokenizer
+from .weight_conversion import Converted, first_of, from_fem, to_fem
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED.values()}
@@ -73,17 +74,16 @@ class Source:
     training: dict[str, Any]
 
     @cached_property
-    def recipes(self) -> Recipes:
-        """Return name in the checkpoint -> recipe that creates the tensor from the folder's
-        tensors.
-        """
-        return from_fem(self.model) if self.folder.ours else from_stock(self.model)
+    def weights(self) -> Converted:
+        """Return the tensors of the checkpoint."""
+        convert = from_fem if self.folder.ours else from_stock
+        return Converted(self.folder, convert(self.model))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name in the folder -> required shape, for all tensors of the model."""
-        recipes = to_fem(self.model) if self.folder.ours else to_stock(self.model)
-        return {name: recipe.shape for name, recipe in recipes.items()}
+        convert = to_fem if self.folder.ours else to_stock
+        return {name: conversion.shape for name, conversion in convert(self.model).items()}
 
     @cached_property
     def inherited(self) -> Inherited:
@@ -483,7 +483,7 @@ def _kept(source: Source) -> Kept:
 
 def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Yield name and weight, each in its own memory."""
-    for name, weight in made(source.folder, source.recipes):
+    for name, weight in source.weights.items():
         yield name, _owned(weight, dtype)
 
 
@@ -500,7 +500,7 @@ def _grafted(
     model, kind, held = (
         config.model,
         STORED[source.folder.tensors["model.embed_tokens.weight"].dtype],
-        Made(source.folder, source.recipes),
+        source.weights,
     )
     for name, weight in model_weights(model).items():
         origin = plan.origins.get(name)

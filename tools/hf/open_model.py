@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import Found, find
@@ -42,7 +43,7 @@ from .encoding import Encode, encoder, trained_here
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
-from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
+from .stock import StockError, exported, model_of
 from .tokenizer import (
     NAME_A_TOKENIZER,
     WHOLE,
@@ -53,7 +54,7 @@ from .tokenizer import (
     special_ids,
     tokenizers_of_checkpoint,
 )
-from .weight_conversion import VOCABULARY, Recipes, Tensors, first_of, made, to_fem
+from .weight_conversion import VOCABULARY, Converted, Tensors, first_of
 
 CACHE_LINE = 64
 
@@ -430,34 +431,27 @@ def checkpoint_model(
     weights, inherited = Weights(found.path), found.inherited
     check_shapes(weights.shapes, config)
     kept = dtype or weights.dtypes[VOCABULARY[0]]
-    stock = why_not_stock(config) is None
     tokens = special_ids(tokenizer, inherited.special_ids)
-    if stock:
-        built: Any = stock_config(
-            config, dtype=kept, max_position_embeddings=inherited.context_length, **tokens
-        )
-        maker: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
-    else:
-        built, maker = hf_config(config, kept, tokens, inherited.context_length), FemLMForCausalLM
-    state = state_of(weights, to_stock(config) if stock else to_fem(config), kept, device)
+    settings = hf_config(config, kept, tokens, inherited.context_length)
+    ours = isinstance(settings, FemLMConfig)
+    maker: Any = FemLMForCausalLM if ours else MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    state = state_of(exported(weights, config), kept, device)
     model, told = maker.from_pretrained(
-        None, config=built, state_dict=state, output_loading_info=True, local_files_only=True
+        None, config=settings, state_dict=state, output_loading_info=True, local_files_only=True
     )
     # check_shapes has already checked these.
     assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told
     return model.to(device).eval()
 
 
-def state_of(
-    source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Return name -> tensor for all recipes, with this dtype and device.
+def state_of(source: Converted, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Return name -> tensor for all tensors of the source, with this dtype and device.
 
     A tensor that is part of a larger one is copied, so that the memory of the larger one can be
     freed.
     """
     state = {}
-    for name, whole in made(source, recipes):
+    for name, whole in source.items():
         tensor = whole.to(device=device, dtype=dtype)
         state[name] = (
             tensor.clone()
@@ -531,9 +525,7 @@ def _tokenizer_digest(*folders: Path) -> str:
 
 
 def _files(files: list[Path]) -> str:
-    return " ".join(
-        f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files
-    )
+    return " ".join(f"{file.name} {sha256(file)}" for file in files)
 
 
 def _json(value: dict[str, Any]) -> str:

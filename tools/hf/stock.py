@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ from fem_common.text import one_line
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
-from pretrain.plan.run_plan import parameter_shapes
 
 from .configuration_fem import named_rope, read_rope
-from .weight_conversion import VOCABULARY, Recipe, Recipes, hf_name, padded
+from .folder import SPECIAL_IDS
+from .weight_conversion import Conversion, Conversions, Converted, Tensors, from_fem, to_fem
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
@@ -51,6 +52,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
 ARCHITECTURES = {family: f"{family.capitalize()}ForCausalLM" for family in FAMILIES}
 QWEN = ("qwen2", "qwen3")  # families in which layer_types sets the layers that use the window
 QKV = ("q", "k", "v")
+GATE_UP = ".mlp.gate_up"
 
 # Keys of config.json that, if set, change the computation of the class.
 FOREIGN = (
@@ -92,27 +94,22 @@ def why_not_stock(model: ModelConfig) -> str | None:
 
 
 def stock_config(
-    model: ModelConfig,
-    *,
-    dtype: torch.dtype | None = None,
-    max_position_embeddings: int | None = None,
-    bos_token_id: int | None = None,
-    eos_token_id: int | list[int] | None = None,
-    pad_token_id: int | None = None,
+    model: ModelConfig, *, dtype: torch.dtype | None = None, **settings: Any
 ) -> PretrainedConfig:
     """Return the configuration of transformers' class for ``model``.
 
     The class is Qwen3 with qk_norm, Qwen2 with biases, Mistral with a window, else Llama.
-    max_position_embeddings: context length of the training, for information; None: the default of
-    the class. Raises StockError if no class matches.
+
+    dtype: None: the default of the class. settings: special tokens, which are None by default, and
+    max_position_embeddings, the context length of the training, for information.
+
+    Raises StockError if no class matches.
     """
     reason = why_not_stock(model)
     if reason is not None:
         raise StockError(f"transformers has no class for this model: {reason}")
     shape, family = AttentionShape.of(model), _family(model)
     optional: dict[str, Any] = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-    if max_position_embeddings is not None:
-        optional["max_position_embeddings"] = max_position_embeddings
     if family != "qwen2" or shape.head * shape.heads != model.hidden_size:
         optional["head_dim"] = shape.head
     if family == "mistral":
@@ -137,70 +134,62 @@ def stock_config(
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
         rope_parameters=named_rope(model),
-        bos_token_id=bos_token_id,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        **optional,
+        **(dict.fromkeys(SPECIAL_IDS) | optional | settings),
     )
     return config
 
 
-def to_stock(model: ModelConfig) -> Recipes:
-    """Return name in transformers' class -> recipe that creates the tensor from a checkpoint.
+def exported(source: Tensors, model: ModelConfig) -> Converted:
+    """Return a checkpoint's tensors with the names and shapes that its export has."""
+    return Converted(source, to_stock(model) if why_not_stock(model) is None else to_fem(model))
+
+
+def to_stock(model: ModelConfig) -> Conversions:
+    """Return name in transformers' class -> conversion from a checkpoint.
 
     Rows that pad the vocabulary are dropped.
     """
-    assert model.vocab_size is not None
-    recipes: Recipes = {}
-    for name, shape in parameter_shapes(model).items():
+    conversions: Conversions = {}
+    for name, conversion in to_fem(model).items():
         place, _, leaf = name.rpartition(".mixer.in_proj.")
         if place:
             for part, rows in _rows(AttentionShape.of(model)).items():
-                target = f"{hf_name(place)}.self_attn.{part}_proj.{leaf}"
-                recipes[target] = Recipe(
-                    (name,), (rows, *shape[1:]), _unpacking(AttentionShape.of(model), part)
+                conversions[f"{place}.self_attn.{part}_proj.{leaf}"] = Conversion(
+                    conversion.sources,
+                    (rows, *conversion.shape[1:]),
+                    _unpacking(AttentionShape.of(model), part),
                 )
-        elif name.endswith(".mlp.gate_up"):
+        elif name.endswith(GATE_UP):
             for index, part in enumerate(("gate", "up")):
-                target = f"{hf_name(name).removesuffix('gate_up')}{part}_proj.weight"
-                recipes[target] = Recipe(
-                    (name,),
-                    shape[1:],
+                conversions[f"{name.removesuffix('gate_up')}{part}_proj.weight"] = Conversion(
+                    conversion.sources,
+                    conversion.shape[1:],
                     lambda tensors, index=index: tensors[0][index],  # type: ignore[misc]
                 )
         else:
-            rows = model.vocab_size if name in VOCABULARY else shape[0]
-            recipes[_stock_name(name)] = Recipe(
-                (name,),
-                (rows, *shape[1:]),
-                lambda tensors, rows=rows: tensors[0][:rows],  # type: ignore[misc]
-            )
-    return recipes
+            conversions[_stock_name(name)] = conversion
+    return conversions
 
 
-def from_stock(model: ModelConfig) -> Recipes:
-    """Return name in the checkpoint -> recipe that creates the tensor from a stock folder.
+def from_stock(model: ModelConfig) -> Conversions:
+    """Return name in the checkpoint -> conversion from a stock folder.
 
     This is the exact inverse of ``to_stock``; rows that pad the vocabulary are zero.
     """
-    recipes: Recipes = {}
-    for name, shape in parameter_shapes(model).items():
-        place, _, leaf = name.rpartition(".mixer.in_proj.")
+    conversions: Conversions = {}
+    for name, conversion in from_fem(model).items():
+        (theirs,), shape = conversion.sources, conversion.shape
+        place, _, leaf = theirs.rpartition(".mixer.in_proj.")
         if place:
-            sources = tuple(f"{hf_name(place)}.self_attn.{part}_proj.{leaf}" for part in QKV)
-            recipes[name] = Recipe(sources, shape, _packing(AttentionShape.of(model)))
-        elif name.endswith(".mlp.gate_up"):
-            stem = hf_name(name).removesuffix("gate_up")
-            recipes[name] = Recipe(
-                (f"{stem}gate_proj.weight", f"{stem}up_proj.weight"), shape, torch.stack
-            )
+            sources = tuple(f"{place}.self_attn.{part}_proj.{leaf}" for part in QKV)
+            conversions[name] = Conversion(sources, shape, _packing(AttentionShape.of(model)))
+        elif theirs.endswith(GATE_UP):
+            stem = theirs.removesuffix("gate_up")
+            sources = (f"{stem}gate_proj.weight", f"{stem}up_proj.weight")
+            conversions[name] = Conversion(sources, shape, torch.stack)
         else:
-            recipes[name] = Recipe(
-                (_stock_name(name),),
-                shape,
-                lambda tensors, rows=shape[0]: padded(tensors[0], rows),  # type: ignore[misc]
-            )
-    return recipes
+            conversions[name] = replace(conversion, sources=(_stock_name(theirs),))
+    return conversions
 
 
 def read_stock(config: dict[str, Any]) -> Any:
@@ -355,7 +344,10 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
 
 
 def _stock_name(name: str) -> str:
-    """Return transformers' name of a tensor, for all tensors except those that are repacked."""
+    """Return transformers' name of a tensor that an export with our code calls ``name``.
+
+    Tensors that are repacked are not included.
+    """
     for ours, theirs in (
         (".mixer.norm.", ".input_layernorm."),
         (".mixer.out_proj.", ".self_attn.o_proj."),
@@ -365,7 +357,7 @@ def _stock_name(name: str) -> str:
         (".mlp.down.", ".mlp.down_proj."),
     ):
         name = name.replace(ours, theirs)
-    return hf_name(name)
+    return name
 
 
 def _rows(shape: AttentionShape) -> dict[str, int]:

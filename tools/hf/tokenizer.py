@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import shutil
@@ -18,10 +17,11 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256
 from fem_megatron.config import ModelConfig
 
 from . import tokenization_fem
-from .folder import CONFIG, json_object
+from .folder import CONFIG, SPECIAL_IDS, json_object
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 # Files that a tokenizer's copy leaves out: those of the model in the same folder, and the file that
@@ -29,7 +29,6 @@ SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "training.json", "tekken.json")
 ENDINGS_OF_OTHERS = (".index.json",)
 NAME_A_TOKENIZER = "name its folder with --tokenizer DIR"
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 OF_OTHERS = ("auto_map", "fast_tokenizer_files")  # settings that refer to another class or file
 # Model types for which transformers 5 ignores the class in tokenizer_config.json and uses its class
@@ -65,7 +64,7 @@ class Tokenizer:
         None if the file does not exist.
         """
         file = self.folder / WHOLE
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        return sha256(file) if file.is_file() else None
 
     def copy_to(self, folder: Path, pad: int | None = None, model_type: str | None = None) -> None:
         """Copy the tokenizer's files into ``folder``, and rewrite tokenizer_config.json.

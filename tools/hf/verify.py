@@ -36,7 +36,6 @@ from .compare import (
     compare_tokenizers,
     compare_traces,
     compare_weights,
-    exported,
     number,
     trace,
 )
@@ -48,6 +47,7 @@ from .open_model import (
     quiet_transformers,
     tokenizer_of,
 )
+from .stock import exported
 from .weight_conversion import Tensors
 
 SHOWN = 8  # settings and tensors that are listed before "and N more"

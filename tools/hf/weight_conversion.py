@@ -1,6 +1,6 @@
 """Conversion of weights between formats, one tensor at a time.
 
-A recipe lists the source tensors of one target tensor and the function that combines them. No
+A conversion lists the source tensors of one target tensor and the function that combines them. No
 full model needs to be in memory. The module uses only torch and reads no files.
 """
 
@@ -31,8 +31,8 @@ VOCABULARY = (
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Recipe for one tensor of the target format.
+class Conversion:
+    """Conversion that creates one tensor of the target format.
 
     sources: names of the source tensors, in the order in which ``make`` takes them. shape: shape of
     the result. make: function that cuts, joins and permutes without changing values or dtypes; its
@@ -44,35 +44,34 @@ class Recipe:
     make: Callable[[list[Tensor]], Tensor]
 
 
-Recipes = dict[str, Recipe]
-"""Name in the target -> recipe of the tensor."""
+Conversions = dict[str, Conversion]
+"""Name in the target -> conversion that creates the tensor."""
 
 
-def to_fem(model: ModelConfig) -> Recipes:
-    """Return name in an export with our code -> recipe that creates the tensor from a checkpoint.
+def to_fem(model: ModelConfig) -> Conversions:
+    """Return name in an export with our code -> conversion from a checkpoint.
 
     Rows that pad the vocabulary are dropped.
     """
     assert model.vocab_size is not None
-    recipes = {}
+    conversions = {}
     for name, shape in parameter_shapes(model).items():
-        cut = model.vocab_size if name in VOCABULARY else shape[0]
-        recipes[hf_name(name)] = Recipe(
+        rows = model.vocab_size if name in VOCABULARY else shape[0]
+        conversions[hf_name(name)] = Conversion(
             (name,),
-            (cut, *shape[1:]),
-            lambda tensors, cut=cut: tensors[0][:cut],  # type: ignore[misc]
+            (rows, *shape[1:]),
+            lambda tensors, rows=rows: tensors[0][:rows],  # type: ignore[misc]
         )
-    return recipes
+    return conversions
 
 
-def from_fem(model: ModelConfig) -> Recipes:
-    """Return name in a checkpoint -> recipe that creates the tensor from an export with our code.
+def from_fem(model: ModelConfig) -> Conversions:
+    """Return name in a checkpoint -> conversion from an export with our code.
 
     Rows that pad the vocabulary are zero.
     """
-    assert model.vocab_size is not None
     return {
-        name: Recipe(
+        name: Conversion(
             (hf_name(name),),
             shape,
             lambda tensors, rows=shape[0]: padded(tensors[0], rows),  # type: ignore[misc]
@@ -120,34 +119,34 @@ class Tensors(Protocol):
         """
 
 
-def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for every recipe in turn.
-
-    If consecutive recipes have the same sources, the sources are read only once.
-    """
-    at_hand: dict[str, Tensor] = {}
-    for name, recipe in recipes.items():
-        if at_hand.keys() != set(recipe.sources):
-            at_hand.clear()  # free them before the next ones are read
-            at_hand = source.read(recipe.sources)
-        tensor = recipe.make([at_hand[part] for part in recipe.sources])
-        assert tuple(tensor.shape) == recipe.shape, name
-        yield name, tensor
-        del tensor
-
-
 @dataclass(frozen=True)
-class Made:
-    """Tensors that recipes create from a source; usable wherever Tensors are expected."""
+class Converted:
+    """Tensors that conversions create from a source; usable wherever Tensors are expected."""
 
     source: Tensors
-    recipes: Recipes
+    conversions: Conversions
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor."""
-        return {name: recipe.shape for name, recipe in self.recipes.items()}
+        return {name: conversion.shape for name, conversion in self.conversions.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return name -> tensor for ``names``; a tensor may be a view of a source tensor."""
-        return dict(made(self.source, {name: self.recipes[name] for name in names}))
+        return dict(self.items(names))
+
+    def items(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for ``names`` in turn; None: for all tensors.
+
+        If consecutive tensors have the same sources, the sources are read only once.
+        """
+        at_hand: dict[str, Tensor] = {}
+        for name in self.conversions if names is None else names:
+            conversion = self.conversions[name]
+            if at_hand.keys() != set(conversion.sources):
+                at_hand.clear()  # free them before the next ones are read
+                at_hand = self.source.read(conversion.sources)
+            tensor = conversion.make([at_hand[part] for part in conversion.sources])
+            assert tuple(tensor.shape) == conversion.shape, name
+            yield name, tensor
+            del tensor

@@ -4,7 +4,6 @@ The module does not import torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256_json
 
 if TYPE_CHECKING:
     from tools.papers.training import Problem
@@ -58,7 +58,7 @@ class Size:
             for name, value in asdict(self).items()
             if name not in ("cases", "rows", "rates", "seeds")
         }
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+        return sha256_json(said)[:12]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fem_common.cli import Parser
 from fem_common.errors import UserError, files_told
 from fem_common.files import make_folder, write_whole
 from fem_common.plot import COLOURS, QUIET, colour_of, new_figure, plain_axes, png
-from fem_common.text import count, counted
+from fem_common.text import count, counted, markdown_table
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
 from tools.papers.experiment import (
     Claim,
@@ -202,8 +202,7 @@ def table(experiment: Experiment, size: Size, results: Results, metric: str) -> 
                 *(f"{experiment.scale * experiment.chance(case, size):.3g}" for case in cases),
             ]
         )
-    head, *body = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
+    return markdown_table(lines[0], lines[1:])
 
 
 def cell(values: list[float], published: float | None) -> str:

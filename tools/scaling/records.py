@@ -6,7 +6,6 @@ length; a loss per token is not comparable across tokenizers. The module does no
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
-from fem_common.files import read_lines
+from fem_common.files import read_lines, sha256, sha256_json
+from fem_common.nested import leaves
 from pretrain.config import RunConfig, Source, load_run, run_of
 from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
 from pretrain.plan.run_plan import flops_per_token
@@ -121,18 +121,11 @@ def heldout_tokens(config: RunConfig) -> int:
 def _flat(config: RunConfig) -> dict[str, Any]:
     """Return key -> value of everything that decides what a run learns."""
     no_matter = re.compile(rf"({'|'.join(map(re.escape, _NO_MATTER))})(\..*)?|.*\.prefix")
-    return {key: value for key, value in _leaves(plain(config), "") if not no_matter.fullmatch(key)}
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        for number, inner in enumerate(value):
-            yield from _leaves(inner, f"{prefix}.{number}")
-    else:
-        yield prefix, value
+    return {
+        key: value
+        for key, value in leaves(plain(config))
+        if value != {} and not no_matter.fullmatch(key)
+    }
 
 
 def _shares(sources: tuple[Source, ...]) -> tuple[float, ...]:
@@ -197,13 +190,11 @@ def _tokenizer(config: RunConfig) -> str:
         if manifest is not None:
             return str(manifest.tokenizer["sha256"])
     file = Path(config.data.tokenizer) / "tokenizer.json" if config.data.tokenizer else None
-    return (
-        hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""
-    )
+    return sha256(file) if file is not None and file.is_file() else ""
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:DIGITS]
+    return sha256_json(value, sort_keys=False)[:DIGITS]
 
 
 EXPORTED_KEYS = ("step", "loss", "step_seconds", "valid_loss")

@@ -115,6 +115,20 @@ def equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
 
 
+Spoil = Callable[[Path], object]
+"""Damage to a folder, for tests of what a damaged folder leads to."""
+
+
+def settings(**values: Any) -> Spoil:
+    """Set keys of config.json."""
+    return lambda folder: changed(folder / "config.json", **values)
+
+
+def held(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:
+    """Change the weights by ``change``."""
+    return lambda folder: rewrite(folder, change)
+
+
 def changed(path: Path, **values: Any) -> None:
     """Set keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

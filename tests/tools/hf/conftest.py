@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.one_process import megatron_of_one_process
 from tests.tools.hf.runs import copy as copy
 from tests.tools.hf.runs import exports as exports
 from tests.tools.hf.runs import runs as runs
-from tests.tools.hf.small import Exported, config_of, export, random_state
+from tests.tools.hf.small import Exported, Exports, config_of, export, random_state
 from tests.tools.refusals import raised as raised
 from tests.tools.refusals import refused as refused
 from tools.hf.stock import why_not_stock
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """Megatron-core's process groups in this process."""
+    with megatron_of_one_process():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +49,7 @@ def open_folder() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def exported(
-    tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., Any]
-) -> Callable[[str], Exported]:
+def exported(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., Any]) -> Exports:
     """Exported and loaded model for a name of NAMES."""
     known: dict[str, Exported] = {}
 

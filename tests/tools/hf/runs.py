@@ -21,9 +21,8 @@ from pretrain.checkpoint.writer import save_weights
 from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from tests.pretrain.data_folder import write_folder, write_manifest
 from tests.tools.hf.checkpoints import hf
-from tests.tools.hf.small import VOCAB, random_state, small, write_tokenizer
-from tools.hf.stock import to_stock
-from tools.hf.weight_conversion import to_fem
+from tests.tools.hf.small import VOCAB, Held, random_state, small, write_tokenizer
+from tools.hf.stock import exported
 
 STEP, SAMPLES, LENGTH = 12, 96, 16
 RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": torch.bfloat16}
@@ -116,8 +115,4 @@ def files(folder: Path) -> dict[str, str]:
 
 def made(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Return the expected tensors of the folder."""
-    recipes = to_stock(model) if model.mixer == "transformer" else to_fem(model)
-    return {
-        name: recipe.make([state[source] for source in recipe.sources]).contiguous()
-        for name, recipe in recipes.items()
-    }
+    return {name: weight.contiguous() for name, weight in exported(Held(state), model).items()}

@@ -5,11 +5,13 @@ the tests of tools.hf.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer as Words
 from tokenizers import models, pre_tokenizers
@@ -67,8 +69,37 @@ COMBINED: dict[str, dict[str, Any]] = {
     },
 }
 # Layers of the package fla run only on a GPU.
-NAMES = [*(name for name in catalogue.MIXERS if not name.startswith("fla.")), *COMBINED]
+MIXERS = tuple(name for name in catalogue.MIXERS if not name.startswith("fla."))
+NAMES = [*MIXERS, *COMBINED]
 PADDED = (3, 8, 5)
+# Options for adapters on a model card.
+LORA = re.compile(r"`LoraConfig\((.*)\)`")
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+# Options of ``generate`` for no cache and for each of the two caches.
+CACHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+)
+
+
+def slow_but(*quick: str) -> list[Any]:
+    """Return NAMES as parameters of a test, marked slow unless they are in ``quick``."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+def pairs(names: Iterable[str], *modes: Any, quick: tuple[str, ...] = ()) -> list[Any]:
+    """Return (name, mode) for every name with every mode, as parameters of a test.
+
+    A pair is marked slow unless it has the first mode and a name in ``quick``.
+    """
+    return [
+        pytest.param(
+            name, mode, marks=[] if name in quick and mode == modes[0] else pytest.mark.slow
+        )
+        for name in names
+        for mode in modes
+    ]
 
 
 def small(name: str = "fem_softmax", **changes: Any) -> ModelConfig:
@@ -87,18 +118,17 @@ def config_of(name: str) -> ModelConfig:
 
 
 def random_state(
-    model: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64
+    model: ModelConfig, dtype: torch.dtype = torch.float64, scale: float = 0.2
 ) -> dict[str, Tensor]:
     """Return weights far from their initialisation, so that no part of the model is near the
     identity or zero.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     state = {}
     for name, weight in model_weights(model).items():
         start = weight.init if isinstance(weight.init, int | float) else 0.0
-        state[name] = (
-            start + 0.2 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-        ).to(dtype)
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        state[name] = (start + scale * noise).to(dtype)
     return state
 
 
@@ -111,6 +141,26 @@ def here(name: str, dtype: torch.dtype = torch.float32) -> Any:
     for key, parameter in model.named_parameters():
         parameter.data.copy_(state[key][: len(parameter)])
     return model
+
+
+def trained_logits(
+    model: ModelConfig, state: dict[str, Tensor], ids: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the training code's logits [b, t, vocabulary] in float64.
+
+    Megatron-core's process groups must exist.
+    """
+    from fem_megatron.megatron.model import Layout, build
+
+    (chunk,) = build(model, Layout(params_dtype=dtype), ids.shape[1], seed=0)
+    cast = {name: tensor.to(dtype) for name, tensor in state.items()}
+    answer = chunk.load_state_dict(cast, strict=False)
+    assert not answer.unexpected_keys
+    for key in answer.missing_keys:
+        assert key.endswith("_extra_state") or key == "output_layer.weight", key
+    with torch.no_grad():
+        logits: Tensor = chunk(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+    return logits[..., : model.vocab_size].double()
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -177,6 +227,10 @@ class Exported:
     state: dict[str, Tensor]
     folder: Path
     model: Any
+
+
+Exports = Callable[[str], Exported]
+"""Type of the fixture ``exported``."""
 
 
 def write_tokenizer(folder: Path, entries: int) -> Path:

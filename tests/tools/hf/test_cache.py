@@ -16,7 +16,17 @@ from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from pretrain.plan.run_plan import decoding_state_bytes
-from tests.tools.hf.small import NAMES, close, config_of, here, padded_batch, small, tokens
+from tests.tools.hf.small import (
+    GREEDY,
+    NAMES,
+    close,
+    config_of,
+    here,
+    padded_batch,
+    pairs,
+    small,
+    tokens,
+)
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemLMForCausalLM
 
@@ -126,20 +136,11 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
     assert difference > 0.1 if counts else difference < 1e-10
 
 
-SLOW = [
-    pytest.param(name, "eager", marks=pytest.mark.slow)
-    for name in NAMES
-    if name not in ("fem_softmax", "gated_deltanet")
-]
-SLOW += [
-    pytest.param(name, "inductor", marks=pytest.mark.slow)
-    for name in ("fem_softmax", "fem_gla", "cem")
-]
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
 @pytest.mark.parametrize(
-    ("name", "backend"), [("fem_softmax", "eager"), ("gated_deltanet", "eager"), *SLOW]
+    ("name", "backend"),
+    pairs(NAMES, "eager", quick=("fem_softmax", "gated_deltanet"))
+    + pairs(("fem_softmax", "fem_gla", "cem"), "inductor"),
 )
 def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
     """``generate`` compiled by transformers, full graphs only: one graph for prompts of any length
@@ -159,7 +160,6 @@ def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
     settings: Any = CompileConfig(fullgraph=True, backend=count)
     settings.mode = None
     settings._compile_all_devices = True
-    greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
     static = {"cache_implementation": "static", "compile_config": settings}
     for start, given, longest in (
         (0, mask, 16),
@@ -168,7 +168,7 @@ def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
         (0, mask, 11),
         (0, None, 16),
     ):
-        greedy["max_length"] = longest
+        greedy = GREEDY | {"max_length": longest}
         wanted = model.generate(ids[:, start:], attention_mask=given, **greedy)
         # On a CPU, fem_megatron.megatron.platform turns compilation off for Megatron, which other
         # tests of this process start.

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tools.hf.readers import FAMILIES, TEXTS, write_reader
 from tests.tools.hf.small import (
+    GREEDY,
     NAMES,
     VOCAB,
-    Exported,
+    Exports,
     close,
     export,
     padded_batch,
@@ -130,7 +130,7 @@ def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
 # All other tests in this folder run with the newest version.
 @pytest.mark.parametrize("age", [pytest.param("newest", marks=pytest.mark.slow), "oldest"])
 def test_a_stranger_loads_the_folders(
-    exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]
+    exported: Exports, tmp_path: Path, age: str, names: list[str]
 ) -> None:
     """One separate process with several models gives the same logits and tokens, by every strategy,
     cache and batch.
@@ -191,9 +191,7 @@ def test_a_stranger_loads_the_folders(
             # float32 rounding: sums in a different order with another number of threads. The rows
             # of padding are not compared.
             close(logits[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()], 1e-5)
-        wanted = model.generate(
-            ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
-        )
+        wanted = model.generate(ids, attention_mask=mask, max_new_tokens=5, **GREEDY)
         assert all(torch.equal(tokens, wanted) for tokens in (greedy, uncached, static)), name
         assert torch.equal(beams, beams_uncached), name
 

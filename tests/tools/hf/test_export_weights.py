@@ -42,8 +42,7 @@ from tests.tools.refusals import Refused
 from tools.checkpoint.__main__ import main as checkpoint
 from tools.hf import folder as shards
 from tools.hf.folder import byte_count, write_shards
-from tools.hf.stock import to_stock
-from tools.hf.weight_conversion import to_fem
+from tools.hf.stock import exported
 
 MEASURE = """
 import sys
@@ -163,14 +162,8 @@ def test_large_tensors_change_their_type_in_pieces(
     monkeypatch.setattr(shards, "PIECE", 7)
     model = small("transformer", tie_embeddings=True)
     state = random_state(model, dtype=torch.float32)
-    write_shards(
-        Held(state),
-        to_stock(model),
-        tmp_path,
-        torch.bfloat16,
-        10**9,
-        Progress(None, "", quiet=True),
-    )
+    weights = exported(Held(state), model)
+    write_shards(weights, tmp_path, torch.bfloat16, 10**9, Progress(None, "", quiet=True))
     equal(tensors(tmp_path), {key: tensor.bfloat16() for key, tensor in made(state, model).items()})
 
 
@@ -201,11 +194,11 @@ class Counted(Held):
 def test_one_source_is_held_at_a_time(tmp_path: Path, name: str) -> None:
     model = small(name)
     state = random_state(model, dtype=torch.float32)
-    source, recipes = Counted(state), to_stock(model) if name == "transformer" else to_fem(model)
-    write_shards(source, recipes, tmp_path, torch.float32, 9000, Progress(None, "", quiet=True))
-    assert source.most == max(tensor.nbytes for tensor in state.values()) and source.reads <= len(
-        recipes
-    )
+    source = Counted(state)
+    weights = exported(source, model)
+    write_shards(weights, tmp_path, torch.float32, 9000, Progress(None, "", quiet=True))
+    assert source.most == max(tensor.nbytes for tensor in state.values())
+    assert source.reads <= len(weights.shapes)
 
 
 def test_sizes() -> None:

@@ -4,7 +4,6 @@ padding, and related tools.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,24 @@ from transformers import (
 )
 
 from tests.tools.hf.readers import write_reader
-from tests.tools.hf.small import NAMES, PADDED, Exported, close, here, padded_batch, small, tokens
+from tests.tools.hf.small import (
+    CACHES,
+    GREEDY,
+    LORA,
+    PADDED,
+    Exports,
+    close,
+    here,
+    padded_batch,
+    slow_but,
+    small,
+    tokens,
+)
 from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM, FemStaticCache
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+FIVE: dict[str, Any] = GREEDY | {"max_new_tokens": 5}
 # Beam search with sampling: beams are reordered, and two of the three beams of each row are
 # returned.
 BEAMS: dict[str, Any] = {
@@ -50,41 +61,28 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
 
 # Every kind of cache: keys, windows of keys, states, both, caches of recurrent blocks,
 # transformers' own.
-CACHES = (
-    "fem_softmax",
-    "fem_gla",
-    "fem_mamba",
-    "cem",
-    "mha2nd1st",
-    "hyperset",
-    "hybrid",
-    "mamba2",
-    "gated_deltanet",
-    "transformer",
-)
+KINDS = (
+    "fem_softmax fem_gla fem_mamba cem mha2nd1st hyperset hybrid mamba2 gated_deltanet transformer"
+).split()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in CACHES else pytest.mark.slow) for name in NAMES]
-)
-def test_every_strategy_with_and_without_cache(
-    exported: Callable[[str], Exported], name: str
-) -> None:
+@pytest.mark.parametrize("name", slow_but(*KINDS))
+def test_every_strategy_with_and_without_cache(exported: Exports, name: str) -> None:
     """A left-padded batch gives equal tokens with each cache and without one, with the prompt at
     once or in chunks, and for a single row.
     """
     given, (ids, mask), new = exported(name).model, padded_batch(), tokens(3, 4, seed=2)
     drawn, greedy = (
-        generate(given, ids, attention_mask=mask, **strategy) for strategy in (BEAMS, GREEDY)
+        generate(given, ids, attention_mask=mask, **strategy) for strategy in (BEAMS, FIVE)
     )
     assert drawn.shape == (6, 12) and not torch.equal(drawn[::2], greedy[:, :12])
-    for other in ({"use_cache": False}, {"cache_implementation": "static"}):
+    for other in CACHES[1:]:
         assert torch.equal(drawn, generate(given, ids, attention_mask=mask, **BEAMS, **other)), (
             other
         )
     pieces: dict[str, Any] = {"prefill_chunk_size": 3}
     for other in ({"use_cache": False}, pieces, pieces | {"cache_implementation": "static"}):
-        assert torch.equal(greedy, generate(given, ids, attention_mask=mask, **GREEDY, **other)), (
+        assert torch.equal(greedy, generate(given, ids, attention_mask=mask, **FIVE, **other)), (
             other
         )
     with torch.no_grad():
@@ -102,9 +100,7 @@ def test_every_strategy_with_and_without_cache(
 @pytest.mark.parametrize(
     "name", ["fem_softmax", "fem_gla", "cem", "hyperset", "hybrid", "transformer"]
 )
-def test_what_generate_returns_beside_the_tokens(
-    exported: Callable[[str], Exported], name: str
-) -> None:
+def test_what_generate_returns_beside_the_tokens(exported: Exports, name: str) -> None:
     """Scores, hidden states and the cache have the documented shapes, and equal values without a
     cache; Llama is the control.
     """
@@ -171,25 +167,23 @@ def test_a_conversation_in_one_cache(model: Any) -> None:
         FemCache(model.config),
         FemStaticCache(model.config, 18),
     ):
-        said = model.generate(first, past_key_values=cache, **GREEDY)
+        said = model.generate(first, past_key_values=cache, **FIVE)
         text = torch.cat((said, second), dim=1)
-        answer = model.generate(text, past_key_values=cache, **GREEDY)
-        assert torch.equal(answer, model.generate(text, use_cache=False, **GREEDY))
+        answer = model.generate(text, past_key_values=cache, **FIVE)
+        assert torch.equal(answer, model.generate(text, use_cache=False, **FIVE))
         assert cache.get_seq_length() == 5 + 5 + 3 + 5 - 1
         cache.reset()
         assert cache.get_seq_length() == 0 and torch.equal(
-            said, model.generate(first, past_key_values=cache, **GREEDY)
+            said, model.generate(first, past_key_values=cache, **FIVE)
         )
 
 
 def test_prompts_as_embeddings(model: Any) -> None:
     ids, mask = padded_batch()
     prompt = model.get_input_embeddings()(ids).detach()
-    for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 2}):
-        found = model.generate(inputs_embeds=prompt, attention_mask=mask, **GREEDY, **other)
-        assert torch.equal(
-            found, model.generate(ids, attention_mask=mask, **GREEDY, **other)[:, 8:]
-        )
+    for other in (*CACHES, {"num_beams": 2}):
+        found = model.generate(inputs_embeds=prompt, attention_mask=mask, **FIVE, **other)
+        assert torch.equal(found, model.generate(ids, attention_mask=mask, **FIVE, **other)[:, 8:])
 
 
 def test_right_padding_is_none_of_the_text(model: Any) -> None:
@@ -199,7 +193,7 @@ def test_right_padding_is_none_of_the_text(model: Any) -> None:
     ids, mask = padded_batch()
     mask = mask.flip(1)
     text, seen = ids, mask
-    for _ in range(GREEDY["max_new_tokens"]):
+    for _ in range(FIVE["max_new_tokens"]):
         positions = (seen.cumsum(1) - 1).masked_fill(seen == 0, 1)
         with torch.no_grad():
             new = (
@@ -208,8 +202,8 @@ def test_right_padding_is_none_of_the_text(model: Any) -> None:
                 .argmax(-1)
             )
         text, seen = torch.cat((text, new), dim=1), torch.cat((seen, torch.ones_like(new)), dim=1)
-    for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-        assert torch.equal(text, model.generate(ids, attention_mask=mask, **GREEDY, **other)), other
+    for other in CACHES:
+        assert torch.equal(text, model.generate(ids, attention_mask=mask, **FIVE, **other)), other
 
 
 def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
@@ -220,13 +214,13 @@ def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
         PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None)),
         tokens(1, 4),
     )
-    whole = model.generate(ids, **GREEDY)
+    whole = model.generate(ids, **FIVE)
     words = tokenizer.convert_ids_to_tokens(whole[0, 4:])
     end = 4 + words.index(words[2]) + 1
     assert len(words[2]) == 1 and end < whole.shape[1]
-    for other in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+    for other in CACHES:
         assert torch.equal(
-            model.generate(ids, stop_strings=[words[2]], tokenizer=tokenizer, **GREEDY, **other),
+            model.generate(ids, stop_strings=[words[2]], tokenizer=tokenizer, **FIVE, **other),
             whole[:, :end],
         ), other
     with pytest.raises(ValueError, match="not used by the model.*max_new_token'"):
@@ -245,12 +239,12 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
         {"past_key_values": StaticCache(model.config, max_cache_len=9)},
         {"past_key_values": model.new_cache(2)},
     ):
-        raised(model.generate, ids, error=ValueError, **GREEDY | options)
+        raised(model.generate, ids, error=ValueError, **FIVE | options)
     for ahead in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(
             ValueError, match="assisted generation|cannot return to an earlier step"
         ):
-            model.generate(ids, **GREEDY, **ahead)
+            model.generate(ids, **FIVE, **ahead)
     raised(model.new_cache, 0, error=ValueError)
     raised(long.new_cache, 5000, error=ValueError)
     raised(model.new_cache().__getitem__, 0, error=TypeError)
@@ -266,25 +260,21 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[] if name in ("fem_softmax", "cem", "mamba2") else pytest.mark.slow
-        )
-        for name in NAMES
-    ],
-)
-def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
-    """On every linear module that peft finds: a step lowers the loss, every adapter has an effect,
-    and merging does not change the model.
+@pytest.mark.parametrize("name", slow_but("fem_softmax", "cem", "mamba2"))
+def test_fine_tuning_by_low_rank_adapters(exported: Exports, name: str) -> None:
+    """With the options of the model card: a step lowers the loss, every adapter has an effect, and
+    merging does not change the model.
     """
     ids, losses = tokens(2, 9), []
-    settings = LoraConfig(
-        r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
-    )
+    model = here(name, torch.float64)
+    snippet = LORA.search((exported(name).folder / "README.md").read_text())
+    options = eval(f"dict({snippet[1]})") if snippet else {"target_modules": "all-linear"}
+    if snippet:
+        gated = hasattr(model.model.layers[0].mlp, "gate_up")
+        assert ("target_parameters" in options) == gated
+    settings = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **options)
     torch.manual_seed(0)  # draws the adapters
-    tuned: Any = get_peft_model(here(name, torch.float64), settings)
+    tuned: Any = get_peft_model(model, settings)
     adapters = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
     for _ in range(2):
         tuned.zero_grad()
@@ -327,7 +317,7 @@ def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
 
 
 def test_the_trainer_smooths_the_labels_of_the_next_tokens(
-    exported: Callable[[str], Exported], tmp_path: Path
+    exported: Exports, tmp_path: Path
 ) -> None:
     """transformers shifts labels for known class names; it must do so for ours as for Llama, with
     and without adapters.

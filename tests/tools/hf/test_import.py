@@ -8,22 +8,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.folder import find, hash_beside
 from pretrain.config import load_run
 from tests.tools.hf.checkpoints import (
+    Spoil,
     changed,
     equal,
+    held,
     hf,
     rewrite,
     save,
+    settings,
     stock_folder,
     tensors,
     weights,
@@ -50,9 +51,6 @@ def copy(llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "hf"))
 
 
-Spoil = Callable[[Path], object]
-
-
 def shard(change: Callable[[bytes], bytes | None]) -> Spoil:
     """Return a function that changes the second file of weights by ``change``; None: delete it."""
 
@@ -62,14 +60,6 @@ def shard(change: Callable[[bytes], bytes | None]) -> Spoil:
         file.unlink() if left is None else file.write_bytes(left)
 
     return spoil
-
-
-def held(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:
-    return lambda folder: rewrite(folder, change)
-
-
-def config(**values: Any) -> Spoil:
-    return lambda folder: changed(folder / "config.json", **values)
 
 
 def written(name: str, text: str) -> Spoil:
@@ -109,11 +99,11 @@ SPOILED: dict[str, Spoil] = {
     "a tensor too many": held(lambda found: found.update({"lora.a": torch.ones(2)})),
     "a wrong shape": held(lambda found: found.update({Q: found[Q][:-1].clone()})),
     "quantised": held(lambda found: found.update({Q: found[Q].to(torch.int8)})),
-    "gpt2": config(model_type="gpt2"),
-    "mixtral": config(model_type="mixtral"),
+    "gpt2": settings(model_type="gpt2"),
+    "mixtral": settings(model_type="mixtral"),
     "pickles": alone("pytorch_model.bin"),
     "no weights": alone(),
-    "another head": config(tie_word_embeddings=True),
+    "another head": settings(tie_word_embeddings=True),
     "an adapter": alone("adapter_config.json"),
     "tokenizer": lambda folder: write_tokenizer(folder, VOCAB + 1),
     "damaged tokenizer": damaged_tokenizer,
@@ -178,7 +168,7 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
     replaced; the tokenizer is copied.
     """
     write_tokenizer(copy, VOCAB)
-    settings = (
+    options = (
         "--set",
         "model.make_vocab_size_divisible_by=20",
         "--set",
@@ -188,7 +178,7 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
     )
     assert hf("import", copy, tmp_path / "ck") == 0
     stored = weights(tmp_path / "ck")
-    assert hf("import", copy, tmp_path / "ck", "--overwrite", "--dtype", "bfloat16", *settings) == 0
+    assert hf("import", copy, tmp_path / "ck", "--overwrite", "--dtype", "bfloat16", *options) == 0
     told = find(tmp_path / "ck").manifest["config"]
     model = ModelConfig.from_dict(told["model"])
     assert (model.rope_base, model.padded_vocab_size(), told["name"]) == (10, 60, "mine")

@@ -5,7 +5,6 @@ initialised as in training, and the table lists both.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from pretrain.checkpoint.folder import find
 from pretrain.plan.run_plan import count_by_component, model_weights
-from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import hf, stock_folder, tensors, weights
-from tests.tools.hf.small import VOCAB, export, small
-from tests.tools.hf.test_round_trip import MIXERS
+from tests.tools.hf.small import MIXERS, VOCAB, export, small
 from tools.hf.open_model import open_model
 
 MODES = "fem.free_energy fem.temperature fem.gate fem.conditioner"
@@ -31,12 +28,6 @@ HEADS, GROUPS, HEAD = 4, 2, 8
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers; two heads of queries share a key."""
     return stock_folder("llama", tmp_path_factory.mktemp("stock") / "llama")
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[None]:
-    with megatron_of_one_process():
-        yield
 
 
 def graft(
@@ -174,7 +165,8 @@ def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_p
         assert (entry["status"], entry["parts"]) == ("partly", parts)
 
 
-def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: None) -> None:
+@pytest.mark.usefixtures("one_process")
+def test_what_is_new_is_what_training_starts_from(tmp_path: Path) -> None:
     """For every mixer, the numbers that differ from training's initial ones are those that the
     table counts as copied.
     """

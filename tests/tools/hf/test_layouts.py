@@ -19,8 +19,7 @@ from tests.pretrain.conftest import DEMO
 from tests.pretrain.data_folder import write_folder
 from tests.ranks import VARIABLES, finished, losses
 from tests.tools.hf.checkpoints import equal, hf, stock_folder, tensors
-from tests.tools.hf.small import VOCAB, export, random_state, small
-from tests.tools.hf.test_round_trip import MIXERS
+from tests.tools.hf.small import MIXERS, VOCAB, export, random_state, small
 from tests.tools.refusals import Refused
 from tools.hf.open_model import open_model
 

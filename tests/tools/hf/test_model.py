@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,19 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from fem_megatron.config import ModelConfig
 from fem_megatron.rope import RopeScaling
 from pretrain.plan.run_plan import model_weights
-from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import rewrite
 from tests.tools.hf.small import (
+    GREEDY,
     NAMES,
     VOCAB,
-    Exported,
+    Exports,
     close,
     export,
     here,
     random_state,
     small,
     tokens,
+    trained_logits,
 )
 from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
@@ -57,34 +58,19 @@ def plain(load: Any) -> Any:
     return load(small(), random_state(small()))
 
 
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[None]:
-    with megatron_of_one_process():
-        yield
-
-
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) -> None:
-    from fem_megatron.megatron.model import Layout, build
-
+def test_logits_are_megatrons(exported: Exports, name: str) -> None:
     given, ids = exported(name), tokens(2, 21)
-    (trained,) = build(given.config, Layout(), 21, seed=0)
-    answer = trained.load_state_dict(given.state, strict=False)
-    assert not answer.unexpected_keys and all(
-        key.endswith("_extra_state") or key == "output_layer.weight" for key in answer.missing_keys
-    )
+    wanted = trained_logits(given.config, given.state, ids)
     with torch.no_grad():
-        wanted = trained(ids, torch.arange(21).expand(2, 21), None)[..., :VOCAB]
         # float32 rounding: the same operations, except that the product of the output layer has 50
         # rows or 64.
         close(given.model(ids).logits, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_documents_are_read_as_if_alone(
-    exported: Callable[[str], Exported], name: str
-) -> None:
+def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> None:
     """transformers' convention: position_ids that do not increase by one begin a document; the
     third one is the rest of a longer document.
     """
@@ -273,68 +259,29 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
 
 def test_refused_inputs(plain: Any, raised: Refused) -> None:
     encoder = FemLMForCausalLM(FemLMConfig(small(causal=False).__dict__)).eval()
-    assert encoder(tokens(1, 5), use_cache=True).past_key_values is None
-    for function, given in (
-        (plain, {"input_ids": tokens(1, 5), "attention_mask": torch.ones(1, 4)}),
-        (plain, {"input_ids": tokens(1, 5), "past_key_values": DynamicCache()}),
-        (plain, {}),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "position_ids": torch.tensor([[0, 1, 0, 1, 2]]),
-                "use_cache": True,
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "position_ids": torch.tensor([[1, 0, 1, 0, 1]]),
-                "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]),
-            },
-        ),
-        (plain, {"input_ids": tokens(1, 5), "cu_seq_lens_q": torch.tensor([0, 4])}),
-        (plain, {"input_ids": tokens(2, 5), "cu_seq_lens_q": torch.tensor([0, 5])}),
-        (plain, {"input_ids": tokens(1, 5), "seq_idx": torch.zeros(1, 4)}),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "cu_seq_lens_k": torch.tensor([0, 3, 5]),
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "position_ids": torch.tensor([[0, 1, 2, 0, 1]]),
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]),
-            },
-        ),
-        (
-            plain,
-            {
-                "input_ids": tokens(1, 5),
-                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
-                "past_key_values": plain.new_cache(),
-            },
-        ),
-        (plain, {"input_ids": tokens(1, 5), "is_causal": False}),
-        (encoder, {"input_ids": tokens(1, 5), "past_key_values": FemCache(encoder.config)}),
-        (FemLMForCausalLM, {"config": FemLMConfig(small().__dict__, recurrence=0)}),
-        (FemLMConfig, {"num_attention_heads": 5}),
+    ids, gap = {"input_ids": tokens(1, 5)}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
+    two = {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
+    assert encoder(**ids, use_cache=True).past_key_values is None
+    for given in (
+        ids | {"attention_mask": torch.ones(1, 4)},
+        ids | {"past_key_values": DynamicCache()},
+        {},
+        ids | {"position_ids": torch.tensor([[0, 1, 0, 1, 2]]), "use_cache": True},
+        ids | {"position_ids": torch.tensor([[1, 0, 1, 0, 1]])} | gap,
+        ids | {"cu_seq_lens_q": torch.tensor([0, 4])},
+        {"input_ids": tokens(2, 5), "cu_seq_lens_q": torch.tensor([0, 5])},
+        ids | {"seq_idx": torch.zeros(1, 4)},
+        ids | two | {"cu_seq_lens_k": torch.tensor([0, 3, 5])},
+        ids | two | {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])},
+        ids | two | gap,
+        ids | two | {"past_key_values": plain.new_cache()},
+        ids | {"is_causal": False},
     ):
-        raised(function, error=ValueError, **given)
+        raised(plain, error=ValueError, **given)
+    raised(encoder, error=ValueError, **ids, past_key_values=FemCache(encoder.config))
+    looped = FemLMConfig(small().__dict__, recurrence=0)
+    raised(FemLMForCausalLM, looped, error=ValueError)
+    raised(FemLMConfig, error=ValueError, num_attention_heads=5)
     with pytest.raises(TypeError, match="no_such"):
         FemLMConfig({"no_such": 1})
 
@@ -423,7 +370,7 @@ def test_recurrence_may_be_raised(plain: Any, load: Any, open_folder: Callable[.
         assert torch.equal(raised(ids).logits, wanted) and not torch.allclose(
             plain(ids).logits, wanted
         )
-    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    greedy = GREEDY | {"max_new_tokens": 6}
     assert torch.equal(
         raised.generate(ids, **greedy), raised.generate(ids, use_cache=False, **greedy)
     )
@@ -443,22 +390,7 @@ def test_saved_again_it_is_the_same(
         close(again(tokens(2, 7)).logits[..., :VOCAB], plain(tokens(2, 7)).logits, 1e-12)
 
 
-def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
-    """With different code in folders of one name, loading the second does not change the first."""
-    ids = tokens(1, 7)
-    with torch.no_grad():
-        before = plain(ids).logits
-        second = load(small("cem"), random_state(small("cem")))
-        assert type(plain) is not type(second) and type(plain.model.layers[0].mixer) is not type(
-            second.model.layers[0].mixer
-        )
-        second(ids)
-        assert torch.equal(plain(ids).logits, before)
-
-
-def test_rope_is_told_and_set_by_transformers_names(
-    exported: Callable[[str], Exported], tmp_path: Path
-) -> None:
+def test_rope_is_told_and_set_by_transformers_names(exported: Exports, tmp_path: Path) -> None:
     """config.json contains both spellings; the model uses an edited one, or one set on the
     configuration.
     """

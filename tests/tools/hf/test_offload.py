@@ -12,9 +12,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 
-from tests.tools.hf.small import COMBINED, NAMES, Exported, here, padded_batch
-
-GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+from tests.tools.hf.small import GREEDY, MIXERS, Exports, here, padded_batch, slow_but
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -25,10 +23,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in COMBINED else name for name in NAMES],
-)
+@pytest.mark.parametrize("name", slow_but(*MIXERS))
 def test_weights_offloaded_to_the_cpu(name: str) -> None:
     """Every weight is on the meta device except during its module's forward, in this test with the
     CPU as the computing device.
@@ -43,7 +38,7 @@ def test_weights_offloaded_to_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", pytest.param("cem", marks=pytest.mark.slow)])
 def test_a_device_map_with_layers_on_the_disk(
-    exported: Callable[[str], Exported], open_folder: Callable[..., Any], tmp_path: Path, name: str
+    exported: Exports, open_folder: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     given = exported(name)
     places = {
@@ -56,5 +51,6 @@ def test_a_device_map_with_layers_on_the_disk(
     model = open_folder(given.folder, device_map=places, offload_folder=tmp_path)
     assert all(parameter.is_meta for parameter in model.model.layers[1].parameters())
     ids, mask = padded_batch()
-    generated = [each.generate(ids, attention_mask=mask, **GREEDY) for each in (model, given.model)]
+    options = GREEDY | {"attention_mask": mask, "max_new_tokens": 3}
+    generated = [each.generate(ids, **options) for each in (model, given.model)]
     assert torch.equal(logits(model), logits(given.model)) and torch.equal(*generated)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fem_common.errors import ConfigError
 from pretrain.checkpoint.reader import Weights
-from tests.tools.hf.checkpoints import changed, hf, rewrite
+from tests.tools.hf.checkpoints import Spoil, changed, held, hf, rewrite, settings
 from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import byte_tokenizer, save, text_model
 from tests.tools.refusals import Refused
 from tools.hf import open_model as from_store
 from tools.hf.open_model import fingerprint, open_model, tokenizer_of
-from tools.hf.weight_conversion import Recipe
+from tools.hf.weight_conversion import Conversion, Converted
 
 MIXERS = ("fem_softmax", "transformer")
 IDS = torch.arange(5, 25)[None]
@@ -114,14 +114,11 @@ def test_weights_are_held_once(
         list[list[str]](),
         Weights.read,
     )
-    recipes = {
-        "a": Recipe(
-            (name := "decoder.layers.0.mixer.in_proj.weight",),
-            (32, 32),
-            lambda tensors: tensors[0][:32],
-        )
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    halves = {
+        "a": Conversion((name,), (32, 32), lambda tensors: tensors[0][:32]),
+        "b": Conversion((name,), (32, 32), lambda tensors: tensors[0][32:64]),
     }
-    recipes["b"] = Recipe((name,), (32, 32), lambda tensors: tensors[0][32:64])
 
     def counted(self: Weights, names: Iterable[str]) -> dict[str, Tensor]:
         reads.append(list(names))
@@ -129,7 +126,7 @@ def test_weights_are_held_once(
 
     monkeypatch.setattr(Weights, "read", counted)
     make, kept = from_store.state_of, dict[str, Tensor]()
-    made = make(weights, recipes, torch.float32, torch.device("cpu"))
+    made = make(Converted(weights, halves), torch.float32, torch.device("cpu"))
     assert (
         reads == [[name]]
         and [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
@@ -219,43 +216,17 @@ def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "unknown": ("transformer", lambda folder: changed(folder / "config.json", model_type="lama")),
-    "no language model": (
-        "transformer",
-        lambda folder: changed(folder / "config.json", model_type="vit"),
-    ),
-    "own code": (
-        "transformer",
-        lambda folder: changed(
-            folder / "config.json", model_type="own", auto_map={"AutoConfig": "x.Y"}
-        ),
-    ),
-    "more layers": (
-        "transformer",
-        lambda folder: changed(folder / "config.json", num_hidden_layers=3),
-    ),
-    "fewer layers": (
-        "transformer",
-        lambda folder: changed(folder / "config.json", num_hidden_layers=1),
-    ),
-    "a shape": (
-        "transformer",
-        lambda folder: rewrite(folder, lambda held: held.update({Q: torch.zeros(3, 3)})),
-    ),
-    "a weight": (
-        "fem_softmax",
-        lambda folder: rewrite(folder, lambda held: held.pop("model.layers.1.mixer.beta")),
-    ),
+BROKEN: dict[str, tuple[str, Spoil]] = {
+    "unknown": ("transformer", settings(model_type="lama")),
+    "no language model": ("transformer", settings(model_type="vit")),
+    "own code": ("transformer", settings(model_type="own", auto_map={"AutoConfig": "x.Y"})),
+    "more layers": ("transformer", settings(num_hidden_layers=3)),
+    "fewer layers": ("transformer", settings(num_hidden_layers=1)),
+    "a shape": ("transformer", held(lambda found: found.update({Q: torch.zeros(3, 3)}))),
+    "a weight": ("fem_softmax", held(lambda found: found.pop("model.layers.1.mixer.beta"))),
     "code": ("fem_softmax", lambda folder: (folder / "modeling_fem.py").unlink()),
-    "code from elsewhere": (
-        "fem_softmax",
-        lambda folder: changed(folder / "config.json", auto_map={"AutoConfig": "else/where--x.Y"}),
-    ),
-    "a mixer": (
-        "fem_softmax",
-        lambda folder: changed(folder / "config.json", architecture={"mixer": "none"}),
-    ),
+    "code from elsewhere": ("fem_softmax", settings(auto_map={"AutoConfig": "else/where--x.Y"})),
+    "a mixer": ("fem_softmax", settings(architecture={"mixer": "none"})),
 }
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.check import relative
-from tests.tools.hf.small import NAMES, here, padded_batch, tokens
+from tests.tools.hf.small import GREEDY, here, padded_batch, slow_but, tokens
 
-QUICK = ("fem_softmax", "fem_gla", "cem", "hybrid")
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+EACH = slow_but("fem_softmax", "fem_gla", "cem", "hybrid")
+STATIC: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True}
 BFLOAT16 = 2.0**-8  # unit roundoff of bfloat16
 
 
@@ -88,16 +88,9 @@ def test_autocast_decodes_and_recomputes(name: str) -> None:
         steps = [
             model(piece, past_key_values=cache).logits for piece in ids.split([36, 1, 1, 2], dim=1)
         ]
-        for given in ({}, {"cache_implementation": "static", "disable_compile": True}):
-            made = model.generate(
-                prompt,
-                attention_mask=mask,
-                max_new_tokens=3,
-                do_sample=False,
-                pad_token_id=0,
-                **given,
-            )
-            assert made.shape == (3, 11)
+        for given in ({}, STATIC):
+            options = GREEDY | {"attention_mask": mask, "max_new_tokens": 3} | given
+            assert model.generate(prompt, **options).shape == (3, 11)
     assert relative(torch.cat(steps, 1), plain(name).logits) <= 1.25 * error(name, torch.bfloat16)
 
 
@@ -112,11 +105,8 @@ def test_float16_weights_compute(name: str) -> None:
     assert error(name, torch.float16) <= error(name, torch.bfloat16) / 4
     assert (logits.argmax(-1) == plain(name).logits.argmax(-1)).float().mean() > 0.95
     model, (prompt, mask) = here(name).to(torch.float16), padded_batch()
-    greedy = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    made = [
-        model.generate(prompt, **greedy, **given)
-        for given in ({}, {"cache_implementation": "static", "disable_compile": True})
-    ]
+    options = GREEDY | {"attention_mask": mask, "max_new_tokens": 3}
+    made = [model.generate(prompt, **options, **given) for given in ({}, STATIC)]
     assert torch.equal(*made)
     cache = model.new_cache()
     with torch.no_grad():

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.cem.shape import CemConfig
@@ -28,12 +27,11 @@ from tests.tools.hf.checkpoints import (
     weights,
 )
 from tests.tools.hf.runs import files
-from tests.tools.hf.small import VOCAB, random_state, small
+from tests.tools.hf.small import MIXERS, VOCAB, random_state, small
 from tests.wording import Wording
 from tools.hf.open_model import open_model
 from tools.hf.weight_conversion import VOCABULARY
 
-MIXERS = tuple(name for name in catalogue.MIXERS if not name.startswith("fla."))
 QKV_BIAS = AttentionConfig(qkv_bias=True)
 EVERYTHING = small(
     num_layers=len(MIXERS), pattern=MIXERS, num_query_groups=2, attention=QKV_BIAS

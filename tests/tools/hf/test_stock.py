@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,14 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.rope import Rope, RopeScaling
 from fem_megatron.update import frequencies
-from pretrain.plan.run_plan import parameter_shapes
-from tests.one_process import megatron_of_one_process
+from tests.tools.hf.checkpoints import STOCK_SIZES
+from tests.tools.hf.small import VOCAB, Held, random_state, small, tokens, trained_logits
 from tests.tools.refusals import Refused
-from tools.hf.stock import StockError, from_stock, model_of, stock_config, to_stock
-from tools.hf.weight_conversion import VOCABULARY, Recipes
+from tools.hf.stock import StockError, exported, from_stock, model_of, stock_config
+from tools.hf.weight_conversion import VOCABULARY, Converted
 
-VOCAB, LENGTH = 50, 40
-BASE = ModelConfig(
-    mixer="transformer",
-    hidden_size=32,
-    num_layers=2,
-    num_attention_heads=4,
-    ffn_hidden_size=48,
-    vocab_size=VOCAB,
-    make_vocab_size_divisible_by=64,
-)
+LENGTH = 40
+BASE = small("transformer", make_vocab_size_divisible_by=64)
 GROUPED = replace(BASE, num_query_groups=2)
 LLAMA3 = RopeScaling("llama3", original_length=32)
 ALL = AttentionConfig(qkv_bias=True, sliding_window=7, head_dim=12)
@@ -88,40 +79,7 @@ CASES = {
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    with megatron_of_one_process():
-        yield
-
-
-def cook(recipes: Recipes, source: dict[str, Tensor]) -> dict[str, Tensor]:
-    made = {
-        name: recipe.make([source[key] for key in recipe.sources])
-        for name, recipe in recipes.items()
-    }
-    assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {
-        name: recipe.shape for name, recipe in recipes.items()
-    }
-    return made
-
-
-def trained_logits(
-    model: ModelConfig, state: dict[str, Tensor], ids: Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return the training code's logits, float64 [b, t, VOCAB]."""
-    from fem_megatron.megatron.model import Layout, build
-
-    (chunk,) = build(model, Layout(params_dtype=dtype), ids.shape[1], seed=0)
-    answer = chunk.load_state_dict(
-        {name: tensor.to(dtype) for name, tensor in state.items()}, strict=False
-    )
-    assert not answer.unexpected_keys and all(
-        key.endswith("_extra_state") or key == "output_layer.weight" for key in answer.missing_keys
-    )
-    with torch.no_grad():
-        return chunk(ids, torch.arange(ids.shape[1]).expand_as(ids), None)[
-            ..., : model.vocab_size
-        ].double()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def stock_logits(
@@ -140,29 +98,20 @@ def stock_logits(
         return stock.to(dtype).eval()(ids).logits.double()
 
 
-def tokens() -> Tensor:
-    return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
     """Logits are equal; weights convert back bit for bit; the configuration survives a file."""
     model, family = CASES[name]
     # Every number is different, so that an exchange of two rows is detected.
-    generator = torch.Generator().manual_seed(0)
-    shapes = parameter_shapes(model)
-    state = {
-        key: 0.15 * torch.randn(shape, generator=generator) + ("norm" in key)
-        for key, shape in shapes.items()
-    }
-    there = cook(to_stock(model), state)
+    state = random_state(model, dtype=torch.float32, scale=0.15)
+    ids = tokens(2, LENGTH)
+    there = dict(exported(Held(state), model).items())
     for dtype, tolerance in TOLERANCES.items():
-        wanted = trained_logits(model, state, tokens(), dtype)
-        assert (
-            stock_logits(stock_config(model), there, tokens(), dtype) - wanted
-        ).norm() <= tolerance * wanted.norm()
+        wanted = trained_logits(model, state, ids, dtype)
+        got = stock_logits(stock_config(model), there, ids, dtype)
+        assert (got - wanted).norm() <= tolerance * wanted.norm()
 
-    back = cook(from_stock(model), there)
+    back = dict(Converted(Held(there), from_stock(model)).items())
     assert back.keys() == state.keys()
     for key, tensor in state.items():
         kept = VOCAB if key in VOCABULARY else len(tensor)
@@ -188,32 +137,25 @@ def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
     assert model_of(AutoConfig.from_pretrained(tmp_path).to_dict()) == model_of(written)
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 THEIRS = {
     "llama": LlamaConfig(
-        **SMALL,
+        **STOCK_SIZES,
         head_dim=6,
         rms_norm_eps=1e-4,
         rope_parameters={"rope_type": "default", "rope_theta": 300.0},
     ),
-    "mistral": MistralConfig(**SMALL, sliding_window=9, tie_word_embeddings=True),
-    "mistral, no window": MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": Qwen2Config(**SMALL),
+    "mistral": MistralConfig(**STOCK_SIZES, sliding_window=9, tie_word_embeddings=True),
+    "mistral, no window": MistralConfig(**STOCK_SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**STOCK_SIZES),
     "qwen2, window": Qwen2Config(
-        **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=0
+        **STOCK_SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=0
     ),
     "qwen2, window of no layer": Qwen2Config(
-        **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=2
+        **STOCK_SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=2
     ),
-    "qwen3": Qwen3Config(**SMALL, head_dim=12),
+    "qwen3": Qwen3Config(**STOCK_SIZES, head_dim=12),
     "qwen3, window": Qwen3Config(
-        **SMALL,
+        **STOCK_SIZES,
         use_sliding_window=True,
         sliding_window=9,
         max_window_layers=0,
@@ -231,17 +173,16 @@ def test_a_model_of_transformers_own_is_continued(name: str) -> None:
     with torch.no_grad():
         for weight in stock.parameters():
             weight.add_(0.2 * torch.randn_like(weight))
-    model, weights = model_of(config.to_dict()), stock.state_dict()
-    wanted = stock_logits(config, weights, tokens())
-    assert (
-        trained_logits(model, cook(from_stock(model), weights), tokens()) - wanted
-    ).norm() <= 2e-6 * wanted.norm()
+    model, weights, ids = model_of(config.to_dict()), stock.state_dict(), tokens(2, LENGTH)
+    wanted = stock_logits(config, weights, ids)
+    state = dict(Converted(Held(weights), from_stock(model)).items())
+    assert (trained_logits(model, state, ids) - wanted).norm() <= 2e-6 * wanted.norm()
 
 
 OLD_LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    **SMALL,
+    **STOCK_SIZES,
     "max_position_embeddings": 96,
 }
 LLAMA_31 = {

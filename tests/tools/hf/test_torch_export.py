@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, export
 
-from tests.tools.hf.small import NAMES, close, here, tokens
+from tests.tools.hf.small import NAMES, close, here, pairs, tokens
 
 # Lengths below and above a window, a chunk of 64, and CEM's 48 hidden channels.
 SHAPES = ((1, 5), (2, 17), (5, 2), (1, 1), (2, 70), (1, 300))
@@ -30,22 +30,9 @@ class Logits(nn.Module):
         return logits
 
 
-def some(quick: tuple[str, ...], *modes: Any) -> list[Any]:
-    """Return every name with every mode, marked slow unless it has the first mode and is in
-    ``quick``.
-    """
-    pairs = [(name, mode) for name in NAMES for mode in modes]
-    return [
-        (
-            pair
-            if pair[0] in quick and pair[1] == modes[0]
-            else pytest.param(*pair, marks=pytest.mark.slow)
-        )
-        for pair in pairs
-    ]
-
-
-@pytest.mark.parametrize(("name", "mode"), some(("hybrid", "cem"), "masked", "plain", "strict"))
+@pytest.mark.parametrize(
+    ("name", "mode"), pairs(NAMES, "masked", "plain", "strict", quick=("hybrid", "cem"))
+)
 @torch.no_grad()
 def test_a_program_takes_any_batch_and_length(name: str, mode: str) -> None:
     """float64: a node of the graph runs the eager code; only CEM's preconditioner uses one order
@@ -93,7 +80,7 @@ class Step(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize(("name", "strict"), some(("hybrid",), False, True))
+@pytest.mark.parametrize(("name", "strict"), pairs(NAMES, False, True, quick=("hybrid",)))
 @torch.no_grad()
 def test_a_decoding_step_with_a_static_cache(name: str, strict: bool) -> None:
     """Each step writes the program's buffers; logits equal those of full sequences, and the cache

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from fem_common.plot import COLOURS, MARKERS, QUIET, plain_axes
-from fem_common.text import aligned
+from fem_common.text import aligned, markdown_table
 from tools.scaling.pictures.style import headed, legend_below, log_axis, marked, titled_figure
 
 LIMIT = 2.0
@@ -148,18 +148,16 @@ def table(verdicts: Sequence[Verdict]) -> str:
 def summary(records: Sequence[Record]) -> str:
     """Return the worst judged ratio of each variant as Markdown, one column per parametrization."""
     columns = list(dict.fromkeys(record.parametrization for record in records))
-    lines = [f"| variant | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    rows = []
     for variant in dict.fromkeys(record.variant for record in records):
         own = [
             [one for one in records if (one.variant, one.parametrization) == (variant, name)]
             for name in columns
         ]
         ratios = [worst(judge(some)).ratio if some else math.nan for some in own]
-        lines.append(
-            f"| `{variant}` |"
-            f" {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |"
-        )
-    return "\n".join(lines) + "\n"
+        cells = [f"{ratio:.{2 if ratio < 10 else 0}f}" for ratio in ratios]
+        rows.append([f"`{variant}`", *cells])
+    return markdown_table(["variant", *columns], rows) + "\n"
 
 
 def as_csv(records: Sequence[Record]) -> str:
