@@ -20,9 +20,8 @@ from fem_common import files
 from fem_common.errors import UserError
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
-from launch.job import snapshot
+from launch.job import Item, Job, attempts, launch_folder, load_job, snapshot
 from launch.job.item_state import Standing, counted, standings
-from launch.job.job import Item, Job, attempts, launch_folder, load_job
 from launch.job.request import Wanted, data_fault, pretrain, read_config
 
 ABSENT = "<absent>"
@@ -64,14 +63,14 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
         UserError: without ``update``, the directory has a job with other settings; with ``update``,
             an item of the existing job is active.
     """
-    job, directory = wanted.job, Path(wanted.job.directory)
+    job, directory = wanted.job, wanted.job.path
     before = load_job(directory)
     known = standings(before, ask=ask) if before else []
     # A job that Slurm refused at once is only a description: its settings may change freely.
     begun = before is not None and (
         (launch_folder(directory) / "submissions.jsonl").exists()
         or any(item.kind != "idle" for item in known)
-        or any(attempts(Path(item.directory)) for item in before.items)
+        or any(attempts(item.path) for item in before.items)
     )
     if before is None or not begun:
         every = tuple(range(len(job.items)))
@@ -234,16 +233,16 @@ def write(draft: Draft) -> Draft:
 
     Return the draft with the snapshot that was taken. The caller must hold the directory's lock.
     """
-    directory = Path(draft.job.directory)
+    directory = draft.job.path
     code = draft.code or snapshot.take(directory)
     for index in draft.reopened:
         for name in OVER:
-            (launch_folder(Path(draft.job.items[index].directory)) / name).unlink(missing_ok=True)
+            (draft.job.items[index].launch / name).unlink(missing_ok=True)
     for place, text in draft.configs.items():
         launch_folder(Path(place)).mkdir(parents=True, exist_ok=True)
         files.write_whole(launch_folder(Path(place)) / "config.yaml", text, synced=False)
     for item in draft.job.items:
-        launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
+        item.launch.mkdir(parents=True, exist_ok=True)
     draft.job.save()
     return replace(draft, code=code)
 

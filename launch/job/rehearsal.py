@@ -23,7 +23,7 @@ import yaml
 from fem_common.errors import UserError
 from fem_common.text import duration, gib
 from launch.cluster.profile import Profile
-from launch.job.job import append_json, read_json_lines
+from launch.job import append_json, read_json_lines
 from launch.job.plan import Draft
 from launch.job.request import pretrain_text, read_config
 from launch.job.snapshot import ROOT, code_folder, source_files
@@ -59,7 +59,7 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
     job = draft.job
     if not profile.nodes.gpus or not draft.starting:
         return
-    code = code_folder(Path(job.directory)) if draft.code else ROOT
+    code = code_folder(job.path) if draft.code else ROOT
     known = {line.get("layout"): line for line in read_json_lines(_record(draft))}
     environment, done = _environment(code), set[str]()
     for text in draft.starting:

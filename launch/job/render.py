@@ -21,7 +21,7 @@ from fem_common.errors import UserError
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
 from launch.cluster.profile_values import CONTROL
-from launch.job.job import Job, launch_folder
+from launch.job import Job
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)
 
@@ -163,7 +163,7 @@ def _directives(
     The order is: name and output, resources, placement, time limit, behaviour.
     """
     nodes, slurm = profile.nodes, profile.slurm
-    logs = profile.logs or str(launch_folder(Path(job.directory)))
+    logs = profile.logs or str(job.launch)
     yield directive("--job-name", job.name)
     yield directive(
         "--output", file_pattern(logs) + ("/slurm-%j.out" if array is None else "/slurm-%A_%a.out")

@@ -147,32 +147,18 @@ def read_report(path: Path) -> Report | None:
         return None
 
 
-def read_reports(
-    folder: Path, nodes: Sequence[str], began: float | None = None, skew_seconds: float = 0
-) -> dict[str, Report]:
+def read_reports(folder: Path, nodes: Sequence[str]) -> dict[str, Report]:
     """Return node -> report for these nodes, in order.
 
     For a node without a report, the fault is that it did not answer, with the last line of
     NODE.log.
-
-    began: unix time on this host at which the check was started.
-    skew_seconds: if positive, a report whose time is more than this before ``began`` or after the
-        present time gets a fault.
     """
     reports: dict[str, Report] = {}
     for node in nodes:
         why = last_lines(folder / f"{node}.log") or ["it hangs, or cannot see this folder"]
-        report = reports[node] = read_report(folder / f"{node}.json") or Report(
+        reports[node] = read_report(folder / f"{node}.json") or Report(
             [f"{NO_ANSWER}: {why[0]}"], node=node
         )
-        if began is not None and skew_seconds > 0 and report.time:
-            off = min(report.time - began, 0) or max(report.time - time.time(), 0)
-            if abs(off) > skew_seconds:
-                way = "ahead" if off > 0 else "behind"
-                report.faults.append(
-                    f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, "
-                    "NTP)?"
-                )
     return reports
 
 

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fem_common.errors import reason
@@ -56,8 +55,8 @@ class Supervisor:
             journal,
             show,
         )
-        self.directory = Path(self.item.directory)
-        self.limits = policy.limits_of(job.profile.get("restarts") or {})
+        self.directory = self.item.path
+        self.limits = policy.limits_of(job.section("restarts"))
         self.records: list[Record] = []
 
     def run(self) -> int:
@@ -181,7 +180,7 @@ class Supervisor:
 
     def _check(self, attempt: Attempt) -> dict[str, list[str]]:
         """Run the pre-flight check and return node -> faults for each node that fails it."""
-        if not (self.job.profile.get("health") or {}).get("check", True):
+        if not self.job.section("health").get("check", True):
             return {}
         self.journal.state("checking")
         faults = {node: found for node, found in self.place.check_nodes(attempt).items() if found}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fem_common.errors import UserError
 from launch.cluster import slurm
-from launch.job import Job, launch_folder, read_json, write_json
+from launch.job import Job, read_json, write_json
 from launch.job.item_state import Standing, counted, find_job, standings, start_time
 from launch.job.plan import locked
 
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     for directory in arguments.directories:
         job, items = find_job(directory)
-        with locked(Path(job.directory)):
+        with locked(job.path):
             chosen = [standing for standing in standings(job) if standing.index in items]
             active = [standing for standing in chosen if standing.kind == "active"]
             if active:
@@ -157,4 +157,4 @@ def _end_local(pids: Sequence[int], *, save: bool) -> None:
 
 
 def _launch(job: Job, standing: Standing) -> Path:
-    return launch_folder(Path(job.items[standing.index].directory))
+    return job.items[standing.index].launch

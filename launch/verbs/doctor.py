@@ -36,6 +36,7 @@ from launch.job.request import work_directory
 from launch.node.checks import Check, Report, read_reports
 from launch.node.hardware import last_line, probe_folder
 from launch.supervise.journal import cordon_file, cordoned
+from launch.verbs.local import supervisor_command
 
 CLEAR = "\r\033[K"
 PYTHON = (3, 11)
@@ -318,7 +319,7 @@ def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]
                 return
             outcome = trial.on_slurm(job, script, arguments.wait, progress)
         else:
-            outcome = trial.here(job, progress)
+            outcome = trial.here(job, *supervisor_command(job, 0), progress)
         found = list(findings(profile, outcome))
         well = all(check.level != "FAILED" for check in found)
         yield from found
@@ -365,9 +366,7 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     folders = attempts(outcome.directory)
     reports: dict[str, Report] = {}
     if folders and outcome.nodes:
-        reports = read_reports(
-            folders[-1] / "health", outcome.nodes, outcome.began, profile.health.clock_skew_seconds
-        )
+        reports = read_reports(folders[-1] / "health", outcome.nodes)
     for report in reports.values():
         yield from report.checks()
     if outcome.result is None:
@@ -383,23 +382,22 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     )
     if not outcome.result["shared"]:
         yield Check(
-            "ok", "shared folders", "every node writes into them and sees the files of all nodes"
+            "ok", "shared folders", "every node writes into them and sees the first node's files"
         )
     yield of_bandwidth(profile, outcome.result)
-    yield from of_clocks(profile, outcome)
+    yield from of_clocks(profile, outcome.result["clocks"])
 
 
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
     """Check that the all-reduce bandwidth is not below health.all_reduce_gb_per_second.
 
-    result: contents of the trial's bandwidth.json. If the check fails, its text names the two
-    slowest pairs of neighbouring nodes.
+    result: contents of the trial's bandwidth.json.
     """
     if not result.get("sizes"):
         return Check("ok", "all-reduce", "not measured: the trial has one process")
     floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
     ranks = (
-        f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over "
+        f"{counted(result['world_size'], 'rank')} on {counted(len(result['clocks']), 'node')} over "
         f"{result['backend']}"
     )
     text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
@@ -413,41 +411,23 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
         )
     if largest["bus"] >= floor:
         return Check("ok", "all-reduce", f"{text}; floor {floor:g}")
-    if slowest := sorted(result.get("pairs") or (), key=lambda pair: float(pair["bus"]))[:2]:
-        text += "; slowest neighbours: " + ", ".join(
-            f"{'+'.join(pair['nodes'])} {pair['bus']:.4g}" for pair in slowest
-        )
     return Check(
         "FAILED", "all-reduce", f"{text}; below the floor of {floor:g}", REMEDY["bandwidth"]
     )
 
 
-def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """Check that the nodes' clocks agree with this host's clock.
+def of_clocks(profile: Profile, clocks: dict[str, float]) -> Iterator[Check]:
+    """Check that the nodes' clocks differ by at most health.clock_skew_seconds.
 
-    A clock is reported as wrong only if it is certainly off by more than health.clock_skew_seconds,
-    despite the unknown delay with which the shared file system shows files.
+    clocks: node -> seconds that its clock is ahead of that of the first node.
     """
-    assert outcome.result is not None
-    told, limit = outcome.result["clocks"], profile.health.clock_skew_seconds
-    least, most = told["written"] - outcome.received, told["ahead_at_most"]
-    off = {}
-    for node, skew in told["skew"].items():
-        if least + skew > limit:
-            off[node] = f"at least {least + skew:.1f} s ahead of this host"
-        elif most is not None and most + skew < -limit:
-            off[node] = f"at least {-most - skew:.1f} s behind this host"
-        elif abs(skew) > limit:
-            off[node] = (
-                f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} "
-                f"{outcome.result['nodes'][0]}"
+    first, largest = next(iter(clocks)), max(map(abs, clocks.values()))
+    if largest <= profile.health.clock_skew_seconds:
+        yield Check("ok", "clocks", f"the nodes agree to within {largest * 1e3:.2g} ms")
+        return
+    for node, skew in clocks.items():
+        if abs(skew) > profile.health.clock_skew_seconds:
+            way = "ahead of" if skew > 0 else "behind"
+            yield Check(
+                "FAILED", "clock", f"{node} is {abs(skew):.1f} s {way} {first}", REMEDY["clock"]
             )
-    yield from (
-        Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items()
-    )
-    if not off:
-        apart = max(told["skew"].values()) - min(told["skew"].values())
-        known = (
-            "" if most is None else f", with this host to within {max(most, -least, 0.01):.2g} s"
-        )
-        yield Check("ok", "clocks", f"the nodes agree to {apart * 1e3:.2g} ms{known}")

@@ -44,7 +44,7 @@ def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
 
     wanted: None for the last attempt that failed, "all", or the number of an attempt.
     """
-    directory = Path(item.directory)
+    directory = item.path
     there = attempts(directory)
     if wanted not in (None, "all"):
         there = [path for path in there if str(int(path.name)) == wanted]
@@ -154,7 +154,7 @@ def main(arguments: argparse.Namespace) -> int:
         return _errors(job, items, arguments)
     ranks = _ranks(arguments.rank, job.world_size)
     for item in items:
-        _check_attempt(Path(item.directory), arguments.attempt)
+        _check_attempt(item.path, arguments.attempt)
 
     def find() -> Iterator[Source]:
         for item in items:
@@ -204,7 +204,7 @@ def _sources(
     wanted: number of the attempt, "all", or None for the last one. ranks: ranks to select; None:
     all ranks and the other logs. named: add the item's name to the labels.
     """
-    directory = Path(item.directory)
+    directory = item.path
     there = attempts(directory)
     chosen = _chosen(there, wanted)
     sources = [source for attempt in chosen for source in rank_sources(attempt, ranks)]
@@ -235,7 +235,7 @@ def _removed(item: Item, wanted: str | None) -> Iterator[str]:
     """Yield one line of text if `launch.supervise.run_files.prune` removed logs of the attempts."""
     why = {
         int(path.name): (read_json(path / "attempt.json") or {}).get("removed")
-        for path in _chosen(attempts(Path(item.directory)), wanted)
+        for path in _chosen(attempts(item.path), wanted)
     }
     gone = [number for number, text in why.items() if text]
     if gone:
@@ -249,14 +249,14 @@ def _removed(item: Item, wanted: str | None) -> Iterator[str]:
 
 def _slurm_files(job: Job, item: Item) -> list[Path]:
     """Return the output files of the Slurm jobs that ran, or will run, the item."""
-    directory = Path(item.directory)
+    directory = item.path
     records = [read_json(path / "attempt.json") or {} for path in attempts(directory)]
     task = f"_{job.items.index(item)}" if job.array else ""
     sent = [f"{line['job_id']}{task}" for line in submissions(job)]
     ids = dict.fromkeys(
         [*sent, *(str(record.get("job_id")) for record in (*records, state_of(item.directory)))]
     )
-    folder = Path(job.profile.get("logs") or launch_folder(Path(job.directory)))
+    folder = Path(job.profile.get("logs") or job.launch)
     return [path for job_id in ids if (path := folder / f"slurm-{job_id}.out").is_file()]
 
 
@@ -301,16 +301,16 @@ def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
     """Print why each item's attempt failed. If no attempt began, print the end of Slurm's file."""
     said, removed = 0, list[str]()
     for item in items:
-        _check_attempt(Path(item.directory), arguments.attempt)
+        _check_attempt(item.path, arguments.attempt)
         for text in blame(item, arguments.attempt):
             print(text)
             said += 1
         removed += _removed(item, arguments.attempt)
-        began = attempts(Path(item.directory))
+        began = attempts(item.path)
         slurm = [
             line
             for path in _slurm_files(job, item)
-            for line in slurm_source(path, Path(item.directory)).lines()
+            for line in slurm_source(path, item.path).lines()
         ]
         if slurm and not began:
             print(

@@ -14,12 +14,11 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from fem_common.errors import UserError
 from launch.cluster import slurm
 from launch.cluster.profile import from_json, load_profile
-from launch.job import Job, launch_folder
+from launch.job import Job
 from launch.job.item_state import Standing, counted, find_job, standings, state_of
 from launch.job.plan import locked
 from launch.job.request import absolute
@@ -72,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     worst = 0
     for directory in arguments.directories:
         job, items = find_job(directory)
-        with locked(Path(job.directory)):
+        with locked(job.path):
             begin = _requeue(job, items, arguments)
         if begin is not None:
             worst = max(worst, run_items(*begin, at_once=arguments.at_once or 1))
@@ -100,7 +99,7 @@ def _requeue(
                 "--update"
             )
         return None
-    if read_code(Path(job.directory)) is None:
+    if read_code(job.path) is None:
         raise UserError(
             f"{job.directory}: its code snapshot is missing; submit it again to take a new one"
         )
@@ -124,7 +123,7 @@ def _requeue(
 
 def _allow(job: Job, index: int) -> None:
     """Remove stop.json, which prevents an item's start."""
-    (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
+    (job.items[index].launch / "stop.json").unlink(missing_ok=True)
 
 
 def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> None:
@@ -164,9 +163,7 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
         slurm.call("scontrol", "release", job_id)
         return "was held, and is released"
     away = list(
-        dict.fromkeys(
-            [*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]
-        )
+        dict.fromkeys([*(job.section("slurm").get("exclude") or ()), *excluded(job, named)])
     )
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""

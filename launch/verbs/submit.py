@@ -25,7 +25,7 @@ from fem_common.errors import UserError
 from fem_common.files import write_whole
 from launch.cluster import slurm
 from launch.cluster.profile import Profile, load_profile
-from launch.job import Job, append_json, launch_folder, plan
+from launch.job import Job, append_json, plan
 from launch.job.item_state import counted, find_job, standings
 from launch.job.plan import Draft, locked, settle, write
 from launch.job.rehearsal import rehearse
@@ -247,7 +247,7 @@ def prepare(request: Request, *, data: bool = False) -> Job:
         UserError: the job is active or was stopped, or data is missing.
     """
     asked = wanted(request)
-    directory = Path(asked.job.directory)
+    directory = asked.job.path
     with locked(directory):
         draft = settle(asked, update=request.update)
         if draft.ready or all(draft.standings[index].kind == "finished" for index in draft.asked):
@@ -297,7 +297,7 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
     if arguments.dry_run:
         return _dry_run(asked, arguments, profile)
     after = dependency(arguments.dependency)
-    directory = Path(asked.job.directory)
+    directory = asked.job.path
     with locked(directory):
         draft = settle(asked, update=arguments.update)
         if not draft.ready:
@@ -373,7 +373,7 @@ def send(
         "items": list(items),
         "command": command,
     }
-    append_json(launch_folder(Path(job.directory)) / "submissions.jsonl", line)
+    append_json(job.launch / "submissions.jsonl", line)
     return job_id
 
 

@@ -260,7 +260,7 @@ def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
             )
         )
         return 0
-    with locked(Path(asked.job.directory)):
+    with locked(asked.job.path):
         draft = settle(asked, update=arguments.update)
         if not draft.ready:
             print(

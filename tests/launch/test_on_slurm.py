@@ -24,7 +24,7 @@ import pytest
 from fem_common.exits import Exit
 from fem_common.ports import PORTS, server_port
 from launch.cluster import slurm
-from launch.job import Item, Job, launch_folder, read_json, write_json
+from launch.job import Item, Job, read_json, write_json
 from launch.job.item_state import standings
 from launch.supervise import __main__ as supervisor
 from launch.supervise import slurm_steps as guard
@@ -424,7 +424,7 @@ def test_a_job_id_that_slurm_uses_again_is_another_job(commands: Commands, tmp_p
     jobs of `standings`.
     """
     job = make_job(tmp_path / "a run")
-    script = launch_folder(Path(job.directory)) / "job.sh"
+    script = job.launch / "job.sh"
     says(job, "running", job_id="12", pid=4711, host="n1")
     for command in (str(script), f"sbatch --parsable '{script}'", ""):  # "": unknown
         assert stands(job, slurm.QueueState("RUNNING", command=command)).state == "running"

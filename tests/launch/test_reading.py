@@ -35,7 +35,7 @@ SILENT = Queue({}, "squeue: cannot be reached")
 def stops(job: Job, why: str) -> None:
     """Record a request to stop a job."""
     write_json(
-        launch_folder(Path(job.directory)) / "stop.json",
+        job.launch / "stop.json",
         {"why": why, "message": "the same failure twice", "time": NOW, "by": "x"},
     )
 
@@ -143,7 +143,7 @@ def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead
 
 def trained(job: Job, age: float = 5.0) -> None:
     """Write the files of a run, with an incomplete last line."""
-    directory = Path(job.directory)
+    directory = job.path
     write_json(
         directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000}
     )
@@ -275,7 +275,7 @@ def test_forks_stand_below_their_parent(
     for index, item in enumerate(array.items):
         says(array, "finished", index)
         write_json(
-            Path(item.directory) / "fork.json",
+            item.path / "fork.json",
             {"parent": str((runs / "demo").resolve()), "step": 60},
         )
     lines = said(capsys, "status", runs, "--items")
@@ -445,7 +445,7 @@ def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(
             line for line in said(capsys, "logs", job.items[1].directory) if "slurm" in line
         ] == ["[slurm] task 1 of 13"]
         for index, array in enumerate(("12", "13")):
-            make_attempt(Path(job.items[index].directory), 1, THEN, job_id=f"{array}_{index}")
+            make_attempt(job.items[index].path, 1, THEN, job_id=f"{array}_{index}")
     assert "[lr[1] rank 0] attempt 1 step 0" in said(capsys, "logs", tmp_path / "lr")
 
 

@@ -22,7 +22,7 @@ from launch.__main__ import main
 from launch.cluster import slurm
 from launch.cluster.profile import load_profile
 from launch.cluster.slurm import clean_environment
-from launch.job import item_state, launch_folder, load_job, read_json_lines, write_json
+from launch.job import item_state, load_job, read_json_lines, write_json
 from launch.job.item_state import Standing, find_job, standings
 from launch.job.plan import first_difference, locked, settle, write
 from launch.job.request import Request, command_name, wanted
@@ -65,8 +65,7 @@ def test_a_run_is_resolved_by_pretrain_and_goes_where_it_is_told(tmp_path: Path)
         str(tmp_path),
     )
     assert (
-        load_job(Path(job.directory)) == job
-        and (code_folder(Path(job.directory)) / "pretrain" / "__main__.py").is_file()
+        load_job(job.path) == job and (code_folder(job.path) / "pretrain" / "__main__.py").is_file()
     )
     odd = prepare(run(DEMO, directory='here: # "it\'s" ünï'))
     assert (
@@ -82,7 +81,7 @@ def test_commands_are_ours_and_arrays_the_same_to_every_part(
     job = wanted(command("data_prep", "merge", "a b")).job
     assert (
         job.items[0].arguments == ("-m", "data_prep", "merge", "a b")
-        and Path(job.directory).parent == tmp_path / "runs" / "jobs"
+        and job.path.parent == tmp_path / "runs" / "jobs"
     )
     assert (job.kind, job.world_size, job.torchrun) == ("command", 1, False)
     for module in (
@@ -111,7 +110,7 @@ def test_commands_are_ours_and_arrays_the_same_to_every_part(
         len(names) == 4 and not any("/" in name for name in names) and command_name(["x"]) in names
     )
     job = wanted(command("data_prep", "run", "--out", "x", tasks=3)).job
-    assert [Path(item.directory).relative_to(job.directory).as_posix() for item in job.items] == [
+    assert [item.path.relative_to(job.directory).as_posix() for item in job.items] == [
         "tasks/0000",
         "tasks/0001",
         "tasks/0002",
@@ -169,7 +168,7 @@ def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_nam
     prepare(run(DEMO, "train.steps=401"))
     job = begin(run(DEMO))
     assert config_of(job.directory)["train"]["steps"] != 401
-    marker = code_folder(Path(job.directory)) / "pretrain" / "marker.py"
+    marker = code_folder(job.path) / "pretrain" / "marker.py"
     marker.write_text("")
     for words, told in (
         (("train.seed=8", "train.steps=401"), r"train\.steps is \d+, not 401"),
@@ -194,14 +193,14 @@ def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_nam
 def test_an_older_code_reads_the_settings_of_its_run() -> None:
     """A setting that newer code adds or changes does not make a resubmitted run another run."""
     job = begin(run(DEMO))
-    file = code_folder(Path(job.directory)) / "pretrain" / "config.py"
+    file = code_folder(job.path) / "pretrain" / "config.py"
     file.chmod(0o644)
     field = "    interval: int = setting(\n        10,"
     assert field in file.read_text()
     file.write_text(
         file.read_text().replace(field, f"    old_name: int = setting(3, 'Old.')\n{field}")
     )
-    config = launch_folder(Path(job.directory)) / "config.yaml"
+    config = job.launch / "config.yaml"
     config.write_text(config.read_text().replace("log:\n", "log:\n  old_name: 3\n"))
     prepare(run(DEMO))
     assert "old_name: 3" in config.read_text()
@@ -224,7 +223,7 @@ def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
             prepare(request)
     job, _ = find_job("e")
     finish(job, 0, 3)
-    write_json(launch_folder(Path(job.items[4].directory)) / "stop.json", {"why": "cancelled"})
+    write_json(job.items[4].launch / "stop.json", {"why": "cancelled"})
     draft = settle(wanted(command("data_prep", "run", directory="e", tasks=5)), update=False)
     assert draft.ready == (1, 2)
     assert [standing.kind for standing in draft.standings] == [
@@ -251,7 +250,7 @@ def test_finished_and_stopped() -> None:
     prepare(again)
     assert settle(wanted(request), update=False).ready == (0,)
     write_json(
-        launch_folder(Path(job.directory)) / "stop.json",
+        job.launch / "stop.json",
         {"why": "gave up", "message": "3 failures: out of luck"},
     )
     with pytest.raises(
@@ -259,7 +258,7 @@ def test_finished_and_stopped() -> None:
     ):
         prepare(request)
     prepare(again)
-    with locked(Path(job.directory)), pytest.raises(InUse, match="another launch command"):
+    with locked(job.path), pytest.raises(InUse, match="another launch command"):
         prepare(request)
 
 
@@ -269,7 +268,7 @@ def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() ->
     before = time.time()
     child = subprocess.Popen(["sleep", "60"])
     state = {"state": "running", "pid": child.pid, "host": os.uname().nodename, "time": time.time()}
-    path = launch_folder(Path(job.directory)) / "state.json"
+    path = job.launch / "state.json"
     try:
         started = item_state.start_time(child.pid)
         assert started is not None and before - 0.1 <= started <= time.time() + 0.1
@@ -558,7 +557,7 @@ def test_dependencies_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     job = prepare(command("data_prep", "status", "a", profile="slurm.yaml"))
-    folder = launch_folder(Path(job.directory))
+    folder = job.launch
     for state, supervisor in (
         ("COMPLETING", "cancelled"),
         ("COMPLETING", "requeued"),

@@ -95,7 +95,7 @@ def test_hostile_text_goes_through_slurm_unchanged(cluster: MiniSlurm, tmp_path:
     for job_id, (text, on_a_line, job) in sent.items():
         assert cluster.wait(job_id) == "COMPLETED", (text, output(job, job_id))
         assert output(job, job_id) == "", text
-        words, folder, environment = hostile.recorded(Path(job.directory).parent / "record")
+        words, folder, environment = hostile.recorded(job.path.parent / "record")
         assert words == ["-m", "launch.supervise", job.directory]
         assert (folder, environment["VALUE"], environment["PYTHONPATH"]) == (
             job.working_directory,
@@ -142,6 +142,6 @@ def submitted(text: str, on_a_line: str, root: Path, cluster: MiniSlurm) -> tupl
 
 def output(job: Job, job_id: int) -> str:
     """Return Slurm's output from the one of its two folders where it must be."""
-    folders = (Path(job.directory) / "launch", Path(job.directory).parent / "logs")
+    folders = (job.path / "launch", job.path.parent / "logs")
     (path,) = (folder / f"slurm-{job_id}.out" for folder in folders if any(folder.iterdir()))
     return path.read_text()
