@@ -19,6 +19,17 @@ def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
     return between.join(items[:most]) + more
 
 
+def ranges(numbers: Iterable[int], between: str = ", ") -> str:
+    """Format numbers in ascending order as ranges: ``1, 3-5, 9``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return between.join("-".join(map(str, run)) for run in runs)
+
+
 def count(number: float) -> str:
     """Format a number with a magnitude suffix, for example 950, 12.3k, 4.56M, 1.2B, 3T."""
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -48,10 +48,10 @@ class Outcome:
     tail: list[str] = field(default_factory=list)  # last lines of the trial's output
 
 
-def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:
-    """Create the trial's directory with a code snapshot, and return the trial's job and profile.
+def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> Job:
+    """Create the trial's directory with a code snapshot, and return the trial's job.
 
-    The profile is the given one with one attempt, a short time limit, the node check enabled and
+    Its profile is the given one with one attempt, a short time limit, the node check enabled and
     notifications disabled.
 
     Raises:
@@ -89,10 +89,10 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
         profile_path=profile_path,
     )
     job.save()
-    return job, mine
+    return job
 
 
-def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
+def on_slurm(job: Job, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
     """Submit the trial, wait for its end, and return its outcome.
 
     The trial is cancelled if it waits in the queue longer than ``wait_seconds``, or runs too long.
@@ -104,7 +104,7 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
         Outcome(job.path),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
     )
-    job_id = slurm.submit(script)
+    job_id = slurm.submit(job.script)
     submitted, started, over = time.monotonic(), None, None
     try:
         while over is None or time.monotonic() - over < (

@@ -22,7 +22,7 @@ import yaml
 
 from fem_common.errors import UserError
 from fem_common.text import duration, gib
-from launch.cluster.profile import Profile
+from launch.cluster.profile import Profile, from_json
 from launch.job import append_json, read_json_lines
 from launch.job.plan import Draft
 from launch.job.request import pretrain_text, read_config
@@ -43,7 +43,7 @@ INERT = {
 }
 
 
-def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data: bool) -> None:
+def rehearse(draft: Draft, say: Callable[[str], None], *, data: bool) -> None:
     """Rehearse each layout of the runs that would start, and report one line of text per layout.
 
     The callback gets the lines. Return at once if the profile has no GPUs.
@@ -56,7 +56,7 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
     Raises:
         UserError: a rank needs more memory than its GPU has.
     """
-    job = draft.job
+    job, profile = draft.job, from_json(draft.job.profile)
     if not profile.nodes.gpus or not draft.starting:
         return
     code = code_folder(job.path) if draft.code else ROOT

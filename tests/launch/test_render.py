@@ -112,7 +112,7 @@ def of_profile(root: Path, key: str, shape: str, text: str) -> str:
         root / "profile.yaml",
         [] if key in ("python", "host_python") else [f"host_python={root}/recorder"],
     )
-    return render(hostile.job(root, profile, python=profile.interpreters("none")[0]), profile)
+    return render(hostile.job(root, profile, python=profile.interpreters("none")[0]))
 
 
 def test_text_of_a_profile_arrives_unchanged_or_is_refused(root: Path) -> None:
@@ -171,8 +171,8 @@ def test_text_is_one_word_of_bash_on_one_line_and_one_of_sbatch_or_refused(root:
             else as_sbatch_reads(line) == f"--comment={text}"
         )
         for what in ("dependency", "array"):
-            assert rendered(lambda: render(job, profile, **{what: text})) is None  # noqa: B023
-        script = rendered(lambda: render(job, profile, exclude=[text]))  # noqa: B023
+            assert rendered(lambda: render(job, **{what: text})) is None  # noqa: B023
+        script = rendered(lambda: render(job, exclude=[text]))  # noqa: B023
         assert script is None or f"--exclude={text}" in directives(script)
     template = rendering._template().environment.from_string("echo {{ word }}")
     assert template.render(word=shell("$x")) == "echo '$x'"
@@ -195,7 +195,7 @@ def test_text_of_a_job_arrives_unchanged_or_is_refused(field: str, root: Path) -
         elif field == "working_directory":
             (place / text).mkdir(parents=True)
         job = hostile.job(root, profile, **{field: text if field == "name" else str(place / text)})
-        if (script := rendered(lambda: render(job, profile))) is None:  # noqa: B023
+        if (script := rendered(lambda: render(job))) is None:  # noqa: B023
             refused += 1
             continue
         words, folder, environment = runs(script, root)
@@ -213,7 +213,7 @@ def test_text_of_a_job_arrives_unchanged_or_is_refused(field: str, root: Path) -
     assert refused == sum(bool(re.search(not_for_sbatch, text)) for text in hostile.TEXTS)
     for text in ("a\0b", "a\ud800b"):
         with pytest.raises(UserError, match="cannot be passed to a program"):
-            render(hostile.job(root, profile, **{field: f"{root}/{text}"}), profile)
+            render(hostile.job(root, profile, **{field: f"{root}/{text}"}))
 
 
 FULL = """
@@ -246,12 +246,7 @@ def test_the_golden_script_of_each_feature(root: Path, wording: Wording) -> None
         profile = given(root, text.replace("ROOT", str(root)))
         for kind in ("run", "command"):
             job = hostile.job(root, profile, name="a name", python="python3", kind=kind)
-            script = render(job, profile, **(array if name == "full" else {}))
-            assert script == render(
-                job,
-                given(root, text.replace("ROOT", str(root))),
-                **(array if name == "full" else {}),
-            )
+            script = render(job, **(array if name == "full" else {}))
             (root / "job.sh").write_text(script)
             subprocess.run(["bash", "-n", str(root / "job.sh")], check=True)
             if program_there:
@@ -268,7 +263,7 @@ def test_the_golden_script_of_each_feature(root: Path, wording: Wording) -> None
                     PYTHON=sys.executable,
                 )
     with pytest.raises(UserError, match=r"profile.yaml: scheduler = local: .* `launch local`"):
-        render(hostile.job(root, profile), given(root, "scheduler: local"))
+        render(hostile.job(root, given(root, "scheduler: local")))
 
 
 def test_what_a_script_does(root: Path) -> None:
@@ -277,7 +272,7 @@ def test_what_a_script_does(root: Path) -> None:
         ' MORE="$GIVEN too"\', cd /, kill -USR1 $$]}'
     )
     profile = given(root, f"{setup}\nenvironment: {{GIVEN: a value, PYTHONUNBUFFERED: 1}}\n")
-    script = render(hostile.job(root, profile), profile)
+    script = render(hostile.job(root, profile))
     # A signal to save that arrives before the supervisor starts does not end the script.
     words, folder, environment = runs(script, root)
     assert (root / "modules").read_text().split("\0") == ["load", "cuda/12.8", "load", "gcc", ""]
@@ -340,7 +335,7 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
     profile = given(root, text)
     job = hostile.job(root, profile, **({folder: f"{root}/gone"} if folder else {}))
     shutil.rmtree(root / "gone", ignore_errors=True)
-    script, calls, slurm = render(job, profile), root / "calls", scontrol(root)
+    script, calls, slurm = render(job), root / "calls", scontrol(root)
     task = {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "0"}
     for more, name in (({}, "12"), (task, "11_0")):
         done = run(script, root, **slurm, **more)
@@ -356,10 +351,7 @@ def test_a_run_leaves_a_node_that_cannot_start_its_supervisor(
         ]
         calls.unlink()
     # A command may not be restarted.
-    assert (
-        run(render(dataclasses.replace(job, kind="command"), profile), root, **slurm).returncode
-        != 0
-    )
+    assert run(render(dataclasses.replace(job, kind="command")), root, **slurm).returncode != 0
     assert not calls.exists() and not (root / "record").exists()
 
 
@@ -397,7 +389,7 @@ def test_only_starts_that_failed_in_a_row_are_counted(
         "REFUSED": refused,
         "SLURM_RESTART_COUNT": str(restarts),
     }
-    done, calls = run(render(job, profile), root, **slurm), root / "calls"
+    done, calls = run(render(job), root, **slurm), root / "calls"
     asked = calls.read_text().splitlines() if calls.exists() else []
     if told is None:
         assert done.returncode == 2 and not any("StartTime" in call for call in asked)
@@ -428,12 +420,8 @@ def test_a_run_that_is_cancelled_as_it_starts_or_whose_supervisor_ends_does_not_
     root: Path,
 ) -> None:
     profile = given(root, "setup: {lines: ['kill $$']}")
-    assert (
-        run(render(hostile.job(root, profile), profile), root, **scontrol(root)).returncode == 143
-    )
+    assert run(render(hostile.job(root, profile)), root, **scontrol(root)).returncode == 143
     assert not (root / "record").exists()
     program(root / "recorder", "#!/bin/bash\nexit 1\n")
-    assert (
-        run(render(hostile.job(root, Profile()), Profile()), root, **scontrol(root)).returncode == 1
-    )
+    assert run(render(hostile.job(root, Profile())), root, **scontrol(root)).returncode == 1
     assert not (root / "calls").exists()

@@ -156,7 +156,7 @@ def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(
         sys, "argv", ["launch", "submit", "--name", "a b", "--set", "x=hf_'0123456789", "no secret"]
     )
     request = command("data_prep", "status", str(tmp_path), profile="slurm.yaml")
-    send(prepare(request), request.profile, [0], at_once=None, after=None, exclude=[])
+    send(prepare(request), [0], at_once=None, exclude=[])
     (line,) = read_json_lines(next(tmp_path.glob("runs/jobs/*")) / "launch" / "submissions.jsonl")
     assert line["command"] == "launch submit --name 'a b' --set 'x=***' 'no secret'"
 
