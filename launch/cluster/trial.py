@@ -70,10 +70,8 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> Jo
     )
     snapshot.take(directory)
     backend = "nccl" if profile.nodes.gpus else "gloo"
-    arguments = ["-m", "launch.node.measure", "all-reduce", str(directory), f"--backend={backend}"]
-    arguments += [
-        f"--shared={folder}" for folder in dict.fromkeys([*profile.paths.shared, str(directory)])
-    ]
+    measure = ("-m", "launch.node.measure", "all-reduce", str(directory), backend)
+    shared = dict.fromkeys([*profile.paths.shared, str(directory)])
     job = Job(
         name="launch-doctor",
         kind="command",
@@ -84,7 +82,7 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> Jo
         nodes=nodes,
         processes_per_node=profile.processes_per_node,
         torchrun=True,
-        items=(Item(str(directory), tuple(arguments), "launch-doctor"),),
+        items=(Item(str(directory), (*measure, *shared), "launch-doctor"),),
         profile=mine.as_json(),
         profile_path=profile_path,
     )

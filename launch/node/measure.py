@@ -1,7 +1,8 @@
 """``python -m launch.node.measure ...``: measure devices and networks. The only file of this
 package that imports torch.
 
-all-reduce FOLDER   under torchrun, for `launch.cluster.trial`. Every rank all-reduces tensors over
+all-reduce FOLDER BACKEND SHARED...
+                    under torchrun, for `launch.cluster.trial`. Every rank all-reduces tensors over
                     NCCL (GPUs) or gloo (CPUs). The nodes' clocks are compared. Every node checks
                     that it sees what the first node writes into the shared folders. Rank 0 writes
                     the results to FOLDER/bandwidth.json.
@@ -15,7 +16,6 @@ can be compared with the hardware's speed. Floors are bus bandwidths.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -35,6 +35,7 @@ from launch.node.checks import node_name
 MIB = 1 << 20
 SIZES = {"nccl": (1, 32, 1024), "gloo": (1, 16)}  # MiB; the last one is compared with the floor
 SECONDS_A_SIZE = 1.0
+JOIN_SECONDS = 120.0  # for the ranks to find each other
 # until a file is seen from another node: network file systems cache folder listings
 SEEN_SECONDS = 15.0
 
@@ -51,8 +52,8 @@ class Ranks:
     nodes: tuple[str, ...]  # each rank's node
 
 
-def join(backend: str, seconds: float) -> Ranks:
-    """Connect this rank to the process group, and return its identity. ``seconds`` is the limit.
+def join(backend: str) -> Ranks:
+    """Connect this rank to the process group within `JOIN_SECONDS`, and return its identity.
 
     On GPUs, the rank sees only its own device.
 
@@ -69,7 +70,9 @@ def join(backend: str, seconds: float) -> Ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank]
     device = torch.device("cuda:0" if backend == "nccl" else "cpu")
     dist.init_process_group(
-        backend, timeout=timedelta(seconds=seconds), device_id=device if backend == "nccl" else None
+        backend,
+        timeout=timedelta(seconds=JOIN_SECONDS),
+        device_id=device if backend == "nccl" else None,
     )
     nodes: list[Any] = [None] * world_size
     dist.all_gather_object(nodes, node_name())
@@ -159,25 +162,9 @@ def unshared(ranks: Ranks, folders: Sequence[str], name: str) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
-def all_reduce(argv: list[str]) -> int:
+def all_reduce(folder: str, backend: str, *shared: str) -> int:
     """Run all measurements. Rank 0 writes FOLDER/bandwidth.json. Return 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.node.measure all-reduce", allow_abbrev=False
-    )
-    parser.add_argument("folder", type=Path, help="folder for bandwidth.json")
-    parser.add_argument("--backend", choices=SIZES, required=True)
-    parser.add_argument(
-        "--shared",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="a folder that all nodes should share",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=120, help="for the ranks to find each other"
-    )
-    arguments = parser.parse_args(argv)
-    ranks = join(arguments.backend, arguments.seconds)
+    ranks = join(backend)
     meet(ranks)
     clocks = gather(ranks, time.time())
     result: dict[str, Any] = {
@@ -187,12 +174,12 @@ def all_reduce(argv: list[str]) -> int:
         "clocks": {
             node: clock - clocks[0] for node, clock in zip(ranks.nodes, clocks, strict=True)
         },
-        "shared": unshared(ranks, arguments.shared, f".{arguments.folder.name}"),
+        "shared": unshared(ranks, shared, f".{Path(folder).name}"),
     }
     if ranks.world_size > 1:
         result["sizes"] = [measure(ranks, mib) for mib in SIZES[ranks.backend]]
     if ranks.rank == 0:
-        write_json(arguments.folder / "bandwidth.json", result)
+        write_json(Path(folder) / "bandwidth.json", result)
     meet(ranks)
     dist.destroy_process_group()
     return 0
@@ -258,7 +245,7 @@ def product(device: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the requested measurement and return its exit code."""
     what, *words = sys.argv[1:] if argv is None else argv
-    return all_reduce(words) if what == "all-reduce" else product(*words)
+    return all_reduce(*words) if what == "all-reduce" else product(*words)
 
 
 if __name__ == "__main__":

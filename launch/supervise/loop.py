@@ -15,6 +15,7 @@ from typing import Any
 
 from fem_common.errors import reason
 from fem_common.exits import Exit
+from fem_common.text import counted
 from launch.job import Job, launch_folder, write_json
 from launch.supervise import policy, run_files
 from launch.supervise.classify import Observed, classify, fresh, is_lasting, last_step
@@ -47,14 +48,8 @@ class Supervisor:
     def __init__(
         self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
     ) -> None:
-        self.job, self.item, self.place, self.signals, self.journal, self.show = (
-            job,
-            job.items[index],
-            place,
-            signals,
-            journal,
-            show,
-        )
+        self.job, self.item, self.place = job, job.items[index], place
+        self.signals, self.journal, self.show = signals, journal, show
         self.directory = self.item.path
         self.limits = policy.limits_of(job.section("restarts"))
         self.records: list[Record] = []
@@ -190,7 +185,7 @@ class Supervisor:
 
     def _tell_start(self, attempt: Attempt, before: RunState) -> None:
         """Report the start of an attempt."""
-        ranks = f"{self.job.world_size} {'rank' if self.job.world_size == 1 else 'ranks'}"
+        ranks = counted(self.job.world_size, "rank")
         where = f"on {', '.join(attempt.nodes)}" + (
             f" (job {self.place.job_id})" if self.place.job_id else ""
         )

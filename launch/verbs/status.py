@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import UserError
-from fem_common.text import count, duration
+from fem_common.text import aligned, count, duration
 from launch.cluster import slurm
 from launch.job import Job, attempts, last_json_lines, load_job, read_json
 from launch.job.item_state import (
@@ -279,18 +279,7 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
 ROOT = "runs"
 DEPTH = 4  # levels below a root
 RECENT_SECONDS = 86400.0
-HEADER = (
-    "NAME",
-    "STATE",
-    "JOB",
-    "ATTEMPT",
-    "STEP",
-    "LOSS",
-    "TOKENS/S",
-    "LEFT",
-    "LAST STEP",
-    "MESSAGE",
-)
+HEADER = tuple("NAME,STATE,JOB,ATTEMPT,STEP,LOSS,TOKENS/S,LEFT,LAST STEP,MESSAGE".split(","))
 WATCH_SECONDS = 10.0
 _NOT_ENTERED = {"attempts", "tasks", "checkpoints", "launch", "__pycache__"}
 
@@ -473,12 +462,5 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         for index in range(len(rows[0]))
         if any(row[index] not in ("", "-") for row in rows[1:])
     ]
-    widths = [max(len(row[index]) for row in rows) for index in used]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = (
-        "  ".join(
-            row[index].ljust(width) for index, width in zip(used, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    )
-    return [line[:limit] for line in lines]
+    return [line[:limit] for line in aligned([[row[index] for index in used] for row in rows])]

@@ -258,7 +258,7 @@ def test_the_golden_script_of_each_feature(root: Path, wording: Wording) -> None
                     (
                         script
                         if name == "full"
-                        else "\n".join(directives(script) + script.splitlines()[-1:])
+                        else "\n".join(directives(script) + script.splitlines()[-2:])
                     ),
                     PYTHON=sys.executable,
                 )
