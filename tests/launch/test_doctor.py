@@ -20,7 +20,7 @@ from launch.cluster import checks
 from launch.cluster.profile import HealthProfile, NodesProfile, Profile, SlurmProfile
 from launch.cluster.slurm import Node, amounts, fields, mebibytes
 from launch.node import measure
-from launch.node.checks import Report
+from launch.node.checks import Check, Report
 from launch.verbs import doctor
 from tests import ranks
 from tests.launch.hostile import program
@@ -38,17 +38,8 @@ def examined(
     text).
     """
     (folder / "profile.yaml").write_text(text, encoding="utf-8")
-    code, said = (
-        main(
-            [
-                "doctor",
-                f"--cluster={folder / 'profile.yaml'}",
-                f"--directory={folder / 'trials'}",
-                *options,
-            ]
-        ),
-        Said(),
-    )
+    words = [f"--cluster={folder / 'profile.yaml'}", f"--directory={folder / 'trials'}"]
+    code, said = main(["doctor", *words, *options]), Said()
     for line in capsys.readouterr().out.splitlines():
         if line.startswith(("ok ", "warning ", "FAILED ")):
             said.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
@@ -141,8 +132,8 @@ def as_node(folder: Path) -> int:
     rank = os.environ["LOCAL_RANK"]
     os.environ.update(SLURMD_NODENAME=f"n{rank}", GLOO_SOCKET_IFNAME="lo")
     measure.SEEN_SECONDS, measure.SECONDS_A_SIZE = 1.0, 0.1
-    shared = [f"--shared={folder / name}" for name in ("shared", f"own{rank}")]
-    return measure.main(["all-reduce", str(folder), "--backend=gloo", *shared])
+    shared = [str(folder / name) for name in ("shared", f"own{rank}")]
+    return measure.main(["all-reduce", str(folder), "gloo", *shared])
 
 
 def test_ranks_of_three_nodes_measure_the_network_and_find_the_folder_that_is_not_shared(
@@ -218,11 +209,10 @@ KNOWN = {
     "AccountingStorageType": "accounting_storage/slurmdbd",
     "AccountingStorageEnforce": "associations,limits,qos",
 }
+SOUND = Node("n1", "IDLE", "", 192, 2000000, "gpu:h100:8(S:0-1)", ("gpu", "all"))
 PREEMPTION = [
     {"PreemptMode": "OFF"},
     {"PreemptMode": "REQUEUE", "SlurmctldParameters": "x,preempt_send_user_signal"},
-]
-PREEMPTION += [
     {"PreemptMode": "REQUEUE", "PreemptParameters": "send_user_signal"},
     {"PreemptMode": "REQUEUE", "KillWait": "30 sec"},
 ]
@@ -233,31 +223,18 @@ def test_a_profile_is_held_against_partition_nodes_and_account(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("getpass.getuser", lambda: "me")
-    found = []
+
+    def held(levels: str, *lines: Check) -> None:
+        assert " ".join(line.level for line in lines) == levels, lines
+        assert all(line.remedy for line in lines if line.level == "FAILED")
+        wording("; ".join(f"{line.name}: {line.text} -> {line.remedy}" for line in lines))
+
     for changed, partition, wanted, levels in LIMITS:
-        found.append(
-            (
-                list(
-                    checks.limits(
-                        replace(PROFILE, slurm=SlurmProfile(**changed)),
-                        PARTITION | partition,
-                        wanted,
-                    )
-                ),
-                levels,
-            )
-        )
-    sound: dict[str, Any] = {
-        "state": "IDLE",
-        "reason": "",
-        "gres": "gpu:h100:8(S:0-1)",
-        "cpus": 192,
-        "memory": 2000000,
-        "partitions": ("gpu", "all"),
-    }
+        profile = replace(PROFILE, slurm=SlurmProfile(**changed))
+        held(levels, *checks.limits(profile, PARTITION | partition, wanted))
     for changed, wanted, levels in MACHINES:
-        nodes = [Node(name=f"n{number}", **{**sound, **changed}) for number in range(4)]
-        found.append((list(checks.machines(PROFILE, nodes, ["gpu"], wanted)), levels))
+        nodes = [replace(SOUND, name=f"n{number}", **changed) for number in range(4)]
+        held(levels, *checks.machines(PROFILE, nodes, ["gpu"], wanted))
     for gres, gpus, levels in (
         (None, 0, "FAILED"),
         ("none", 0, "ok"),
@@ -265,69 +242,38 @@ def test_a_profile_is_held_against_partition_nodes_and_account(
         ("gpu:h100:8", 0, "FAILED"),
     ):
         unasked = replace(PROFILE, nodes=replace(PROFILE.nodes, gres=gres))
-        found.append(
-            (
-                list(
-                    checks.machines(
-                        unasked, [Node(name="n1", **{**sound, "gres": f"gpu:{gpus}"})], ["gpu"], 1
-                    )
-                ),
-                levels,
-            )
-        )
+        node = replace(SOUND, gres=f"gpu:{gpus}")
+        held(levels, *checks.machines(unasked, [node], ["gpu"], 1))
     for slurm, answer, levels in ACCOUNTS:
         program(tmp_path / "sacctmgr", f"#!/bin/sh\nprintf '%s' '{answer}'\n")
-        found.append(
-            ([checks.account(replace(PROFILE, slurm=SlurmProfile(**slurm)), KNOWN)], levels)
-        )
-    found.append(
-        ([checks.account(PROFILE, {"AccountingStorageType": "accounting_storage/none"})], "ok")
-    )
+        profile = replace(PROFILE, slurm=SlurmProfile(**slurm))
+        held(levels, checks.account(profile, KNOWN))
+    none = {"AccountingStorageType": "accounting_storage/none"}
+    held("ok", checks.account(PROFILE, none))
     for known, levels in zip(PREEMPTION, ("", "ok", "ok", "warning"), strict=True):
-        found.append((list(checks.preemption(known)), levels))
-    for lines, levels in found:
-        assert " ".join(line.level for line in lines) == levels, lines
-        assert all(line.remedy for line in lines if line.level == "FAILED")
-        wording("; ".join(f"{line.name}: {line.text} -> {line.remedy}" for line in lines))
+        held(levels, *checks.preemption(known))
 
 
 def test_slurms_own_writing_is_read() -> None:
-    sizes = {
-        None: 0,
-        "0": 0,
-        "512": 512,
-        "1800G": 1843200,
-        "62.50G": 64000,
-        "2T": 2097152,
-        "2048K": 2,
-    }
+    sizes = {"512": 512, "1800G": 1843200, "62.50G": 64000, "2T": 2097152, "2048K": 2}
     assert {size: mebibytes(size) for size in sizes} == sizes
-    line = (
+    assert mebibytes(None) == mebibytes("0") == 0
+    found = fields(
         "NodeName=n1 CPUTot=96 Gres=gpu:h100:8(S:0-1),lustre:1 OS=Linux 5.15.0 #1 SMP"
         " RealMemory=2000000 Reason=bad fan [root@2024]"
     )
-    found = fields(line)
-    assert (found["OS"], found["CPUTot"], found["Reason"]) == (
-        "Linux 5.15.0 #1 SMP",
-        "96",
-        "bad fan [root@2024]",
-    )
-    assert fields("PreemptMode             = REQUEUE\nKillWait = 30 sec\n", "\n") == {
-        "PreemptMode": "REQUEUE",
-        "KillWait": "30 sec",
-    }
-    assert amounts(found["Gres"]) == [("gpu", "h100", 8), ("lustre", "", 1)]
-    assert amounts("gres:gpu:2,gres/gpu:a100:4,gpu,bandwidth:no_consume:4G") == [
-        ("gpu", "", 2),
-        ("gpu", "a100", 4),
-        ("gpu", "", 1),
-    ]
-    assert amounts("gpu:h100:4(IDX:0,2-3),nvme:1,gpu:1g.10gb:7") == [
-        ("gpu", "h100", 4),
-        ("nvme", "", 1),
-        ("gpu", "1g.10gb", 7),
-    ]
-    assert amounts("(null)") == amounts("gres:none") == []
+    assert (found["OS"], found["CPUTot"]) == ("Linux 5.15.0 #1 SMP", "96")
+    assert found["Reason"] == "bad fan [root@2024]"
+    lines = "PreemptMode             = REQUEUE\nKillWait = 30 sec\n"
+    assert fields(lines, "\n") == {"PreemptMode": "REQUEUE", "KillWait": "30 sec"}
+    for text, expected in (
+        (found["Gres"], "gpu/h100/8 lustre//1"),
+        ("gres:gpu:2,gres/gpu:a100:4,gpu,bandwidth:no_consume:4G", "gpu//2 gpu/a100/4 gpu//1"),
+        ("gpu:h100:4(IDX:0,2-3),nvme:1,gpu:1g.10gb:7", "gpu/h100/4 nvme//1 gpu/1g.10gb/7"),
+        ("(null)", ""),
+        ("gres:none", ""),
+    ):
+        assert " ".join("/".join(map(str, amount)) for amount in amounts(text)) == expected
 
 
 JOB = {

@@ -119,83 +119,44 @@ def test_the_error_of_a_log() -> None:
     )
 
 
+KINDS = f"""\
+config     2 pretrain: error: model.mixr is unknown
+busy      75 pretrain: error: runs/x is in use by process 12
+diverged   3 pretrain: error: the loss was not finite for 9 steps in a row
+memory     1 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+memory     1 MemoryError
+node       1 RuntimeError: CUDA error: uncorrectable ECC error encountered
+node       1 RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable
+exit       1 RuntimeError: CUDA error: an illegal memory access was encountered
+nccl     134 {WATCHDOG}
+exit       1 ValueError: boo
+place      1 OSError: [Errno 116] Stale file handle
+place      1 OSError: [Errno 116] Stale file handle: '/a/nccl/x.json'
+place      1 OSError: [Errno 5] Input/output error: '/a/b'
+place      1 OSError: [Errno 107] Transport endpoint is not connected: '/a/b'
+place      1 BrokenPipeError: [Errno 108] Cannot send after transport endpoint shutdown: '/a/b'
+place      1 OSError: [Errno 112] Host is down: '/a/b'
+place      1 OSError: [Errno 121] Remote I/O error
+place      1 TimeoutError: [Errno 110] Connection timed out: '/a/b'
+place      1 safetensors_rust.SafetensorError: I/O error: Stale NFS file handle (os error 116)
+place      1 RuntimeError: unable to mmap 8 bytes from file </a/b>: Input/output error (5)
+place      1 pretrain: error: a/b: Stale file handle
+place      1 data_prep: error: cannot read /a/b: Transport endpoint is not connected
+exit       1 TimeoutError: [Errno 110] Connection timed out
+exit       1 urllib.error.URLError: https://github.com/x: Connection timed out
+exit       1 FileNotFoundError: [Errno 2] No such file or directory: '/a/b'
+nccl       1 RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3
+nccl       1 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out
+nccl       1 RuntimeError: NCCL error: ibv_reg_mr failed with error Input/output error
+signal   137
+"""  # noqa: E501
+
+
 def test_the_kind_of_a_failure() -> None:
-    kinds: list[tuple[str, int, str | None, str]] = [
-        ("pretrain: error: model.mixr is unknown", 2, None, "config"),
-        ("pretrain: error: runs/x is in use by process 12", 75, None, "busy"),
-        ("pretrain: error: the loss was not finite for 9 steps in a row", 3, None, "diverged"),
-        (
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-            1,
-            None,
-            "memory",
-        ),
-        ("MemoryError", 1, None, "memory"),
-        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", 1, None, "node"),
-        (
-            "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
-            1,
-            None,
-            "node",
-        ),
-        ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, None, "exit"),
-        (WATCHDOG, 134, "SIGABRT", "nccl"),
-        ("ValueError: boo", 1, None, "exit"),
-        ("OSError: [Errno 116] Stale file handle", 1, None, "place"),
-        ("OSError: [Errno 116] Stale file handle: '/a/nccl/x.json'", 1, None, "place"),
-        ("OSError: [Errno 5] Input/output error: '/a/b'", 1, None, "place"),
-        ("OSError: [Errno 107] Transport endpoint is not connected: '/a/b'", 1, None, "place"),
-        (
-            "BrokenPipeError: [Errno 108] Cannot send after transport endpoint shutdown: '/a/b'",
-            1,
-            None,
-            "place",
-        ),
-        ("OSError: [Errno 112] Host is down: '/a/b'", 1, None, "place"),
-        ("OSError: [Errno 121] Remote I/O error", 1, None, "place"),
-        ("TimeoutError: [Errno 110] Connection timed out: '/a/b'", 1, None, "place"),
-        (
-            "safetensors_rust.SafetensorError: I/O error: Stale NFS file handle (os error 116)",
-            1,
-            None,
-            "place",
-        ),
-        (
-            "RuntimeError: unable to mmap 8 bytes from file </a/b>: Input/output error (5)",
-            1,
-            None,
-            "place",
-        ),
-        ("pretrain: error: a/b: Stale file handle", 1, None, "place"),
-        (
-            "data_prep: error: cannot read /a/b: Transport endpoint is not connected",
-            1,
-            None,
-            "place",
-        ),
-        # Timeouts of a peer, or of the program itself.
-        ("TimeoutError: [Errno 110] Connection timed out", 1, None, "exit"),
-        ("urllib.error.URLError: https://github.com/x: Connection timed out", 1, None, "exit"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '/a/b'", 1, None, "exit"),
-        (
-            (
-                "RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
-                " [127.0.0.1]:3"
-            ),
-            1,
-            None,
-            "nccl",
-        ),
-        ("NCCL WARN Call to ibv_modify_qp failed with error Connection timed out", 1, None, "nccl"),
-        (
-            "RuntimeError: NCCL error: ibv_reg_mr failed with error Input/output error",
-            1,
-            None,
-            "nccl",
-        ),
-        ("", 137, "SIGKILL", "signal"),
-    ]
-    assert [kind_of(*row[:3]) for row in kinds] == [row[3] for row in kinds]
+    signals = {"134": "SIGABRT", "137": "SIGKILL"}
+    for line in KINDS.splitlines():
+        kind, code, message = [*line.split(maxsplit=2), ""][:3]
+        assert kind_of(message, int(code), signals.get(code)) == kind, line
 
 
 TOLD = {"SIGTERM": 1000.0}
