@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launch.cluster.slurm import fields
 from launch.job import rank_log, write_json
 from launch.node.failures import (
     Cause,
@@ -448,20 +449,10 @@ def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
     for what, values in ends.items():
         record(tmp_path / what, 0, 2000.0, **values)
     kinds = [memory_of(tmp_path / what, 137, oom_kill=True)[0] for what in (*ends, "none")]
-    assert kinds == [
-        "signal",
-        "memory",
-        "exit",
-        "exit",
-        "memory",
-    ], "the supervisor's own count: only where no keeper is alive"
-    assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == [
-        "signal",
-        "lost",
-        "exit",
-        "exit",
-        "lost",
-    ]
+    # The supervisor's own count: only where no keeper is alive.
+    assert kinds == "signal memory exit exit memory".split()
+    kinds = [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")]
+    assert kinds == "signal lost exit exit lost".split()
     # The process that watches a rank reports the kill, too.
     record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")
     record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
@@ -481,37 +472,29 @@ def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: P
     assert has_stepped(before, read_state(tmp_path))
 
 
-RUNNING = {
-    "JobState": "RUNNING",
-    "Reason": "None",
-    "Restarts": "1",
-    "ExitCode": "0:0",
-    "PreemptTime": "None",
-}
-ENDING = {"JobState": "COMPLETING"}
-PREEMPTED = {"PreemptTime": "2026-01-01T00:00:00"}
+RUNNING = "JobState=RUNNING Reason=None Restarts=1 ExitCode=0:0 PreemptTime=None"
 # Fields of scontrol, whether a person ended the job, whether the allocation is taken away.
-FIELDS: list[tuple[dict[str, str], bool, bool | None]] = [
-    ({}, False, None),
-    (ENDING, True, False),
-    ({"JobState": "CANCELLED"}, True, False),
-    (PREEMPTED, False, True),  # preempted with time to save
-    ({**ENDING, **PREEMPTED}, False, True),  # PreemptMode=CANCEL
-    ({"JobState": "PREEMPTED"}, False, True),
-    ({**ENDING, "Restarts": "2"}, False, True),  # requeued by a person, or because of a lost node
-    ({"JobState": "PENDING", "Restarts": "2", "Reason": "BeginTime"}, False, True),
-    ({**ENDING, "Reason": "NodeDown"}, False, True),
-    ({**ENDING, "Reason": "TimeLimit"}, False, False),
-    ({"JobState": "TIMEOUT", "Reason": "TimeLimit"}, False, False),
-]
+FIELDS: dict[str, tuple[bool, bool | None]] = {
+    "": (False, None),
+    "JobState=COMPLETING": (True, False),
+    "JobState=CANCELLED": (True, False),
+    "PreemptTime=2026-01-01T00:00:00": (False, True),  # preempted with time to save
+    # PreemptMode=CANCEL
+    "JobState=COMPLETING PreemptTime=2026-01-01T00:00:00": (False, True),
+    "JobState=PREEMPTED": (False, True),
+    # requeued by a person, or because of a lost node
+    "JobState=COMPLETING Restarts=2": (False, True),
+    "JobState=PENDING Restarts=2 Reason=BeginTime": (False, True),
+    "JobState=COMPLETING Reason=NodeDown": (False, True),
+    "JobState=COMPLETING Reason=TimeLimit": (False, False),
+    "JobState=TIMEOUT Reason=TimeLimit": (False, False),
+}
 
 
 def test_what_slurm_says() -> None:
-    for fields, by_a_person, away in FIELDS:
-        assert (cancelled({**RUNNING, **fields}, 1), taken({**RUNNING, **fields}, 1)) == (
-            by_a_person,
-            away,
-        ), fields
+    for changed, expected in FIELDS.items():
+        known = fields(RUNNING) | fields(changed)
+        assert (cancelled(known, 1), taken(known, 1)) == expected, changed
     for words in (
         "Slurm gave no answer in 20 seconds; is slurmctld up? (scontrol ping)",
         "Unable to contact slurm controller (connect failure)",
@@ -519,15 +502,8 @@ def test_what_slurm_says() -> None:
         "slurm_update error: Socket timed out on send/recv operation",
     ):
         assert is_away(f"scontrol: {words}")
-    assert not any(
-        map(
-            is_away,
-            (
-                "Requested operation is presently disabled for job 7",
-                "Job is pending execution for job 7",
-            ),
-        )
-    )
+    assert not is_away("Requested operation is presently disabled for job 7")
+    assert not is_away("Job is pending execution for job 7")
 
 
 SOUND = Gpu(
