@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from fem_common import cli
@@ -26,27 +25,15 @@ VERBS = {
 }
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line into a namespace with the verb's function in ``main``.
-
-    The words after ``--`` are in ``rest``.
-    """
-    return cli.parse(
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb and return its exit code. A failure prints one line."""
+    return cli.verb_main(
         "launch",
         "Run jobs on Slurm or on this machine, with restarts after failures.",
         VERBS,
         argv,
+        kept="submitted jobs continue",
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run a verb and return its exit code. A failure prints one line."""
-
-    def verb() -> int:
-        arguments = parse(sys.argv[1:] if argv is None else argv)
-        return int(arguments.main(arguments))
-
-    return cli.run("launch", verb, kept="submitted jobs continue")
 
 
 if __name__ == "__main__":

@@ -43,15 +43,8 @@ class Parsed(BaseException):
 def parse_alone(words: list[str]) -> None:
     """Run the real parser of a module or script on its words, ``["-m", "launch", …]``, in a process
     that ends with it.
-
-    launch also checks the words that argparse leaves to it.
     """
     sys.path.insert(0, "")
-    if words[:2] == ["-m", "launch"]:
-        from launch.__main__ import parse
-
-        parse(words[2:])
-        return
 
     def stopping(real: Any) -> Any:
         def parse(*given: Any, **more: Any) -> None:

@@ -230,7 +230,7 @@ class HealthProfile:
         None, "doctor: the least bus bandwidth of an all-reduce over the nodes, in GB/s.", least=0
     )
     clock_skew_seconds: float = setting(
-        2.0, "doctor: the largest allowed error of a node's clock.", least=0
+        2.0, "doctor: the largest difference between the clocks of two nodes, in s.", least=0
     )
 
 

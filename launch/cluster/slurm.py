@@ -39,18 +39,10 @@ OTHERS_RANK = re.compile(
     r"|num_nodes|(jobfam|top)_session))"
 )
 # States of jobs that use nodes or will use them.
-ACTIVE = {
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "SUSPENDED",
-    "STOPPED",
-    "COMPLETING",
-    "SIGNALING",
-    "STAGE_OUT",
-    "RESIZING",
-}
-ACTIVE |= {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+ACTIVE = frozenset(
+    "PENDING CONFIGURING RUNNING SUSPENDED STOPPED COMPLETING SIGNALING STAGE_OUT RESIZING "
+    "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESV_DEL_HOLD".split()
+)
 CHUNK = 200  # job ids per query: the length of a command line is limited
 
 

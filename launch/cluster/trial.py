@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from launch.job import (
     rank_log,
     read_json,
     snapshot,
-    write_json,
 )
 
 # limit for the ranks: their start on a cold file system, and the measurements
@@ -44,17 +43,15 @@ class Outcome:
 
     directory: Path
     nodes: tuple[str, ...] = ()  # nodes that the trial ran on, if known
-    began: float | None = None  # unix time at which the nodes' check began
     result: dict[str, Any] | None = None  # bandwidth.json
-    received: float = 0.0  # unix time at which this host first saw the result
     trouble: str = ""  # reason for a missing result
     tail: list[str] = field(default_factory=list)  # last lines of the trial's output
 
 
-def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:
-    """Create the trial's directory with a code snapshot, and return the trial's job and profile.
+def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> Job:
+    """Create the trial's directory with a code snapshot, and return the trial's job.
 
-    The profile is the given one with one attempt, a short time limit, the node check enabled and
+    Its profile is the given one with one attempt, a short time limit, the node check enabled and
     notifications disabled.
 
     Raises:
@@ -73,12 +70,8 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
     )
     snapshot.take(directory)
     backend = "nccl" if profile.nodes.gpus else "gloo"
-    floor = profile.health.all_reduce_gb_per_second
-    arguments = ["-m", "launch.node.measure", "all-reduce", str(directory), f"--backend={backend}"]
-    arguments += [] if floor is None else [f"--floor={floor:g}"]
-    arguments += [
-        f"--shared={folder}" for folder in dict.fromkeys([*profile.paths.shared, str(directory)])
-    ]
+    measure = ("-m", "launch.node.measure", "all-reduce", str(directory), backend)
+    shared = dict.fromkeys([*profile.paths.shared, str(directory)])
     job = Job(
         name="launch-doctor",
         kind="command",
@@ -89,15 +82,15 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
         nodes=nodes,
         processes_per_node=profile.processes_per_node,
         torchrun=True,
-        items=(Item(str(directory), tuple(arguments), "launch-doctor"),),
+        items=(Item(str(directory), (*measure, *shared), "launch-doctor"),),
         profile=mine.as_json(),
         profile_path=profile_path,
     )
     job.save()
-    return job, mine
+    return job
 
 
-def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
+def on_slurm(job: Job, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
     """Submit the trial, wait for its end, and return its outcome.
 
     The trial is cancelled if it waits in the queue longer than ``wait_seconds``, or runs too long.
@@ -106,16 +99,17 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
         SlurmError: a Slurm command fails.
     """
     outcome, limit = (
-        Outcome(Path(job.directory)),
+        Outcome(job.path),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
     )
-    job_id = slurm.submit(script)
+    job_id = slurm.submit(job.script)
     submitted, started, over = time.monotonic(), None, None
     try:
         while over is None or time.monotonic() - over < (
             MORE_SECONDS if logs(outcome) else END_SECONDS
         ):
             look(outcome)
+            attempt = last_attempt(outcome) or {}
             state = slurm.queue([job_id]).get(job_id)
             # COMPLETING can last long, because Slurm waits for a node that hangs. Do not wait for
             # it.
@@ -123,11 +117,10 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
                 state is None
                 or not state.active
                 or state.state == "COMPLETING"
-                or (last_attempt(outcome) or {}).get("decision")
+                or attempt.get("decision")
             ):
                 over = over or time.monotonic()
-                told = last_attempt(outcome) or {}
-                if outcome.result or (told.get("decision") and told.get("outcome") != "finished"):
+                if outcome.result or attempt.get("outcome") not in (None, "finished"):
                     break
             elif state.state == "PENDING":
                 say(f"job {job_id} waits in the queue ({state.reason})")
@@ -144,7 +137,7 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
                 if time.monotonic() - started > limit:
                     silent = (
                         ""
-                        if last_attempt(outcome) or not outcome.nodes
+                        if attempt or not outcome.nodes
                         else f"; {outcome.nodes[0]} did not start it"
                     )
                     outcome.trouble = (
@@ -157,15 +150,18 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
     return explained(outcome, f"job {job_id}")
 
 
-def here(job: Job, say: Callable[[str], None]) -> Outcome:
-    """Start the trial on this machine, wait for its end, and return its outcome."""
+def here(
+    job: Job, command: Sequence[str], environment: Mapping[str, str], say: Callable[[str], None]
+) -> Outcome:
+    """Start the trial on this machine, wait for its end, and return its outcome.
+
+    command, environment: those of the trial's supervisor.
+    """
     outcome, limit = (
-        Outcome(Path(job.directory)),
+        Outcome(job.path),
         RUN_SECONDS + float(job.profile["health"]["timeout_seconds"]),
     )
-    environment = {**slurm.clean_environment(), "PYTHONPATH": job.code, "PYTHONSAFEPATH": "1"}
     say("the trial runs on this machine")
-    command = [sys.executable, "-m", "launch.supervise", job.directory]
     with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
         # A process that is killed at the time limit takes its ranks with it.
         try:
@@ -185,18 +181,10 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
 
 
 def look(outcome: Outcome) -> None:
-    """Update the outcome from the files that the trial has written so far.
-
-    Also write this host's time to clock.json, which the trial compares with the nodes' clocks.
-    """
-    write_json(outcome.directory / "clock.json", {"time": time.time()})
-    if outcome.result is None and (result := read_json(outcome.directory / "bandwidth.json")):
-        outcome.result, outcome.received = result, time.time()
+    """Update the outcome from the files that the trial has written so far."""
+    outcome.result = read_json(outcome.directory / "bandwidth.json")
     if attempt := last_attempt(outcome):
-        outcome.nodes, outcome.began = (
-            tuple(attempt["nodes"]) or outcome.nodes,
-            float(attempt["started"]),
-        )
+        outcome.nodes = tuple(attempt["nodes"]) or outcome.nodes
 
 
 def last_attempt(outcome: Outcome) -> dict[str, Any] | None:

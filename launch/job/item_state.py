@@ -1,6 +1,6 @@
 """Determine the state of each item of a job: finished, active, stopped, or idle.
 
-An item is one run of a job (`launch.job.job`). Slurm's queue takes precedence over the state that
+An item is one run of a job (`launch.job`). Slurm's queue takes precedence over the state that
 the item's supervisor wrote last. Uses only the standard library.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from fem_common.errors import UserError
 from launch.cluster import slurm
-from launch.job.job import Job, launch_folder, load_job, read_json, read_json_lines
+from launch.job import Job, launch_folder, load_job, read_json, read_json_lines
 
 # seconds between two clocks' readings of the same moment
 SLACK = 2.0
@@ -97,7 +97,7 @@ def standings(job: Job, *, ask: bool = True) -> list[Standing]:
 def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
     """Return the state of one item, from its files and the rows of Slurm's queue."""
     launch, state = (
-        launch_folder(Path(job.items[index].directory)),
+        job.items[index].launch,
         state_of(job.items[index].directory),
     )
     if state.get("state") == "finished":
@@ -138,7 +138,7 @@ def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
     Jobs are found by their batch script. Recorded ids count only where Slurm reports no script,
     because Slurm may have given the id to another job.
     """
-    if job.profile.get("scheduler") != "slurm":
+    if not job.on_slurm:
         return {}
     rows = {}
     ids = {str(line["job_id"]) for line in submissions(job)}
@@ -157,9 +157,7 @@ def state_of(directory: str) -> dict[str, Any]:
 def submissions(job: Job) -> list[dict[str, Any]]:
     """Return the records of the job's Slurm submissions that have a job id, oldest first."""
     return [
-        line
-        for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
-        if line.get("job_id")
+        line for line in read_json_lines(job.launch / "submissions.jsonl") if line.get("job_id")
     ]
 
 
@@ -171,7 +169,7 @@ def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
     This is the case if the state's job id differs from the id of the last submission. If the state
     has no job id, the times are compared.
     """
-    if job.profile.get("scheduler") != "slurm" or state.get("state") == "finished":
+    if not job.on_slurm or state.get("state") == "finished":
         return False
     last = next(
         (line for line in reversed(submissions(job)) if index in (line.get("items") or (index,))),
@@ -200,7 +198,7 @@ def find_job(path: str | Path) -> tuple[Job, list[int]]:
     for parent in given.parents[:3]:
         job = load_job(parent)
         for index, item in enumerate(job.items if job else ()):
-            if job and Path(item.directory).resolve() == given.resolve():
+            if job and item.path.resolve() == given.resolve():
                 return job, [index]
     raise UserError(
         f"{path}: {'it has no launch/job.json' if given.is_dir() else 'no such directory'}; give "

@@ -19,12 +19,12 @@ from typing import Any
 from fem_common import files
 from fem_common.errors import UserError
 from fem_common.nested import differences
+from fem_common.text import counted as number_of
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
-from launch.job import snapshot
+from launch.job import Item, Job, attempts, launch_folder, load_job, snapshot
 from launch.job.item_state import Standing, counted, standings
-from launch.job.job import Item, Job, attempts, launch_folder, load_job
-from launch.job.request import Wanted, data_fault, pretrain, read_config
+from launch.job.request import Request, Wanted, data_fault, pretrain, read_config
 
 ABSENT = "<absent>"
 OVER = ("state.json", "stop.json")
@@ -44,9 +44,14 @@ class Draft:
     notes: tuple[str, ...] = ()  # notes to print
 
     @property
+    def chosen(self) -> list[Standing]:
+        """States of the requested items."""
+        return [self.standings[index] for index in self.asked]
+
+    @property
     def ready(self) -> tuple[int, ...]:
         """Indices of the requested items that may start."""
-        return tuple(index for index in sorted(self.asked) if self.standings[index].kind == "idle")
+        return tuple(sorted(item.index for item in self.chosen if item.kind == "idle"))
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -65,14 +70,14 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
         UserError: without ``update``, the directory has a job with other settings; with ``update``,
             an item of the existing job is active.
     """
-    job, directory = wanted.job, Path(wanted.job.directory)
+    job, directory = wanted.job, wanted.job.path
     before = load_job(directory)
     known = standings(before, ask=ask) if before else []
     # A job that Slurm refused at once is only a description: its settings may change freely.
     begun = before is not None and (
         (launch_folder(directory) / "submissions.jsonl").exists()
         or any(item.kind != "idle" for item in known)
-        or any(attempts(Path(item.directory)) for item in before.items)
+        or any(attempts(item.path) for item in before.items)
     )
     if before is None or not begun:
         every = tuple(range(len(job.items)))
@@ -222,52 +227,40 @@ def write(draft: Draft) -> Draft:
 
     Return the draft with the snapshot that was taken. The caller must hold the directory's lock.
     """
-    directory = Path(draft.job.directory)
+    directory = draft.job.path
     code = draft.code or snapshot.take(directory)
     for index in draft.reopened:
         for name in OVER:
-            (launch_folder(Path(draft.job.items[index].directory)) / name).unlink(missing_ok=True)
+            (draft.job.items[index].launch / name).unlink(missing_ok=True)
     for place, text in draft.configs.items():
         launch_folder(Path(place)).mkdir(parents=True, exist_ok=True)
         files.write_whole(launch_folder(Path(place)) / "config.yaml", text, synced=False)
     for item in draft.job.items:
-        launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
+        item.launch.mkdir(parents=True, exist_ok=True)
     draft.job.save()
     return replace(draft, code=code)
 
 
 def shape(job: Job) -> str:
     """Return the job's numbers of nodes and processes as text, as "2 nodes x 8 processes = 16"."""
-    nodes, processes = job.nodes, job.processes_per_node
-    whole = f" = {nodes * processes}" if nodes > 1 else ""
-    return (
-        f"{nodes} node{'s' if nodes > 1 else ''} x {processes} "
-        f"process{'es' if processes > 1 else ''}{whole}"
-    )
+    whole = f" = {job.world_size}" if job.nodes > 1 else ""
+    processes = number_of(job.processes_per_node, "process")
+    return f"{number_of(job.nodes, 'node')} x {processes}{whole}"
 
 
-def describe(
-    draft: Draft,
-    profile: Profile,
-    words: Sequence[str],
-    exclude: Sequence[str],
-    after: str | None,
-    at_once: int | None,
-) -> str:
+def describe(draft: Draft, request: Request, exclude: Sequence[str], after: str | None) -> str:
     """Return the plan as text: items, directory, resources, and the command.
 
-    words: CONFIG.yaml and overrides of a run, otherwise empty.
     exclude: nodes to exclude. after: sbatch's --dependency, or None.
-    at_once: number of array tasks that may run at a time; None: no limit.
     """
-    job, code = draft.job, draft.code
+    job, code, profile = draft.job, draft.code, request.profile
     names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
     fresh = (
         f"{snapshot.ROOT} in its present state: {len(names)} files, without {left_out} that are no "
         "sources"
     )
     rows = [
-        ("job", f"{job.name}, {what(draft, at_once)}"),
+        ("job", f"{job.name}, {what(draft, request.at_once)}"),
         ("directory", job.directory + (", which has this job already" if code else "")),
         (
             "resources",
@@ -287,20 +280,19 @@ def describe(
     lines = [f"{name:<11}{text}" for name, text in rows]
     lines += [f"{'note':<11}{note}" for note in draft.notes]
     if job.array:
-        lines += [
-            "",
-            *(
-                f"{draft.standings[index].kind:<9}{job.items[index].directory}"
-                for index in draft.asked
-            ),
-        ]
-    elif words:
+        lines += ["", *item_lines(draft)]
+    elif not request.is_command:
         try:
-            told = pretrain(words, job.world_size, "--plan").rstrip()
+            told = pretrain(request.words, job.world_size, "--plan").rstrip()
         except UserError as error:  # the data may be made by an earlier job of a chain
             told = f"pretrain's plan is not known yet: {error}"
         lines += ["", told]
     return "\n".join(lines) + "\n"
+
+
+def item_lines(draft: Draft) -> list[str]:
+    """Return a line with the state and the directory of each requested item."""
+    return [f"{item.kind:<9}{draft.job.items[item.index].directory}" for item in draft.chosen]
 
 
 def what(draft: Draft, at_once: int | None) -> str:
@@ -308,10 +300,7 @@ def what(draft: Draft, at_once: int | None) -> str:
     if not draft.job.array:
         return "a training run" if draft.job.kind == "run" else "a command"
     limit = f", {at_once} at once" if at_once else ""
-    return (
-        f"{len(draft.ready)} of {len(draft.asked)} items{limit} "
-        f"({counted([draft.standings[index] for index in draft.asked])})"
-    )
+    return f"{len(draft.ready)} of {len(draft.asked)} items{limit} ({counted(draft.chosen)})"
 
 
 def _time(draft: Draft, profile: Profile) -> str:

@@ -23,8 +23,8 @@ import yaml
 from fem_common.errors import UserError
 from fem_common.files import sha256_json
 from fem_common.text import duration, gib
-from launch.cluster.profile import Profile
-from launch.job.job import append_json, read_json_lines
+from launch.cluster.profile import Profile, from_json
+from launch.job import append_json, read_json_lines
 from launch.job.plan import Draft
 from launch.job.request import pretrain_text, read_config
 from launch.job.snapshot import ROOT, code_folder, source_files
@@ -44,7 +44,7 @@ INERT = {
 }
 
 
-def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data: bool) -> None:
+def rehearse(draft: Draft, say: Callable[[str], None], *, data: bool) -> None:
     """Rehearse each layout of the runs that would start, and report one line of text per layout.
 
     The callback gets the lines. Return at once if the profile has no GPUs.
@@ -57,10 +57,10 @@ def rehearse(draft: Draft, profile: Profile, say: Callable[[str], None], *, data
     Raises:
         UserError: a rank needs more memory than its GPU has.
     """
-    job = draft.job
+    job, profile = draft.job, from_json(draft.job.profile)
     if not profile.nodes.gpus or not draft.starting:
         return
-    code = code_folder(Path(job.directory)) if draft.code else ROOT
+    code = code_folder(job.path) if draft.code else ROOT
     known = {line.get("layout"): line for line in read_json_lines(_record(draft))}
     environment, done = _environment(code), set[str]()
     for text in draft.starting:

@@ -19,9 +19,9 @@ import jinja2
 
 from fem_common.errors import UserError
 from launch.cluster import profile_values
-from launch.cluster.profile import Profile
+from launch.cluster.profile import Profile, from_json
 from launch.cluster.profile_values import CONTROL
-from launch.job.job import Job, launch_folder
+from launch.job import Job
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)
 
@@ -107,7 +107,6 @@ _ARRAY = re.compile(
 
 def render(
     job: Job,
-    profile: Profile,
     *,
     dependency: str | None = None,
     array: str | None = None,
@@ -123,8 +122,9 @@ def render(
     exclude: nodes to exclude in addition to those in the profile.
 
     Raises:
-        UserError: the profile is not for Slurm, or a value cannot be quoted for the script.
+        UserError: the job is not for Slurm, or a value cannot be quoted for the script.
     """
+    profile = from_json(job.profile)
     if profile.scheduler != "slurm":
         raise UserError(
             f"{job.profile_path}: scheduler = {profile.scheduler}: only a profile of Slurm has a "
@@ -163,7 +163,7 @@ def _directives(
     The order is: name and output, resources, placement, time limit, behaviour.
     """
     nodes, slurm = profile.nodes, profile.slurm
-    logs = profile.logs or str(launch_folder(Path(job.directory)))
+    logs = profile.logs or str(job.launch)
     yield directive("--job-name", job.name)
     yield directive(
         "--output", file_pattern(logs) + ("/slurm-%j.out" if array is None else "/slurm-%A_%a.out")

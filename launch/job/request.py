@@ -24,7 +24,7 @@ from fem_common import secrets
 from fem_common.errors import UserError
 from launch.cluster.profile import Profile
 from launch.cluster.slurm import clean_environment
-from launch.job.job import Item, Job, launch_folder
+from launch.job import Item, Job, launch_folder
 from launch.job.snapshot import ROOT, code_folder
 
 COMMANDS = Path("runs") / "jobs"  # default folder of commands' directories
@@ -34,7 +34,7 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Request:
-    """A run or a command, and the resources to run it on."""
+    """Settings of a verb that starts a run or a command, from its command line."""
 
     words: tuple[str, ...]  # CONFIG.yaml and its overrides, or MODULE and its arguments
     is_command: bool  # the words are MODULE and its arguments
@@ -46,6 +46,13 @@ class Request:
     directory: str | None = None
     tasks: int | None = None  # of a command: number of tasks of a job array
     update: bool = False  # replace the settings and the code of an existing job
+    at_once: int | None = None  # array tasks that may run at a time; None: no limit
+    # Only for Slurm:
+    dependency: Sequence[str] = ()  # jobs to wait for
+    exclude: Sequence[str] = ()  # nodes not to use, in addition to the profile's
+    no_rehearse: bool = False  # start runs without a rehearsal
+    dry_run: bool = False  # print the plan and write no files
+    parsable: bool = False  # print only the job's id
 
 
 @dataclass(frozen=True)

@@ -13,29 +13,16 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fem_common.errors import UserError
-from launch.job.job import launch_folder, read_json, write_json
+from launch.job import launch_folder, read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
 BESIDE = "configs"  # folder next to the packages of a checkout; some commands read it
-SUFFIXES = (
-    ".py",
-    ".pyi",
-    ".yaml",
-    ".yml",
-    ".json",
-    ".toml",
-    ".j2",
-    ".sh",
-    ".cu",
-    ".cuh",
-    ".cpp",
-    ".h",
-)
+SUFFIXES = tuple(".py .pyi .yaml .yml .json .toml .j2 .sh .cu .cuh .cpp .h".split())
 LARGEST = 1 << 20  # bytes; larger files are not copied
 LARGEST_DIFF = 16 << 20  # bytes; changes.diff is truncated to this size
 REVISION = "REVISION.json"
@@ -115,13 +102,7 @@ def take(directory: Path, root: Path = ROOT) -> Code:
         )
         # if root is itself a snapshot, copy the revision that it records
         if revision is None and (installed := read_json(root / REVISION)):
-            code = Code(
-                **{
-                    **asdict(code),
-                    "revision": installed.get("revision"),
-                    "dirty": installed.get("dirty"),
-                }
-            )
+            code = replace(code, revision=installed.get("revision"), dirty=installed.get("dirty"))
         (fresh / REVISION).write_text(json.dumps(asdict(code), indent=1) + "\n", encoding="utf-8")
         (launch / "code.json").unlink(missing_ok=True)
         if target.exists():

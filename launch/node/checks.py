@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -147,32 +148,18 @@ def read_report(path: Path) -> Report | None:
         return None
 
 
-def read_reports(
-    folder: Path, nodes: Sequence[str], began: float | None = None, skew_seconds: float = 0
-) -> dict[str, Report]:
+def read_reports(folder: Path, nodes: Sequence[str]) -> dict[str, Report]:
     """Return node -> report for these nodes, in order.
 
     For a node without a report, the fault is that it did not answer, with the last line of
     NODE.log.
-
-    began: unix time on this host at which the check was started.
-    skew_seconds: if positive, a report whose time is more than this before ``began`` or after the
-        present time gets a fault.
     """
     reports: dict[str, Report] = {}
     for node in nodes:
         why = last_lines(folder / f"{node}.log") or ["it hangs, or cannot see this folder"]
-        report = reports[node] = read_report(folder / f"{node}.json") or Report(
+        reports[node] = read_report(folder / f"{node}.json") or Report(
             [f"{NO_ANSWER}: {why[0]}"], node=node
         )
-        if began is not None and skew_seconds > 0 and report.time:
-            off = min(report.time - began, 0) or max(report.time - time.time(), 0)
-            if abs(off) > skew_seconds:
-                way = "ahead" if off > 0 else "behind"
-                report.faults.append(
-                    f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, "
-                    "NTP)?"
-                )
     return reports
 
 
@@ -270,14 +257,9 @@ def folder(name: str, least_gb: float) -> Report:
     return found
 
 
-def startable(python: str) -> bool:
-    """Return True if this program exists on this node."""
-    return shutil.which(python) is not None
-
-
 def program(name: str, fault: str) -> Report:
     """Check that a program exists on this node. ``fault`` is the error text if it does not."""
-    return Report([] if startable(name) else [f"{name}: {fault}"])
+    return Report([] if shutil.which(name) else [f"{name}: {fault}"])
 
 
 def links() -> Report:
@@ -323,18 +305,15 @@ def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
         if not busy or time.monotonic() >= patience:
             break
         time.sleep(1)
-    few = (
-        [f"{len(mine)} GPUs are visible, the profile says {expected}"]
-        if len(mine) < expected
-        else []
-    )
-    found = Report([*(f"nvidia-smi: {line}" for line in complaints), *few])
+    found = Report([f"nvidia-smi: {line}" for line in complaints])
+    if len(mine) < expected:
+        found.faults.append(f"{len(mine)} GPUs are visible, the profile says {expected}")
     found.faults += [*(fault for gpu in mine for fault in gpu.faults()), *busy]
     found.facts = {
         "gpus": [f"{gpu.name} {gpu.bus}" for gpu in mine],
         "driver": mine[0].driver if mine else None,
     }
-    if matmul and mine and startable(matmul):
+    if matmul and mine and shutil.which(matmul):
         found.add(products(mine, matmul, deadline - time.monotonic()))
         if (left := deadline - time.monotonic()) > 1:
             hardware.throttle(mine, min(SMI_SECONDS, left))
@@ -349,43 +328,34 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Repor
 
     Report the GPUs that fail, hang, give a wrong result, or are much slower than the median.
     """
-    answers: dict[int, hardware.Answer] = {}
+    command = [python, "-m", "launch.node.measure", "product", "cuda:0"]
 
-    def run(place: int, gpu: hardware.Gpu) -> None:
+    def run(gpu: hardware.Gpu) -> dict[str, Any]:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}
         try:
-            answers[place] = hardware.ask(
-                [python, "-m", "launch.node.measure", "product", "cuda:0"], seconds, environment
-            )
+            return _result(hardware.ask(command, seconds, environment))
         except OSError as error:
-            answers[place] = hardware.Answer(127, "", f"{python}: {error.strerror}")
+            return _result(hardware.Answer(127, "", f"{python}: {error.strerror}"))
 
-    threads = [
-        threading.Thread(target=run, args=(place, gpu), daemon=True)
-        for place, gpu in enumerate(mine)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found, speeds = Report(), {}
-    for place, gpu in enumerate(mine):
-        result = _result(answers[place])
-        if fault := result.get("error") or (
-            f"{result['wrong']} entries of a product are wrong" if result.get("wrong") else None
-        ):
-            found.faults.append(f"GPU {gpu.index} ({gpu.bus}): {fault}")
-        else:
-            speeds[place] = float(result.get("tflops") or 0)
-    median = sorted(speeds.values())[len(speeds) // 2] if speeds else 0
-    for place, speed in speeds.items():
-        if speed < SLOW * median:
-            found.faults.append(
-                f"GPU {mine[place].index} ({mine[place].bus}): {speed:.0f} TFLOP/s in bfloat16, "
-                f"the node's median is {median:.0f}"
-            )
-    found.facts["tflops"] = [speeds.get(place) for place in range(len(mine))]
+    with ThreadPoolExecutor(len(mine)) as pool:
+        results = list(pool.map(run, mine))
+    speeds = [None if _wrong(result) else float(result.get("tflops") or 0) for result in results]
+    sound = sorted(speed for speed in speeds if speed is not None)
+    median = sound[len(sound) // 2] if sound else 0
+    found = Report(facts={"tflops": speeds})
+    for gpu, result, speed in zip(mine, results, speeds, strict=True):
+        fault = _wrong(result)
+        if speed is not None and speed < SLOW * median:
+            fault = f"{speed:.0f} TFLOP/s in bfloat16, the node's median is {median:.0f}"
+        if fault:
+            found.faults.append(f"{gpu.title}: {fault}")
     return found
+
+
+def _wrong(result: dict[str, Any]) -> str | None:
+    """Return why a product does not count, or None if it is right."""
+    wrong = result.get("wrong")
+    return result.get("error") or (f"{wrong} entries of a product are wrong" if wrong else None)
 
 
 def _result(answer: hardware.Answer) -> dict[str, Any]:
@@ -399,12 +369,8 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
         result = None
     if isinstance(result, dict):
         return result
-    return {
-        "error": (
-            f"a product ended with {answer.code}: "
-            f"{hardware.last_line(answer.errors) or 'no output'}"
-        )
-    }
+    said = hardware.last_line(answer.errors) or "no output"
+    return {"error": f"a product ended with {answer.code}: {said}"}
 
 
 def main() -> int:

@@ -83,6 +83,11 @@ class Gpu:
     users: tuple[str, ...] = ()  # "pid 12 (python, 71000 MiB)"
     odd: tuple[str, ...] = ()  # fields whose value is an error, such as memory.used [Unknown Error]
 
+    @property
+    def title(self) -> str:
+        """Number and address of the GPU."""
+        return f"GPU {self.index} ({self.bus})"
+
     def faults(self) -> list[str]:
         """Return the faults that make the GPU unfit for a run, one line each.
 
@@ -104,7 +109,7 @@ class Gpu:
             found.append(
                 f"its NVLink fabric is not up ({self.fabric}): is the fabric manager running?"
             )
-        return [f"GPU {self.index} ({self.bus}): {fault}" for fault in found]
+        return [f"{self.title}: {fault}" for fault in found]
 
     def busy(self) -> list[str]:
         """Return a list with one line that names the processes on the GPU.
@@ -114,7 +119,7 @@ class Gpu:
         if (self.memory_used or 0) < BUSY_MIB:
             return []
         users = ", ".join(self.users) or "a process that is not visible to this one"
-        return [f"GPU {self.index} ({self.bus}): {self.memory_used} MiB in use by {users}"]
+        return [f"{self.title}: {self.memory_used} MiB in use by {users}"]
 
     def throttling(self) -> tuple[list[str], list[str]]:
         """Return (faults, warnings) about reduced clocks, one line each.
@@ -122,7 +127,7 @@ class Gpu:
         Reductions by the hardware are faults, reductions by the driver are warnings.
         """
         lines = {
-            reason: f"GPU {self.index} ({self.bus}): {SAID[reason]} ({self.temperature} °C)"
+            reason: f"{self.title}: {SAID[reason]} ({self.temperature} °C)"
             for reason in self.throttled
         }
         return [lines[r] for r in self.throttled if r.startswith("hw")], [
@@ -307,13 +312,12 @@ def _optional(what: str, fields: Sequence[str], seconds: float) -> list[list[str
 def _gpu(row: Sequence[str]) -> Gpu:
     """Convert a row with the fields of CORE to a `Gpu`."""
     index, uuid, name, bus, driver, *numbers = row
-    values = [int(cell) if cell.isdigit() else None for cell in numbers]
+    total, used, ecc, temperature = (int(cell) if cell.isdigit() else None for cell in numbers)
     odd = [
         f"{title} {cell}"
         for title, cell in zip(CORE, row, strict=True)
         if cell.startswith(("[", "ERR")) and cell.lower() not in NOTHING
     ]
-    total, used, ecc, temperature = values
     return Gpu(
         int(index) if index.isdigit() else -1,
         uuid,
@@ -423,11 +427,8 @@ def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
     """
     try:
         answer = ask(["dmesg"], 10)
-        now = (
-            now
-            if now is not None
-            else float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-        )
+        if now is None:
+            now = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except OSError:
         return []
     found: dict[tuple[str, str], str] = {}

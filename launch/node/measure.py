@@ -1,10 +1,11 @@
 """``python -m launch.node.measure ...``: measure devices and networks. The only file of this
 package that imports torch.
 
-all-reduce FOLDER   under torchrun, for `launch.cluster.trial`. Every rank all-reduces tensors over
-                    NCCL (GPUs) or gloo (CPUs). The nodes' clocks are compared. Every node writes
-                    into the shared folders and checks that it sees the other nodes' files. Rank 0
-                    writes the results to FOLDER/bandwidth.json.
+all-reduce FOLDER BACKEND SHARED...
+                    under torchrun, for `launch.cluster.trial`. Every rank all-reduces tensors over
+                    NCCL (GPUs) or gloo (CPUs). The nodes' clocks are compared. Every node checks
+                    that it sees what the first node writes into the shared folders. Rank 0 writes
+                    the results to FOLDER/bandwidth.json.
 product DEVICE      on a node, for `launch.node.checks`: compute one matrix product whose result is
                     known, and measure the device's speed.
 
@@ -15,7 +16,6 @@ can be compared with the hardware's speed. Floors are bus bandwidths.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -29,12 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.job import read_json, write_json
+from launch.job import write_json
 from launch.node.checks import node_name
 
 MIB = 1 << 20
 SIZES = {"nccl": (1, 32, 1024), "gloo": (1, 16)}  # MiB; the last one is compared with the floor
 SECONDS_A_SIZE = 1.0
+JOIN_SECONDS = 120.0  # for the ranks to find each other
 # until a file is seen from another node: network file systems cache folder listings
 SEEN_SECONDS = 15.0
 
@@ -50,14 +51,9 @@ class Ranks:
     device: torch.device
     nodes: tuple[str, ...]  # each rank's node
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the nodes, without repetition, in the order of their ranks."""
-        return list(dict.fromkeys(self.nodes))
 
-
-def join(backend: str, seconds: float) -> Ranks:
-    """Connect this rank to the process group, and return its identity. ``seconds`` is the limit.
+def join(backend: str) -> Ranks:
+    """Connect this rank to the process group within `JOIN_SECONDS`, and return its identity.
 
     On GPUs, the rank sees only its own device.
 
@@ -74,25 +70,27 @@ def join(backend: str, seconds: float) -> Ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank]
     device = torch.device("cuda:0" if backend == "nccl" else "cpu")
     dist.init_process_group(
-        backend, timeout=timedelta(seconds=seconds), device_id=device if backend == "nccl" else None
+        backend,
+        timeout=timedelta(seconds=JOIN_SECONDS),
+        device_id=device if backend == "nccl" else None,
     )
     nodes: list[Any] = [None] * world_size
     dist.all_gather_object(nodes, node_name())
     return Ranks(rank, world_size, local_rank, backend, device, tuple(nodes))
 
 
-def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def measure(ranks: Ranks, mib: int) -> dict[str, float]:
     """Measure the bandwidth of all-reducing a float32 tensor of ``mib`` MiB, for about a second.
 
-    group: ranks that take part; None: all ranks. Return {"mib", "milliseconds", "algorithm",
-    "bus"}, with the time per all-reduce, and bandwidths in GB/s (see the module docstring).
+    Return {"mib", "milliseconds", "algorithm", "bus"}, with the time per all-reduce, and bandwidths
+    in GB/s (see the module docstring).
 
     Raises:
         RuntimeError: the sum is wrong.
     """
-    size = dist.get_world_size(group)
-    data = torch.full((mib * MIB // 4,), float(dist.get_rank(group) + 1), device=ranks.device)
-    dist.all_reduce(data, group=group)
+    size = ranks.world_size
+    data = torch.full((mib * MIB // 4,), float(ranks.rank + 1), device=ranks.device)
+    dist.all_reduce(data)
     if (data != size * (size + 1) / 2).any().item():
         raise RuntimeError(
             f"an all-reduce of {mib} MiB gave a wrong sum on {ranks.nodes[ranks.rank]}"
@@ -101,13 +99,13 @@ def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> d
 
     def run(times: int) -> float:
         """Return the seconds that the slowest rank needs for ``times`` all-reduces."""
-        meet(ranks, group)
+        meet(ranks)
         began = time.perf_counter()
         for _ in range(times):
-            dist.all_reduce(data, group=group)
+            dist.all_reduce(data)
         data[0].item()
         took = torch.tensor([time.perf_counter() - began], device=ranks.device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return float(took.item())
 
     times = max(2, min(50, int(SECONDS_A_SIZE / max(run(1), 1e-6))))
@@ -121,39 +119,11 @@ def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> d
     }
 
 
-def meet(ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
-    """Wait until all ranks of the group have called this function (a barrier)."""
+def meet(ranks: Ranks) -> None:
+    """Wait until all ranks have called this function (a barrier)."""
     here = torch.zeros(1, device=ranks.device)
-    dist.all_reduce(here, group=group)
+    dist.all_reduce(here)
     here.item()
-
-
-def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
-    """Measure every pair of neighbouring nodes, and return {"nodes", "bus"} for each pair.
-
-    "bus" is the bus bandwidth in GB/s. A slow node is part of both of the slowest pairs. All ranks
-    must call the function together.
-    """
-    names = ranks.names
-    pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(len(names))]
-    members = [[rank for rank, node in enumerate(ranks.nodes) if node in pair] for pair in pairs]
-    groups = [dist.new_group(list(ranks_of)) for ranks_of in members]
-    found: dict[int, float] = {}
-    rounds = [
-        range(0, len(pairs) - 1, 2),
-        range(1, len(pairs), 2),
-        *([range(len(pairs) - 1, len(pairs))] if len(pairs) % 2 else []),
-    ]
-    for chosen in rounds:
-        meet(ranks)
-        for i in chosen:
-            if ranks.rank in members[i]:
-                found[i] = measure(ranks, mib, groups[i])["bus"]
-    told = gather(ranks, found)
-    return [
-        {"nodes": list(pair), "bus": min(answer[i] for answer in told if i in answer)}
-        for i, pair in enumerate(pairs)
-    ]
 
 
 def gather(ranks: Ranks, value: Any) -> list[Any]:
@@ -163,106 +133,53 @@ def gather(ranks: Ranks, value: Any) -> list[Any]:
     return values
 
 
-def clocks(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Compare the nodes' clocks. All ranks must call the function together.
+def unshared(ranks: Ranks, folders: Sequence[str], name: str) -> list[str]:
+    """Check that every node sees a file that rank 0 writes into each folder.
 
-    Return {"skew": {node: seconds that its clock is ahead of rank 0's}, "ahead_at_most": seconds
-    that rank 0's clock is ahead of the submitting host's, at most}.
-
-    The submitting host writes its time to FOLDER/clock.json. The value that is read is older by the
-    file system's delay, so the second value is an upper bound. It is None without that file.
+    Return an error text for each node and folder without the file. name: the file's name. All ranks
+    must call the function together.
     """
-    offsets: dict[str, float] = {}
-    for _ in range(3):
-        meet(ranks)
-        now = gather(ranks, time.time())
-        for node, then in zip(ranks.nodes, now, strict=True):
-            offset = then - now[0]
-            offsets[node] = min(offset, offsets.get(node, offset), key=abs)
-    told = read_json(folder / "clock.json")
-    ahead = time.time() - float(told["time"]) if told else None
-    return {
-        "skew": {node: round(offset, 4) for node, offset in offsets.items()},
-        "ahead_at_most": ahead,
-    }
-
-
-def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
-    """Check that each node sees the files that other nodes write into the folders.
-
-    Every node writes a file into each folder, and waits for the other nodes' files. Return an error
-    text for each file that cannot be written or is not seen. token: text in the names of the files.
-    All ranks must call the function together.
-    """
-    mine = ranks.local_rank == 0 or ranks.nodes.index(ranks.nodes[ranks.rank]) == ranks.rank
-    node, faults = ranks.nodes[ranks.rank], []
-    paths = {
-        name: {other: Path(name) / f".launch_doctor_{token}_{other}" for other in ranks.names}
-        for name in folders
-    }
-    for name in folders if mine else ():
-        try:
-            paths[name][node].write_text(node, encoding="utf-8")
-        except OSError as error:
-            faults.append(f"{name}: {node} cannot write to it: {error.strerror}")
+    files = [Path(folder) / name for folder in folders]
+    if ranks.rank == 0:
+        for file in files:
+            file.touch()
     meet(ranks)
-    for name in folders if mine else ():
-        deadline = time.monotonic() + SEEN_SECONDS
-        others = {other: path for other, path in paths[name].items() if other != node}
-        while (
-            unseen := [other for other, path in others.items() if not path.exists()]
-        ) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        if unseen:
-            faults.append(
-                f"{name}: {node} does not see the files of {', '.join(unseen)}: the nodes do not "
-                "share this folder"
-            )
-    everyone = gather(ranks, faults)
-    for name in folders if mine else ():
-        paths[name][node].unlink(missing_ok=True)
-    return list(dict.fromkeys(fault for told in everyone for fault in told))
+    deadline = time.monotonic() + SEEN_SECONDS
+    while unseen := [str(file.parent) for file in files if not file.exists()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    everyone = gather(ranks, unseen)
+    if ranks.rank == 0:
+        for file in files:
+            file.unlink()
+    faults = [
+        f"{folder}: {node} does not see what {ranks.nodes[0]} writes into it: the nodes do not "
+        "share this folder"
+        for node, missing in zip(ranks.nodes, everyone, strict=True)
+        for folder in missing
+    ]
+    return list(dict.fromkeys(faults))
 
 
-def all_reduce(argv: list[str]) -> int:
+def all_reduce(folder: str, backend: str, *shared: str) -> int:
     """Run all measurements. Rank 0 writes FOLDER/bandwidth.json. Return 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.node.measure all-reduce", allow_abbrev=False
-    )
-    parser.add_argument("folder", type=Path, help="folder for bandwidth.json")
-    parser.add_argument("--backend", choices=SIZES, required=True)
-    parser.add_argument(
-        "--floor",
-        type=float,
-        help="bus bandwidth in GB/s below which pairs of nodes are measured, too",
-    )
-    parser.add_argument(
-        "--shared",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="a folder that all nodes should share",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=120, help="for the ranks to find each other"
-    )
-    arguments = parser.parse_args(argv)
-    ranks = join(arguments.backend, arguments.seconds)
+    ranks = join(backend)
+    meet(ranks)
+    clocks = gather(ranks, time.time())
     result: dict[str, Any] = {
         "world_size": ranks.world_size,
-        "nodes": ranks.names,
         "backend": ranks.backend,
+        # node -> seconds that its clock is ahead of that of the first node
+        "clocks": {
+            node: clock - clocks[0] for node, clock in zip(ranks.nodes, clocks, strict=True)
+        },
+        "shared": unshared(ranks, shared, f".{Path(folder).name}"),
     }
-    result["clocks"] = clocks(ranks, arguments.folder)
-    result["shared"] = exchange(ranks, arguments.shared, f"{os.environ.get('MASTER_PORT', '0')}")
     if ranks.world_size > 1:
         result["sizes"] = [measure(ranks, mib) for mib in SIZES[ranks.backend]]
-        slow = arguments.floor is not None and result["sizes"][-1]["bus"] < arguments.floor
-        if gather(ranks, slow)[0] and len(ranks.names) > 2:
-            result["pairs"] = neighbours(ranks, SIZES[ranks.backend][-1])
-    result["clocks"]["written"] = time.time()
     if ranks.rank == 0:
-        write_json(arguments.folder / "bandwidth.json", result)
+        write_json(Path(folder) / "bandwidth.json", result)
     meet(ranks)
     dist.destroy_process_group()
     return 0
@@ -328,7 +245,7 @@ def product(device: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the requested measurement and return its exit code."""
     what, *words = sys.argv[1:] if argv is None else argv
-    return all_reduce(words) if what == "all-reduce" else product(*words)
+    return all_reduce(*words) if what == "all-reduce" else product(*words)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from fem_common import secrets
 from fem_common.errors import reason
 from fem_common.exits import Exit
 from fem_common.signals import PDEATHSIG, PTRACER, SUBREAPER, prctl, signal_name
+from fem_common.text import counted
 from launch.job import rank_log, rank_record, write_json
 from launch.node import caches, stacks
 from launch.node.failures import Findings, blameless_signal, killed_for_memory, kind_of, told_to_end
@@ -107,6 +108,10 @@ class Keeper:
         of torch use only these, and newer ones warn about them.
         """
         flight = str(self.attempt / "flight" / "rank_")
+        older = {
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight,
+        }
         pipe = {}
         with contextlib.suppress(FileNotFoundError):  # without a writable folder, use no pipe
             name = f"launch_{int(self._started * 1000)}_{os.getpid()}_"
@@ -118,11 +123,7 @@ class Keeper:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": flight,
             **pipe,
-            **(
-                {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight}
-                if _may_have_gpus(environ)
-                else {}
-            ),
+            **(older if _may_have_gpus(environ) else {}),
         }
 
     def run(self) -> int:
@@ -137,10 +138,9 @@ class Keeper:
                 # torch does not create these folders, and the rank fails if the pipe's is missing.
                 Path(self._environ[name]).parent.mkdir(parents=True, exist_ok=True)
             prepare = functools.partial(_in_the_command, os.getpid())
-            quiet = subprocess.DEVNULL
             self._child = subprocess.Popen(
                 self.command,
-                stdin=quiet,
+                stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
                 env=self._environ,
@@ -211,8 +211,11 @@ class Keeper:
 
     def _dump_stacks(self, pid: int) -> None:
         text = self._scribe.hide(stacks.dump(pid, self.rank, self._environ))
+        path = self.attempt / "dumps" / f"rank_{self.rank:05}.txt"
         try:
-            stacks.append(self.attempt / "dumps" / f"rank_{self.rank:05}.txt", text)
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
         except OSError as error:
             self._scribe.note(f"the stacks cannot be written: {error}")
 
@@ -228,10 +231,7 @@ class Keeper:
         os.close(source)
         self._scribe.flush()
         if left:
-            self._scribe.note(
-                f"ended {left} {'process' if left == 1 else 'processes'} that the command left "
-                "running"
-            )
+            self._scribe.note(f"ended {counted(left, 'process')} that the command left running")
         if pipe := self._environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
             with contextlib.suppress(OSError):
                 os.unlink(f"{pipe}{self.rank}.pipe")
@@ -275,20 +275,15 @@ class Keeper:
             "local_rank": self.local_rank,
             "host": self._host,
             "pid": os.getpid(),
-        }
-        record |= {
             "child": self._child.pid if self._child else None,
             "started": self._started,
             "told": self._told,
-        }
-        record |= dict.fromkeys(
-            ("ended", "exit", "signal", "kind", "error", "error_time", "traceback")
-        )
-        record |= {
+            **dict.fromkeys("ended exit signal kind error error_time traceback".split()),
             "last_line": self._findings.last_line[:1000] or None,
             "last_output": self._scribe.last_output,
+            "lines_lost": self._scribe.lost,
+            **end,
         }
-        record |= {"lines_lost": self._scribe.lost, **end}
         try:
             write_json(rank_record(self.attempt, self.rank), record)
         except OSError as error:
@@ -333,16 +328,10 @@ def oom_counter() -> Path | None:
             if controllers and "memory" not in controllers.split(","):
                 continue
             # first the folder and file of cgroup version 1, then those of version 2
-            folder, name = (
-                (CGROUPS / controllers, "memory.oom_control")
-                if controllers
-                else (CGROUPS, "memory.events")
-            )
-            for counter in (
-                folder / path.lstrip("/") / name,
-                folder / name,
-            ):
-                # The second path is for containers, which may mount their own cgroup as the root.
+            folder = CGROUPS / controllers
+            name = "memory.oom_control" if controllers else "memory.events"
+            # The second path is for containers, which may mount their own cgroup as the root.
+            for counter in (folder / path.lstrip("/") / name, folder / name):
                 if counter.is_file():
                     return counter
     return None
@@ -393,12 +382,8 @@ def _children() -> list[int]:
     mine = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            state, parent = (
-                Path("/proc", pid, "stat")
-                .read_text(errors="replace")
-                .rpartition(")")[2]
-                .split()[:2]
-            )
+            stat = Path("/proc", pid, "stat").read_text(errors="replace")
+            state, parent = stat.rpartition(")")[2].split()[:2]
         except (OSError, ValueError):  # it ended
             continue
         if int(parent) == os.getpid() and state != "Z":

@@ -30,28 +30,19 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
     """
     status = _status(pid)
     waits = _read(f"/proc/{pid}/wchan").strip("0 \n")
+    state = status.get("State", "gone")
     said = [
-        (
-            f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {pid}: "
-            f"{status.get('State', 'gone')}"
-        ),
-        *([f"waits in the kernel in {waits}"] if waits else []),
-        *([flight] if (flight := _ask_nccl(rank, environ)) else []),
+        f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {pid}: {state}",
+        f"waits in the kernel in {waits}" if waits else None,
+        _ask_nccl(rank, environ),
+        # py-spy is before the handler because it would otherwise show the handler's work.
+        _py_spy(pid, stopped=state.startswith(("T", "t"))),
     ]
-    # py-spy is first because it changes no state: it would otherwise show the handler's work.
-    said.append(_py_spy(pid, stopped=status.get("State", "").startswith(("T", "t"))))
     if int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:
         # Without a handler the signal would end the process.
         os.kill(pid, signal.SIGUSR2)
         said.append("SIGUSR2 was sent: Python's own stacks are in the rank's log")
-    return "\n".join(said) + "\n"
-
-
-def append(path: Path, text: str) -> None:
-    """Append a dump to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    return "\n".join(filter(None, said)) + "\n"
 
 
 def stopped_ranks(folder: Path) -> list[int]:

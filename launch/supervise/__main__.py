@@ -17,7 +17,7 @@ from pathlib import Path
 from fem_common.cli import Parser, run
 from fem_common.errors import InUse, UserError
 from fem_common.exits import Exit
-from launch.job import Item, Job, attempts, launch_folder, load_job, read_json, write_json
+from launch.job import Item, Job, attempts, load_job, read_json, write_json
 from launch.supervise.journal import Journal
 from launch.supervise.loop import REQUEUE_SECONDS, Supervisor
 from launch.supervise.place import LocalPlace, Place, PlaceError, Unreachable, end_orphans
@@ -74,7 +74,7 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
         UserError: another process already supervises the item.
     """
     item, place = job.items[index], place_of(job)
-    launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
+    item.launch.mkdir(parents=True, exist_ok=True)
     journal = Journal(job, item, place.job_id)
     with noted() as signals, _alone(item, place, signals, journal) as alone:
         if not alone:
@@ -82,12 +82,12 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
                 "the lock of this item's last supervisor is still held; Slurm has ended that "
                 "supervisor, so this one continues without the lock"
             )
-        state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
+        state = read_json(item.launch / "state.json") or {}
         if state.get("state") == "finished":
             journal.say("finished before; nothing to do")
             return Exit.DONE
         if place.job_id is None:
-            left = end_orphans(attempts(Path(item.directory)))
+            left = end_orphans(attempts(item.path))
             if left:
                 journal.say(f"ended {left} processes that an earlier attempt left running")
         code = Supervisor(job, index, place, signals, journal, show=show).run()
@@ -101,7 +101,7 @@ def place_of(job: Job) -> Place:
     Raises:
         UserError: the job is for Slurm, and this process is not inside a Slurm job.
     """
-    if job.profile.get("scheduler") == "slurm":
+    if job.on_slurm:
         if "SLURM_JOB_ID" not in os.environ:
             raise UserError(
                 f"{job.directory} is a job for Slurm, and this process is not inside a Slurm job; "
@@ -109,7 +109,7 @@ def place_of(job: Job) -> Place:
             )
         from launch.supervise.on_slurm import SlurmPlace
 
-        return SlurmPlace(os.environ, (job.profile.get("slurm") or {}).get("exclude") or ())
+        return SlurmPlace(os.environ, job.section("slurm").get("exclude") or ())
     return LocalPlace(job)
 
 
@@ -124,7 +124,7 @@ def _alone(item: Item, place: Place, signals: Signals, journal: Journal) -> Iter
     Raises:
         InUse: the job has no queue, and another process has the lock.
     """
-    folder, began = launch_folder(Path(item.directory)), time.monotonic()
+    folder, began = item.launch, time.monotonic()
     with (folder / "supervisor.lock").open("a+", encoding="utf-8") as lock:
         while True:
             try:
@@ -157,7 +157,7 @@ def _back(item: Item, place: Place, journal: Journal) -> None:
     After `BUSY_TIMES` starts or `BUSY_SECONDS`, the process ends with Exit.FAULT instead of a
     requeue. The file `BUSY` counts both over requeues. The other job's state.json is not changed.
     """
-    folder = launch_folder(Path(item.directory))
+    folder = item.launch
     other = read_json(folder / "state.json") or {}
     holder = (
         f"another job ({other.get('job_id') or 'of unknown id'}, on "

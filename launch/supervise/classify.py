@@ -134,39 +134,33 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
     3. the first rank that failed (``first``)
     4. the agents' output
     """
+    end: dict[str, Any] = {"step": step, "exit": seen.code}
+    of_rank = end
+    if first is not None:
+        of_rank = {"step": step, "exit": first.exit, "rank": first.rank, "host": first.host}
     if (words := _out_of_memory(seen, folder, first)) is not None:
-        rank, host, code = (
-            (first.rank, first.host, first.exit) if first else (None, None, seen.code)
-        )
-        return Failure(
-            "memory",
-            f"{words}; {seen.limit}" if seen.limit else words,
-            rank=rank,
-            host=host,
-            step=step,
-            exit=code,
-        )
+        return Failure("memory", f"{words}; {seen.limit}" if seen.limit else words, **of_rank)
     if seen.down and (
         first is None or first.host in seen.down or first.lost_peer or first.kind == "lost"
     ):
         node, why = next(iter(seen.down.items()))
-        return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
-    if first is not None and first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
+        return Failure("node", f"{node} is down: {why}", host=node, **end)
+    if first is None:
+        signal = _SIGNALS.get(seen.code or 0)
+        said = agents_words(folder)
+        message = (
+            f"no rank reports a cause; the launcher ended with {signal or f'code {seen.code}'}"
+        )
+        return Failure(
+            "lost" if signal else "exit", f"{message}: {said}" if said else message, **end
+        )
+    if first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
         message = (
             f"the input is wrong on {hosts[0]} alone (is a file system missing on that node?): "
             f"{first.message}"
         )
-        return Failure("node", message, rank=first.rank, host=hosts[0], step=step, exit=first.exit)
-    if first is not None:
-        return Failure(
-            first.kind, first.message, rank=first.rank, host=first.host, step=step, exit=first.exit
-        )
-    said = agents_words(folder)
-    signal = _SIGNALS.get(seen.code or 0)
-    message = (
-        f"no rank reports a cause; the launcher ended with {signal or f'code {seen.code}'}"
-    ) + (f": {said}" if said else "")
-    return Failure("lost" if signal else "exit", message, step=step, exit=seen.code)
+        return Failure("node", message, **{**of_rank, "host": hosts[0]})
+    return Failure(first.kind, first.message, **of_rank)
 
 
 def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> str | None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from launch.job import Item, Job, append_json, launch_folder, read_json_lines, write_json
+from launch.job import Item, Job, append_json, read_json_lines, write_json
 
 
 def cordon_file(profile: Mapping[str, Any], working_directory: str) -> Path:
@@ -162,10 +162,10 @@ class Journal:
 
     def __init__(self, job: Job, item: Item, job_id: str | None) -> None:
         self.job, self.item, self.job_id = job, item, job_id
-        self.folder = launch_folder(Path(item.directory))
+        self.folder = item.launch
         self.attempt = self.failures = 0
         self.nodes: tuple[str, ...] = ()
-        self._notifier = Notifier(job.profile.get("notify") or {})
+        self._notifier = Notifier(job.section("notify"))
 
     def say(self, text: str) -> None:
         """Print a line, and append it to supervisor.log as "<unix time> <text>"."""

@@ -11,11 +11,11 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fem_common.errors import reason
 from fem_common.exits import Exit
+from fem_common.text import counted
 from launch.job import Job, launch_folder, write_json
 from launch.supervise import policy, run_files
 from launch.supervise.classify import Observed, classify, fresh, is_lasting, last_step
@@ -48,16 +48,10 @@ class Supervisor:
     def __init__(
         self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool
     ) -> None:
-        self.job, self.item, self.place, self.signals, self.journal, self.show = (
-            job,
-            job.items[index],
-            place,
-            signals,
-            journal,
-            show,
-        )
-        self.directory = Path(self.item.directory)
-        self.limits = policy.limits_of(job.profile.get("restarts") or {})
+        self.job, self.item, self.place = job, job.items[index], place
+        self.signals, self.journal, self.show = signals, journal, show
+        self.directory = self.item.path
+        self.limits = policy.limits_of(job.section("restarts"))
         self.records: list[Record] = []
 
     def run(self) -> int:
@@ -181,7 +175,7 @@ class Supervisor:
 
     def _check(self, attempt: Attempt) -> dict[str, list[str]]:
         """Run the pre-flight check and return node -> faults for each node that fails it."""
-        if not (self.job.profile.get("health") or {}).get("check", True):
+        if not self.job.section("health").get("check", True):
             return {}
         self.journal.state("checking")
         faults = {node: found for node, found in self.place.check_nodes(attempt).items() if found}
@@ -191,7 +185,7 @@ class Supervisor:
 
     def _tell_start(self, attempt: Attempt, before: RunState) -> None:
         """Report the start of an attempt."""
-        ranks = f"{self.job.world_size} {'rank' if self.job.world_size == 1 else 'ranks'}"
+        ranks = counted(self.job.world_size, "rank")
         where = f"on {', '.join(attempt.nodes)}" + (
             f" (job {self.place.job_id})" if self.place.job_id else ""
         )

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from fem_common.errors import reason
 from fem_common.ports import server_port
@@ -29,7 +28,7 @@ from launch.cluster.slurm import (
     job_fields,
     listed,
 )
-from launch.job import last_lines, launch_folder
+from launch.job import last_lines
 from launch.node.checks import check_command, read_reports
 from launch.supervise.classify import cancelled, is_away, taken
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agent_command, started
@@ -112,8 +111,8 @@ class SlurmPlace(Place):
         """
         self._keep_guard(attempt)
         profile, folder = attempt.job.profile, attempt.folder / "health"
-        health, began = profile.get("health") or {}, time.time()
-        contained = (profile.get("container") or {}).get("runtime", "none") != "none"
+        health, began = attempt.job.section("health"), time.time()
+        contained = attempt.job.section("container").get("runtime", "none") != "none"
         host_python = attempt.job.python if contained else sys.executable
         command = check_command(
             profile,
@@ -149,8 +148,8 @@ class SlurmPlace(Place):
 
         name: name of the step. options: further options of srun. log: file for srun's output.
         """
-        profile, nodes = attempt.job.profile, attempt.nodes
-        taken = profile.get("nodes") or {}
+        job, nodes = attempt.job, attempt.nodes
+        taken = job.section("nodes")
         # --cpus-per-task determines all that the step gets of a node. If the job owns its nodes,
         # use all CPUs (192, even if the profile takes 96 cores).
         whole = (
@@ -167,7 +166,7 @@ class SlurmPlace(Place):
         if int(self._environ.get("SLURM_JOB_NUM_NODES") or len(nodes)) != len(nodes):
             srun.append(f"--nodelist={','.join(nodes)}")
         own, prefix = container_parts(attempt)
-        srun += [*own, *((profile.get("slurm") or {}).get("srun_options") or ())]
+        srun += [*own, *(job.section("slurm").get("srun_options") or ())]
         words = ["bash", "-c", WRAPPER, "launch", *prefix, *command]
         which: dict[str, str] = {
             key: self._environ[key]
@@ -179,7 +178,7 @@ class SlurmPlace(Place):
                 [*srun, *words],
                 log,
                 env=dict(attempt.environment) | which,
-                cwd=attempt.job.working_directory,
+                cwd=job.working_directory,
             )
         except OSError as error:
             raise PlaceError(f"srun cannot be started: {error.strerror or error}") from None
@@ -356,7 +355,7 @@ class SlurmPlace(Place):
                 attempt.nodes[:1],
                 "guard",
                 words,
-                launch_folder(Path(attempt.item.directory)) / "guard.log",
+                attempt.item.launch / "guard.log",
             )
 
 
@@ -504,8 +503,8 @@ def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
     in addition to the profile's mounts. A variable that the image sets would override the job's
     value, so the important variables are set again inside the container.
     """
-    job, profile = attempt.job, attempt.job.profile
-    container: Mapping[str, Any] = profile.get("container") or {}
+    job = attempt.job
+    container = job.section("container")
     runtime, options = container.get("runtime", "none"), list(container.get("options") or ())
     if runtime == "none":
         return [], []
@@ -514,11 +513,11 @@ def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
         attempt.item.directory,
         job.code,
         job.working_directory,
-        *((profile.get("paths") or {}).get("shared") or ()),
+        *(job.section("paths").get("shared") or ()),
     )
     mounts = [*(container.get("mounts") or ()), *(f"{path}:{path}" for path in _outermost(own))]
     names = dict.fromkeys(
-        ["PYTHONPATH", "PYTHONSAFEPATH", "LAUNCH_ATTEMPT", *(profile.get("environment") or {})]
+        ["PYTHONPATH", "PYTHONSAFEPATH", "LAUNCH_ATTEMPT", *job.section("environment")]
     )
     inside = [
         "env",
@@ -530,7 +529,7 @@ def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
             f"--container-mounts={','.join(mounts)}",
         ]
         return [*image, f"--container-workdir={job.working_directory}", *options], inside
-    gpus = ["--nv"] if (profile.get("nodes") or {}).get("gpus") else []
+    gpus = ["--nv"] if job.section("nodes").get("gpus") else []
     binds = [word for mount in mounts for word in ("--bind", mount)]
     return [], [
         "apptainer",

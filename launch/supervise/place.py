@@ -174,7 +174,7 @@ def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | No
     ]
     if not job.torchrun:
         return [job.python, *rank]
-    numa = (job.profile.get("nodes") or {}).get("numa") or "none"
+    numa = job.section("nodes").get("numa") or "none"
     number = [] if node_rank is None else [f"--node-rank={node_rank}"]
     binding = [] if numa == "none" else [f"--numa-binding={numa}"]
     return [
@@ -228,7 +228,7 @@ class LocalPlace(Place):
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
         """Run the pre-flight check on this machine; see `Place.check_nodes`."""
-        folder, health = attempt.folder / "health", self.job.profile.get("health") or {}
+        folder, health = attempt.folder / "health", self.job.section("health")
         folder.mkdir(exist_ok=True)
         command = check_command(
             self.job.profile, folder, python=self.job.python, folders=[attempt.item.directory]

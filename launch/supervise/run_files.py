@@ -19,7 +19,7 @@ from typing import Any
 from fem_common import secrets
 from fem_common.errors import reason
 from launch.cluster.slurm import OTHERS_RANK
-from launch.job import Item, Job, attempts, last_json_lines, launch_folder, read_json, write_json
+from launch.job import Item, Job, attempts, last_json_lines, read_json, write_json
 from launch.supervise.policy import Decision, End, Failure
 
 _CHECKPOINT = re.compile(r"step_(\d{8,})$")
@@ -281,7 +281,7 @@ def ranks_environment(
     ]
     ours = {name: value for name, value in environ.items() if name not in foreign}
     if local:
-        ours |= {name: str(value) for name, value in (job.profile.get("environment") or {}).items()}
+        ours |= {name: str(value) for name, value in job.section("environment").items()}
     ours |= {"PYTHONPATH": job.code, "PYTHONSAFEPATH": "1", "LAUNCH_ATTEMPT": str(folder)}
     return ours | item.environment
 
@@ -291,7 +291,7 @@ def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, st
 
     These are job.sh, config.yaml, and the environment without secrets.
     """
-    for source in (job.script, launch_folder(Path(item.directory)) / "config.yaml"):
+    for source in (job.script, item.launch / "config.yaml"):
         if source.is_file():
             shutil.copyfile(source, folder / source.name)
     harmless = secrets.harmless_environment(environment)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -151,7 +150,7 @@ class Watch:
         self.attempt, self.place, self.signals, self.journal = attempt, place, signals, journal
         self._stop = stop  # returns why a user stopped the item, or None
         self._is_run = attempt.job.kind == "run"
-        self._directory = Path(attempt.item.directory)
+        self._directory = attempt.item.path
         self._told_at: float | None = None
         self._ended_at: float | None = None
 
@@ -219,7 +218,7 @@ class Watch:
         hang: the reason for which the ranks were ended as hung, otherwise None.
         cut: True if the attempt is over because of signals, before its ranks ended (`_pass_on`).
         """
-        profile: Mapping[str, Any] = self.attempt.job.profile.get("watchdog") or {}
+        profile: Mapping[str, Any] = self.attempt.job.section("watchdog")
         start, step, save = (
             60.0 * float(profile.get(f"{name}_minutes") or 0.0)
             for name in ("start", "step", "save")

@@ -14,14 +14,14 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 from fem_common.errors import UserError
 from launch.cluster import slurm
-from launch.job import Job, launch_folder, read_json, write_json
+from launch.job import Job, read_json, write_json
 from launch.job.item_state import Standing, counted, find_job, standings, start_time
 from launch.job.plan import locked
+from launch.verbs import options
 
 LINES = 8
 # A local supervisor's time to end its ranks, before it and they are killed.
@@ -30,12 +30,7 @@ GRACE_SECONDS = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
-    parser.add_argument(
-        "directories",
-        nargs="+",
-        metavar="DIR",
-        help="directory of a run or a job, or of one item of an array",
-    )
+    options.add(parser, "directories")
     parser.add_argument("--save", action="store_true", help="save a checkpoint first")
 
 
@@ -47,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     for directory in arguments.directories:
         job, items = find_job(directory)
-        with locked(Path(job.directory)):
+        with locked(job.path):
             chosen = [standing for standing in standings(job) if standing.index in items]
             active = [standing for standing in chosen if standing.kind == "active"]
             if active:
@@ -74,39 +69,24 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     Raises:
         UserError: an item runs on a machine that this host cannot reach.
     """
-    far = next(
-        (standing for standing in active if standing.job_id is None and standing.pid is None), None
-    )
-    if far is not None:
-        raise UserError(f"{job.directory}: {far.where}; cancel it on that host")
+    for standing in active:
+        if standing.job_id is None and standing.pid is None:
+            raise UserError(f"{job.directory}: {standing.where}; cancel it on that host")
     by = who()
+    end = {"message": f"by {by}", "time": round(time.time(), 3)}
     for standing in active:
-        stop = {
-            "why": "cancelled",
-            "message": f"by {by}",
-            "time": round(time.time(), 3),
-            "by": by,
-            "save": save,
-        }
-        write_json(_launch(job, standing) / "stop.json", stop)
+        stop = {"why": "cancelled", **end, "by": by, "save": save}
+        write_json(job.items[standing.index].launch / "stop.json", stop)
     # A job that is being requeued (COMPLETING) reads stop.json when it starts again.
-    asked = [str(standing.job_id) for standing in active if save and standing.state == "RUNNING"]
-    ended = [
-        standing for standing in active if standing.job_id and str(standing.job_id) not in asked
-    ]
-    if asked:
-        slurm.signal_batch(asked, "USR1")
-    if ended:
-        slurm.cancel([str(standing.job_id) for standing in ended])
-    for standing in active:
-        if standing.state == "PENDING":
-            path = _launch(job, standing) / "state.json"  # no supervisor will write it
-            ended_state = {
-                "state": "cancelled",
-                "message": f"by {by}",
-                "time": round(time.time(), 3),
-            }
-            write_json(path, {"format": 1, **(read_json(path) or {}), **ended_state})
+    jobs = [standing for standing in active if standing.job_id]
+    saving = [str(item.job_id) for item in jobs if save and item.state == "RUNNING"]
+    slurm.signal_batch(saving, "USR1")
+    slurm.cancel([str(item.job_id) for item in jobs if item.job_id not in saving])
+    for standing in jobs:
+        if standing.state == "PENDING":  # no supervisor will write its state
+            path = job.items[standing.index].launch / "state.json"
+            state = {"format": 1, **(read_json(path) or {}), "state": "cancelled", **end}
+            write_json(path, state)
     _tell(job, active, save=save)
     _end_local([standing.pid for standing in active if standing.pid is not None], save=save)
 
@@ -114,15 +94,12 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
 def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     """Print for each of the first `LINES` items that it was cancelled and how to continue it."""
     for standing in active[:LINES]:
-        told = (
-            "saves, then ends"
-            if save and standing.state in ("RUNNING", "local")
-            else "was cancelled"
-        )
-        where = shlex.quote(job.items[standing.index].directory)
+        saves = save and standing.state in ("RUNNING", "local")
+        what = "saves, then ends" if saves else "was cancelled"
+        item = job.items[standing.index]
         print(
-            f"{job.items[standing.index].name}: {standing.where} {told}; to continue: python -m "
-            f"launch requeue {where}"
+            f"{item.name}: {standing.where} {what}; to continue: python -m launch requeue "
+            f"{shlex.quote(item.directory)}"
         )
     if len(active) > LINES:
         print(
@@ -137,24 +114,20 @@ def _end_local(pids: Sequence[int], *, save: bool) -> None:
     save: save a checkpoint first, and do not wait for the end. Otherwise wait, and kill the
     supervisors that have not ended after `GRACE_SECONDS`.
     """
-    born = {pid: start_time(pid) for pid in pids}
+    left = {pid: born for pid in pids if (born := start_time(pid)) is not None}
+    _send(pids, signal.SIGUSR1 if save else signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while left and not save:
+        time.sleep(0.1)
+        left = {
+            pid: born for pid, born in left.items() if abs((start_time(pid) or 0.0) - born) < 1.0
+        }
+        if time.monotonic() > deadline:
+            _send(left, signal.SIGKILL)
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes, skipping those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1 if save else signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while not save and (
-        left := [
-            pid
-            for pid, birth in born.items()
-            if birth is not None and abs((start_time(pid) or 0.0) - birth) < 1.0
-        ]
-    ):
-        if time.monotonic() > deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-
-
-def _launch(job: Job, standing: Standing) -> Path:
-    return launch_folder(Path(job.items[standing.index].directory))
+            os.kill(pid, number)

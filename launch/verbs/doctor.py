@@ -20,12 +20,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fem_common.errors import UserError, reason
-from fem_common.text import counted
+from fem_common.text import counted, first_few
 from launch.cluster import checks, slurm, trial
 from launch.cluster.checks import LISTED
 from launch.cluster.profile import Profile, load_profile
@@ -34,8 +37,10 @@ from launch.job import attempts, launch_folder
 from launch.job.render import render
 from launch.job.request import work_directory
 from launch.node.checks import Check, Report, read_reports
-from launch.node.hardware import last_line, probe_folder
+from launch.node.hardware import ask, last_line, probe_folder
 from launch.supervise.journal import cordon_file, cordoned
+from launch.verbs import options
+from launch.verbs.local import supervisor_command
 
 CLEAR = "\r\033[K"
 PYTHON = (3, 11)
@@ -77,13 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="nodes of the trial job; 0: no job (default: 2, or 1 if only one is in service)",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the profile, as slurm.partition=x",
-    )
+    options.add(parser, "--set")
     parser.add_argument(
         "--wait",
         type=float,
@@ -102,14 +101,30 @@ def main(arguments: argparse.Namespace) -> int:
     """Print each check when it is made. Return 0, or 1 if one FAILED."""
     if arguments.nodes is not None and arguments.nodes < 0:
         raise UserError(f"--nodes {arguments.nodes}: must be 0 or more")
-    failed = warned = 0
-    if arguments.cluster and (arguments.build or arguments.fix):
+    tools = [f"--{name}" for name in ("build", "fix") if getattr(arguments, name)]
+    if arguments.cluster and tools:
         raise UserError("--build and --fix apply to this machine; omit --cluster")
-    for check in examine(arguments) if arguments.cluster else this_machine(arguments):
-        failed, warned = failed + (check.level == "FAILED"), warned + (check.level == "warning")
+    examined = Examined(
+        arguments.cluster, arguments.set, arguments.nodes, arguments.wait, arguments.directory
+    )
+    levels = Counter[str]()
+    for check in examine(examined) if arguments.cluster else this_machine(tools):
+        levels[check.level] += 1
         show(check)
+    failed, warned = levels["FAILED"], levels["warning"]
     print(f"{failed} failed, {counted(warned, 'warning')}" if failed or warned else "all is well")
     return 1 if failed else 0
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A profile to check, and the settings of its trial job."""
+
+    cluster: str  # the profile's file
+    overrides: Sequence[str]  # settings that replace the profile's
+    nodes: int | None  # nodes of the trial; 0: no trial; None: one or two
+    wait: float  # longest wait in the queue, in seconds
+    directory: str | None  # folder for the trial's files
 
 
 def show(check: Check) -> None:
@@ -134,15 +149,10 @@ def compiling(name: str, seconds: float) -> None:
         print(f"{CLEAR}{line}" if live else line, end="" if live else "\n", flush=True)
 
 
-def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
-    """Run `python -m tools.machine` and yield each check when it ends."""
-    given = [
-        option
-        for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix))
-        if wanted
-    ]
+def this_machine(options: Sequence[str]) -> Iterator[Check]:
+    """Run `python -m tools.machine` with options, and yield each check when it ends."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tools.machine", *given], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tools.machine", *options], stdout=subprocess.PIPE, text=True
     ) as child:
         for line in child.stdout or ():
             said = json.loads(line)
@@ -154,32 +164,32 @@ def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
         yield Check("FAILED", "machine", f"the checking process ended with {child.returncode}")
 
 
-def examine(arguments: argparse.Namespace) -> Iterator[Check]:
+def examine(examined: Examined) -> Iterator[Check]:
     """Yield all checks of a profile in order. Later checks may take minutes.
 
     The trial job is not run if an earlier check FAILED.
     """
     try:
-        profile = load_profile(arguments.cluster, arguments.set)
+        profile = load_profile(examined.cluster, examined.overrides)
     except UserError as error:
         yield Check("FAILED", "profile", str(error))
         return
-    yield Check("ok", "profile", f"{arguments.cluster}: {described(profile)}")
+    yield Check("ok", "profile", f"{examined.cluster}: {described(profile)}")
     well = True
     for check in (
         *interpreters(profile),
         *shared_folders(profile),
-        *queue_side(profile, arguments),
+        *queue_side(profile, examined.nodes),
     ):
         well = well and check.level != "FAILED"
         yield check
-    if arguments.nodes == 0:
+    if examined.nodes == 0:
         return
     if not well:
         yield Check("warning", "trial", "not run: first repair what FAILED")
         return
     try:
-        yield from by_trial(profile, arguments)
+        yield from by_trial(profile, examined)
     except OSError as error:
         yield Check(
             "FAILED",
@@ -193,18 +203,13 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
 
 def described(profile: Profile) -> str:
     """Return a short description of a profile."""
-    nodes = profile.nodes
-    what = (
-        f"{counted(nodes.gpus, 'GPU')} a node"
-        if nodes.gpus
-        else f"{counted(profile.processes_per_node, 'process')} a node, no GPUs"
-    )
-    container = (
-        ""
-        if profile.container.runtime == "none"
-        else f", in a container ({profile.container.runtime})"
-    )
-    return f"{profile.scheduler}, {what}{container}"
+    if profile.nodes.gpus:
+        text = f"{profile.scheduler}, {counted(profile.nodes.gpus, 'GPU')} a node"
+    else:
+        ranks = counted(profile.processes_per_node, "process")
+        text = f"{profile.scheduler}, {ranks} a node, no GPUs"
+    runtime = profile.container.runtime
+    return text if runtime == "none" else f"{text}, in a container ({runtime})"
 
 
 def interpreters(profile: Profile) -> Iterator[Check]:
@@ -225,37 +230,25 @@ def interpreter(key: str, path: str, *, torch: bool) -> Check:
 
     key: key of the profile. torch: also check that torch is installed.
     """
+    failed = partial(Check, "FAILED", key)
     try:
-        done = subprocess.run(
-            [path, "-c", ASK],
-            capture_output=True,
-            text=True,
-            timeout=LOOK_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
+        answer = ask([path, "-c", ASK], LOOK_SECONDS)
     except OSError as error:
-        remedy = f"{key}: the path of an interpreter, null for this one"
-        return Check(
-            "FAILED", key, f"{path} cannot be started on this host: {error.strerror}", remedy
+        return failed(
+            f"{path} cannot be started on this host: {error.strerror}",
+            f"{key}: the path of an interpreter, null for this one",
         )
-    except subprocess.TimeoutExpired:
-        return Check(
-            "FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs"
-        )
-    if done.returncode:
-        return Check(
-            "FAILED", key, f"{path} ended with {done.returncode}: {last_line(done.stderr)}"
-        )
-    *version, has_torch = done.stdout.split()
+    if answer.code is None:
+        return failed(f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
+    if answer.code:
+        return failed(f"{path} ended with {answer.code}: {last_line(answer.errors)}")
+    *version, has_torch = answer.output.split()
     text = f"{path}: Python {'.'.join(version)}"
     if tuple(map(int, version)) < PYTHON:
-        return Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
+        return failed(text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
     if torch and has_torch != "True":
-        return Check(
-            "FAILED",
-            key,
-            f"{text} has no torch",
-            f"{key}: the environment that the project is installed in",
+        return failed(
+            f"{text} has no torch", f"{key}: the environment that the project is installed in"
         )
     return Check("ok", key, text)
 
@@ -264,61 +257,57 @@ def shared_folders(profile: Profile) -> Iterator[Check]:
     """Check the shared folders on this host."""
     if not profile.paths.shared and profile.scheduler == "slurm":
         text = "paths.shared is empty: only the trial's own folder is checked"
-        yield Check(
-            "warning",
-            "shared folders",
-            text,
-            "paths.shared: where runs, data and the interpreter are",
-        )
+        remedy = "paths.shared: where runs, data and the interpreter are"
+        yield Check("warning", "shared folders", text, remedy)
     for name in profile.paths.shared:
         try:
-            yield Check("ok", "shared folder", f"{name}: {probe_folder(Path(name)):.0f} GB free")
+            free = probe_folder(Path(name))
         except OSError as error:
-            yield Check(
-                "FAILED",
-                "shared folder",
-                f"{name}: cannot be written on this host: {error.strerror or error}",
-                REMEDY["shared"],
-            )
+            text = f"{name}: cannot be written on this host: {error.strerror or error}"
+            yield Check("FAILED", "shared folder", text, REMEDY["shared"])
+        else:
+            yield Check("ok", "shared folder", f"{name}: {free:.0f} GB free")
 
 
-def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
-    """Yield the checks that query Slurm, and a warning if the cordon file excludes nodes."""
+def queue_side(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
+    """Yield the checks that query Slurm, and a warning if the cordon file excludes nodes.
+
+    nodes_wanted: number of nodes that a job would take; None if not given.
+    """
     if profile.scheduler != "slurm":
         return
-    yield from checks.of_slurm(profile, arguments.nodes)
+    yield from checks.of_slurm(profile, nodes_wanted)
     file = cordon_file(profile.as_json(), work_directory())
     if away := cordoned(file):
-        told = "; ".join(f"{node} ({why})" for node, why in list(away.items())[:LISTED])
+        nodes = [f"{node} ({why})" for node, why in away.items()]
         yield Check(
             "warning",
             "cordon",
-            f"{len(away)} nodes: {told}",
+            f"{len(nodes)} nodes: {first_few(nodes, LISTED, '; ')}",
             f"delete their lines in {file} once they are repaired",
         )
 
 
-def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
+def by_trial(profile: Profile, examined: Examined) -> Iterator[Check]:
     """Run the trial job and yield the checks of its result.
 
     The trial's files are removed if all checks pass.
     """
-    base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
+    base = Path(examined.directory or next(iter(profile.paths.shared), "runs")).absolute()
     directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     launch_folder(directory).mkdir(parents=True)
     well = False
     try:
-        nodes = trial_nodes(profile, arguments.nodes)
-        job, mine = trial.make(profile, arguments.cluster, nodes, directory)
+        nodes = trial_nodes(profile, examined.nodes)
+        job = trial.make(profile, examined.cluster, nodes, directory)
         if profile.scheduler == "slurm":
-            script = launch_folder(directory) / "job.sh"
-            script.write_text(render(job, mine), encoding="utf-8")
-            yield (taken := checks.would_take(script))
+            job.script.write_text(render(job), encoding="utf-8")
+            yield (taken := checks.would_take(job.script))
             if taken.level == "FAILED":
                 return
-            outcome = trial.on_slurm(job, script, arguments.wait, progress)
+            outcome = trial.on_slurm(job, examined.wait, progress)
         else:
-            outcome = trial.here(job, progress)
+            outcome = trial.here(job, *supervisor_command(job, 0), progress)
         found = list(findings(profile, outcome))
         well = all(check.level != "FAILED" for check in found)
         yield from found
@@ -365,9 +354,7 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     folders = attempts(outcome.directory)
     reports: dict[str, Report] = {}
     if folders and outcome.nodes:
-        reports = read_reports(
-            folders[-1] / "health", outcome.nodes, outcome.began, profile.health.clock_skew_seconds
-        )
+        reports = read_reports(folders[-1] / "health", outcome.nodes)
     for report in reports.values():
         yield from report.checks()
     if outcome.result is None:
@@ -383,23 +370,22 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     )
     if not outcome.result["shared"]:
         yield Check(
-            "ok", "shared folders", "every node writes into them and sees the files of all nodes"
+            "ok", "shared folders", "every node writes into them and sees the first node's files"
         )
     yield of_bandwidth(profile, outcome.result)
-    yield from of_clocks(profile, outcome)
+    yield from of_clocks(profile, outcome.result["clocks"])
 
 
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
     """Check that the all-reduce bandwidth is not below health.all_reduce_gb_per_second.
 
-    result: contents of the trial's bandwidth.json. If the check fails, its text names the two
-    slowest pairs of neighbouring nodes.
+    result: contents of the trial's bandwidth.json.
     """
     if not result.get("sizes"):
         return Check("ok", "all-reduce", "not measured: the trial has one process")
     floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
     ranks = (
-        f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over "
+        f"{counted(result['world_size'], 'rank')} on {counted(len(result['clocks']), 'node')} over "
         f"{result['backend']}"
     )
     text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
@@ -413,41 +399,23 @@ def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
         )
     if largest["bus"] >= floor:
         return Check("ok", "all-reduce", f"{text}; floor {floor:g}")
-    if slowest := sorted(result.get("pairs") or (), key=lambda pair: float(pair["bus"]))[:2]:
-        text += "; slowest neighbours: " + ", ".join(
-            f"{'+'.join(pair['nodes'])} {pair['bus']:.4g}" for pair in slowest
-        )
     return Check(
         "FAILED", "all-reduce", f"{text}; below the floor of {floor:g}", REMEDY["bandwidth"]
     )
 
 
-def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
-    """Check that the nodes' clocks agree with this host's clock.
+def of_clocks(profile: Profile, clocks: dict[str, float]) -> Iterator[Check]:
+    """Check that the nodes' clocks differ by at most health.clock_skew_seconds.
 
-    A clock is reported as wrong only if it is certainly off by more than health.clock_skew_seconds,
-    despite the unknown delay with which the shared file system shows files.
+    clocks: node -> seconds that its clock is ahead of that of the first node.
     """
-    assert outcome.result is not None
-    told, limit = outcome.result["clocks"], profile.health.clock_skew_seconds
-    least, most = told["written"] - outcome.received, told["ahead_at_most"]
-    off = {}
-    for node, skew in told["skew"].items():
-        if least + skew > limit:
-            off[node] = f"at least {least + skew:.1f} s ahead of this host"
-        elif most is not None and most + skew < -limit:
-            off[node] = f"at least {-most - skew:.1f} s behind this host"
-        elif abs(skew) > limit:
-            off[node] = (
-                f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} "
-                f"{outcome.result['nodes'][0]}"
+    first, largest = next(iter(clocks)), max(map(abs, clocks.values()))
+    if largest <= profile.health.clock_skew_seconds:
+        yield Check("ok", "clocks", f"the nodes agree to within {largest * 1e3:.2g} ms")
+        return
+    for node, skew in clocks.items():
+        if abs(skew) > profile.health.clock_skew_seconds:
+            way = "ahead of" if skew > 0 else "behind"
+            yield Check(
+                "FAILED", "clock", f"{node} is {abs(skew):.1f} s {way} {first}", REMEDY["clock"]
             )
-    yield from (
-        Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items()
-    )
-    if not off:
-        apart = max(told["skew"].values()) - min(told["skew"].values())
-        known = (
-            "" if most is None else f", with this host to within {max(most, -least, 0.01):.2g} s"
-        )
-        yield Check("ok", "clocks", f"the nodes agree to {apart * 1e3:.2g} ms{known}")

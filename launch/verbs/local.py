@@ -31,7 +31,8 @@ from launch.job import Job
 from launch.job.item_state import counted, standings
 from launch.node import hardware
 from launch.node.rank import die_with
-from launch.verbs.submit import add_place_arguments, prepare, request_of
+from launch.verbs import options
+from launch.verbs.submit import prepare, request_of
 
 POLL_SECONDS = 0.1
 
@@ -124,27 +125,9 @@ SMI_SECONDS = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="CONFIG.yaml section.key=value",
-        help="a run and settings that replace the file's",
-    )
     parser.set_defaults(rest=[])  # the words after --
-    add_place_arguments(parser, cluster_required=False)
-    parser.add_argument(
-        "--tasks",
-        type=int,
-        metavar="N",
-        help="for a command: the number of tasks, as in a job array",
-    )
-    parser.add_argument(
-        "--at-once",
-        type=int,
-        default=1,
-        metavar="K",
-        help="the number of --tasks at a time (default: %(default)s)",
-    )
+    options.add(parser, "words", *options.PLACE, "--tasks", "--at-once")
+    options.add(parser, "--cluster", required=False)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -160,7 +143,7 @@ def main(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     if request.profile.scheduler != "local":
         raise UserError(
-            f"{arguments.cluster} is a profile for Slurm; to use it: python -m launch submit"
+            f"{request.profile_path} is a profile for Slurm; to use it: python -m launch submit"
         )
     if request.nodes != 1:
         raise UserError(
@@ -178,7 +161,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run_items(
             job,
             [standing.index for standing in known if standing.kind != "finished"],
-            at_once=arguments.at_once,
+            at_once=request.at_once or 1,
         )
     return _become_supervisor(job)
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import UserError
-from launch.job import Item, Job, attempts, launch_folder, read_json
+from fem_common.text import counted
+from launch.job import Item, Job, attempts, read_json
 from launch.job.item_state import OVER, find_job, is_resubmitted, state_of, submissions
 from launch.node.failures import Failure, failures
 from launch.node.logs import (
@@ -44,19 +45,16 @@ def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
 
     wanted: None for the last attempt that failed, "all", or the number of an attempt.
     """
-    directory = Path(item.directory)
-    there = attempts(directory)
-    if wanted not in (None, "all"):
-        there = [path for path in there if str(int(path.name)) == wanted]
+    there = attempts(item.path)
     told = list[str]()
-    for attempt in reversed(there) if wanted is None else there:
+    for attempt in reversed(there) if wanted is None else _chosen(there, wanted):
         text = _attempt(item, attempt)
         if text:
             yield text
             told.append(text)
             if wanted is None:
                 break
-    stop = read_json(launch_folder(directory) / "stop.json")
+    stop = read_json(item.launch / "stop.json")
     if stop and (told or stop.get("why") == "gave up"):
         message = stop.get("message") or "no reason given"
         if not any(message in text for text in told):
@@ -83,9 +81,8 @@ def _attempt(item: Item, attempt: Path) -> str | None:
         lines += _first(attempt, failed)
     if record.get("removed"):
         lines.append(f"  its logs were removed: {record['removed']}")
-    dumps = sorted((attempt / "dumps").glob("rank_*.txt"))
-    if dumps:
-        lines.append(f"  stacks of {len(dumps)} rank{'s' * (len(dumps) != 1)}: {attempt / 'dumps'}")
+    if dumps := list((attempt / "dumps").glob("rank_*.txt")):
+        lines.append(f"  stacks of {counted(len(dumps), 'rank')}: {attempt / 'dumps'}")
     if decision := record.get("decision"):
         lines.append(f"  then: {decision['action']}: {decision['reason']}")
     return "\n".join(lines)
@@ -150,17 +147,19 @@ def main(arguments: argparse.Namespace) -> int:
     items = [job.items[index] for index in found]
     if arguments.tail is not None and arguments.tail < 1:
         raise UserError(f"--tail is {arguments.tail}; it must be at least 1")
-    if arguments.errors:
-        return _errors(job, items, arguments)
-    ranks = _ranks(arguments.rank, job.world_size)
     for item in items:
-        _check_attempt(Path(item.directory), arguments.attempt)
+        _check_attempt(item.path, arguments.attempt)
+    removed = [text for item in items for text in _removed(item, arguments.attempt)]
+    if arguments.errors:
+        if not sum(_errors(job, item, arguments.attempt) for item in items):
+            print(*(removed or [f"{arguments.directory}: no rank failed"]), sep="\n")
+        return 0
+    ranks = _ranks(arguments.rank, job.world_size)
 
     def find() -> Iterator[Source]:
         for item in items:
             yield from _sources(job, item, arguments.attempt, ranks, named=len(items) > 1)
 
-    removed = [text for item in items for text in _removed(item, arguments.attempt)]
     for text in removed:
         print(f"launch: {text}", file=sys.stderr)
     if arguments.follow:
@@ -189,10 +188,9 @@ def _ranks(text: str | None, world_size: int) -> set[int] | None:
 
 def _check_attempt(item: Path, wanted: str | None) -> None:
     """Raise UserError if the item has no attempt with the number ``wanted``."""
-    if wanted not in (None, "all") and not any(
-        str(int(path.name)) == wanted for path in attempts(item)
-    ):
-        numbers = ", ".join(str(int(path.name)) for path in attempts(item)) or "none yet"
+    there = attempts(item)
+    if wanted not in (None, "all") and not _chosen(there, wanted):
+        numbers = ", ".join(str(int(path.name)) for path in there) or "none yet"
         raise UserError(f"--attempt {wanted}: {item} has the attempts {numbers}")
 
 
@@ -204,7 +202,7 @@ def _sources(
     wanted: number of the attempt, "all", or None for the last one. ranks: ranks to select; None:
     all ranks and the other logs. named: add the item's name to the labels.
     """
-    directory = Path(item.directory)
+    directory = item.path
     there = attempts(directory)
     chosen = _chosen(there, wanted)
     sources = [source for attempt in chosen for source in rank_sources(attempt, ranks)]
@@ -235,7 +233,7 @@ def _removed(item: Item, wanted: str | None) -> Iterator[str]:
     """Yield one line of text if `launch.supervise.run_files.prune` removed logs of the attempts."""
     why = {
         int(path.name): (read_json(path / "attempt.json") or {}).get("removed")
-        for path in _chosen(attempts(Path(item.directory)), wanted)
+        for path in _chosen(attempts(item.path), wanted)
     }
     gone = [number for number, text in why.items() if text]
     if gone:
@@ -249,14 +247,14 @@ def _removed(item: Item, wanted: str | None) -> Iterator[str]:
 
 def _slurm_files(job: Job, item: Item) -> list[Path]:
     """Return the output files of the Slurm jobs that ran, or will run, the item."""
-    directory = Path(item.directory)
+    directory = item.path
     records = [read_json(path / "attempt.json") or {} for path in attempts(directory)]
     task = f"_{job.items.index(item)}" if job.array else ""
     sent = [f"{line['job_id']}{task}" for line in submissions(job)]
     ids = dict.fromkeys(
         [*sent, *(str(record.get("job_id")) for record in (*records, state_of(item.directory)))]
     )
-    folder = Path(job.profile.get("logs") or launch_folder(Path(job.directory)))
+    folder = Path(job.profile.get("logs") or job.launch)
     return [path for job_id in ids if (path := folder / f"slurm-{job_id}.out").is_file()]
 
 
@@ -297,28 +295,17 @@ def _print(lines: Iterable[Line], with_time: bool) -> int:
     return printed
 
 
-def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
-    """Print why each item's attempt failed. If no attempt began, print the end of Slurm's file."""
-    said, removed = 0, list[str]()
-    for item in items:
-        _check_attempt(Path(item.directory), arguments.attempt)
-        for text in blame(item, arguments.attempt):
-            print(text)
-            said += 1
-        removed += _removed(item, arguments.attempt)
-        began = attempts(Path(item.directory))
-        slurm = [
-            line
-            for path in _slurm_files(job, item)
-            for line in slurm_source(path, Path(item.directory)).lines()
-        ]
-        if slurm and not began:
-            print(
-                f"{item.name}: no attempt began; Slurm's file ends with:",
-                *(f"    {line.text}" for line in slurm[-SLURM_LINES:]),
-                sep="\n",
-            )
-            said += 1
-    if not said:
-        print(*(removed or [f"{arguments.directory}: no rank failed"]), sep="\n")
-    return 0
+def _errors(job: Job, item: Item, wanted: str | None) -> int:
+    """Print why an item's attempts failed, and return the number of printed texts.
+
+    If no attempt began, print the end of Slurm's file. wanted: see `blame`.
+    """
+    texts = list(blame(item, wanted))
+    if not attempts(item.path):
+        sources = [slurm_source(path, item.path) for path in _slurm_files(job, item)]
+        if lines := [f"    {line.text}" for source in sources for line in source.lines()]:
+            texts += [f"{item.name}: no attempt began; Slurm's file ends with:"]
+            texts += ["\n".join(lines[-SLURM_LINES:])]
+    for text in texts:
+        print(text)
+    return len(texts)

@@ -13,52 +13,29 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fem_common.errors import UserError
 from launch.cluster import slurm
-from launch.cluster.profile import from_json, load_profile
-from launch.job import Job, launch_folder
+from launch.cluster.profile import load_profile
+from launch.job import Job
 from launch.job.item_state import Standing, counted, find_job, standings, state_of
 from launch.job.plan import locked
 from launch.job.request import absolute
 from launch.job.snapshot import read_code
 from launch.supervise.journal import cordon_file
+from launch.verbs import options
 from launch.verbs.local import run_items
 from launch.verbs.submit import excluded, send
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
-    parser.add_argument(
-        "directories",
-        nargs="+",
-        metavar="DIR",
-        help="directory of a run or a job, or of one item of an array",
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="PROFILE.yaml",
-        help="a profile to read again (default: as it was submitted)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of --cluster, as slurm.time=48:00:00",
-    )
-    parser.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="NODES",
-        help="nodes not to use, in addition to the profile's",
-    )
-    parser.add_argument(
-        "--at-once", type=int, metavar="K", help="for an array: the number of tasks at a time"
-    )
+    options.add(parser, "directories")
+    reads_again = "a profile to read again (default: as it was submitted)"
+    options.add(parser, "--cluster", required=False, help=reads_again)
+    options.add(parser, "--set", "--exclude", "--at-once")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -69,19 +46,31 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.set and not arguments.cluster:
         raise UserError("--set changes a profile that is read again; give --cluster, too")
+    changes = {}
+    if arguments.cluster:
+        profile = load_profile(arguments.cluster, arguments.set)
+        changes = {"profile": profile.as_json(), "profile_path": absolute(arguments.cluster)}
+    again = Again(changes, arguments.exclude, arguments.at_once)
     worst = 0
     for directory in arguments.directories:
         job, items = find_job(directory)
-        with locked(Path(job.directory)):
-            begin = _requeue(job, items, arguments)
+        with locked(job.path):
+            begin = _requeue(job, items, again)
         if begin is not None:
-            worst = max(worst, run_items(*begin, at_once=arguments.at_once or 1))
+            worst = max(worst, run_items(*begin, at_once=again.at_once or 1))
     return worst
 
 
-def _requeue(
-    job: Job, items: Sequence[int], arguments: argparse.Namespace
-) -> tuple[Job, list[int]] | None:
+@dataclass(frozen=True)
+class Again:
+    """Settings of a requeue."""
+
+    changes: dict[str, Any]  # fields of the job to replace, for a profile that is read again
+    exclude: Sequence[str]  # nodes not to use, in addition to the profile's
+    at_once: int | None  # array tasks that may run at a time; None: no limit
+
+
+def _requeue(job: Job, items: Sequence[int], again: Again) -> tuple[Job, list[int]] | None:
     """Restart the items that are active, and submit the stopped and idle items to Slurm.
 
     A job for this machine has no queue: return (job, indices of the items to start), which the
@@ -92,7 +81,7 @@ def _requeue(
     """
     chosen = [standing for standing in standings(job) if standing.index in items]
     begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
-    restart(job, [standing for standing in chosen if standing.kind == "active"], arguments.exclude)
+    restart(job, [standing for standing in chosen if standing.kind == "active"], again.exclude)
     if not begin:
         if not any(standing.kind == "active" for standing in chosen):
             print(
@@ -100,31 +89,27 @@ def _requeue(
                 "--update"
             )
         return None
-    if read_code(Path(job.directory)) is None:
+    if read_code(job.path) is None:
         raise UserError(
             f"{job.directory}: its code snapshot is missing; submit it again to take a new one"
         )
-    profile = from_json(job.profile)
-    if arguments.cluster:
-        profile = load_profile(arguments.cluster, arguments.set)
-        job = replace(job, profile=profile.as_json(), profile_path=absolute(arguments.cluster))
+    if again.changes:
+        job = replace(job, **again.changes)
         job.save()
     for index in begin:
         _allow(job, index)
-    if profile.scheduler != "slurm":
+    if not job.on_slurm:
         return job, begin
-    exclude = excluded(job, arguments.exclude)
-    job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
-    print(
-        f"requeued {job.name} as job {job_id}: "
-        f"{f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}"
-    )
+    exclude = excluded(job, again.exclude)
+    job_id = send(job, begin, at_once=again.at_once, exclude=exclude)
+    what = f"{len(begin)} of {len(job.items)} items" if job.array else job.directory
+    print(f"requeued {job.name} as job {job_id}: {what}")
     return None
 
 
 def _allow(job: Job, index: int) -> None:
     """Remove stop.json, which prevents an item's start."""
-    (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
+    (job.items[index].launch / "stop.json").unlink(missing_ok=True)
 
 
 def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> None:
@@ -164,9 +149,7 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
         slurm.call("scontrol", "release", job_id)
         return "was held, and is released"
     away = list(
-        dict.fromkeys(
-            [*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]
-        )
+        dict.fromkeys([*(job.section("slurm").get("exclude") or ()), *excluded(job, named)])
     )
     slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""

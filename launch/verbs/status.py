@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import UserError
-from fem_common.text import count, duration
+from fem_common.text import aligned, count, duration
 from launch.cluster import slurm
-from launch.job import Job, attempts, last_json_lines, launch_folder, load_job, read_json
+from launch.job import Job, attempts, last_json_lines, load_job, read_json
 from launch.job.item_state import (
     AT_WORK,
     OVER,
@@ -85,11 +85,7 @@ def ask(jobs: Sequence[Job]) -> Queue:
     """Query Slurm for the states of all unfinished jobs, in one call."""
     ids = list[str]()
     for job in jobs:
-        states = (
-            [state_of(item.directory) for item in job.items]
-            if job.profile.get("scheduler") == "slurm"
-            else []
-        )
+        states = [state_of(item.directory) for item in job.items] if job.on_slurm else []
         if any(
             state.get("state") not in OVER or is_resubmitted(job, index, state)
             for index, state in enumerate(states)
@@ -143,15 +139,13 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
     state = state_of(item.directory)
     job_id = _queued(job, index, queue)
     found = queue.states.get(job_id or "")
-    stop = read_json(launch_folder(Path(item.directory)) / "stop.json")
+    stop = read_json(item.launch / "stop.json")
     again = stop is None and state.get("state") in OVER and is_resubmitted(job, index, state)
     word, message = _word(job, {} if again else state, stop, job_id, queue)
     active = (
         bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
     )
-    numbers = (
-        _numbers(Path(item.directory), active, word in _STEPPING, now) if job.kind == "run" else {}
-    )
+    numbers = _numbers(item.path, active, word in _STEPPING, now) if job.kind == "run" else {}
     return Row(
         name=item.name,
         directory=item.directory,
@@ -172,7 +166,7 @@ def _queued(job: Job, index: int, queue: Queue) -> str | None:
 
     Among several ids, prefer an active job, otherwise the last submission.
     """
-    submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
+    submitted = _submitted(job) if job.on_slurm else []
     ids = [f"{one}_{index}" if job.array else one for one in submitted]
     known = [
         job_id for job_id in ids if job_id in queue.states and queue.states[job_id].runs(job.script)
@@ -199,9 +193,9 @@ def _word(
         return said, ""
     if found is not None and found.active:
         return _in_queue(job, said, state, found)
-    if said in (*AT_WORK, "requeued") and job.profile.get("scheduler") == "slurm" and silent:
+    if said in (*AT_WORK, "requeued") and job.on_slurm and silent:
         return f"{said}?", ""
-    if said in AT_WORK and job.profile.get("scheduler") != "slurm":
+    if said in AT_WORK and not job.on_slurm:
         if process_of(state) is not None:
             return str(said), ""
         if state.get("host") and state["host"] != socket.gethostname():
@@ -285,18 +279,7 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
 ROOT = "runs"
 DEPTH = 4  # levels below a root
 RECENT_SECONDS = 86400.0
-HEADER = (
-    "NAME",
-    "STATE",
-    "JOB",
-    "ATTEMPT",
-    "STEP",
-    "LOSS",
-    "TOKENS/S",
-    "LEFT",
-    "LAST STEP",
-    "MESSAGE",
-)
+HEADER = tuple("NAME,STATE,JOB,ATTEMPT,STEP,LOSS,TOKENS/S,LEFT,LAST STEP,MESSAGE".split(","))
 WATCH_SECONDS = 10.0
 _NOT_ENTERED = {"attempts", "tasks", "checkpoints", "launch", "__pycache__"}
 
@@ -354,7 +337,7 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
         for directory in arguments.directories or [ROOT]
         for found in _jobs(Path(directory), asked=asked)
     ):
-        once.setdefault(Path(job.directory).resolve(), (job, set()))[1].update(items)
+        once.setdefault(job.path.resolve(), (job, set()))[1].update(items)
     jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
     queue = ask([job for job, _ in jobs])
     every = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
@@ -479,12 +462,5 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         for index in range(len(rows[0]))
         if any(row[index] not in ("", "-") for row in rows[1:])
     ]
-    widths = [max(len(row[index]) for row in rows) for index in used]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = (
-        "  ".join(
-            row[index].ljust(width) for index, width in zip(used, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    )
-    return [line[:limit] for line in lines]
+    return [line[:limit] for line in aligned([[row[index] for index in used] for row in rows])]

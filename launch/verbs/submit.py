@@ -18,6 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from fem_common import secrets
@@ -25,14 +26,15 @@ from fem_common.errors import UserError
 from fem_common.files import write_whole
 from fem_common.text import ranges
 from launch.cluster import slurm
-from launch.cluster.profile import Profile, load_profile
-from launch.job import Job, append_json, launch_folder, plan
+from launch.cluster.profile import load_profile
+from launch.job import Job, append_json, plan
 from launch.job.item_state import counted, find_job, standings
 from launch.job.plan import Draft, locked, settle, write
 from launch.job.rehearsal import rehearse
 from launch.job.render import render
 from launch.job.request import Request, Wanted, data_fault, wanted
 from launch.supervise.journal import cordon_file, cordoned
+from launch.verbs import options
 
 WRITTEN = re.compile(
     r"(after|afterany|afterok|afternotok|aftercorr|afterburstbuffer)(:[0-9_+]+)+|singleton"
@@ -130,87 +132,8 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="CONFIG.yaml section.key=value",
-        help="a run and settings that replace the file's",
-    )
     parser.set_defaults(rest=[])  # the words after --
-    add_place_arguments(parser)
-    add_submit_arguments(parser)
-    parser.add_argument(
-        "--tasks", type=int, metavar="N", help="for a command: a job array of N tasks"
-    )
-
-
-def add_place_arguments(parser: argparse.ArgumentParser, *, cluster_required: bool = True) -> None:
-    """Add the arguments about resources and directory, shared by all verbs that start a run."""
-    parser.add_argument(
-        "--cluster",
-        required=cluster_required,
-        metavar="PROFILE.yaml",
-        help="the cluster's profile, in configs/cluster",
-    )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="processes per node (default: the profile's; for a command: 1)",
-    )
-    parser.add_argument("--name", help="name in the queue (default: the run's, or the command's)")
-    parser.add_argument(
-        "--directory",
-        metavar="DIR",
-        help="folder for its files (default: the run's run_dir, or runs/jobs/NAME)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the profile, as slurm.partition=x",
-    )
-    parser.add_argument(
-        "--update",
-        action="store_true",
-        help="replace the settings and the code of an existing job",
-    )
-
-
-def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only apply to Slurm."""
-    parser.add_argument(
-        "--time",
-        metavar="LIMIT",
-        help=(
-            "time limit of one submission; a run continues in the next one (default: the profile's)"
-        ),
-    )
-    parser.add_argument(
-        "--at-once", type=int, metavar="K", help="for an array: the number of tasks at a time"
-    )
-    after = "start after a job ended well: its directory, its id, or afterok:ID"
-    parser.add_argument("--dependency", action="append", default=[], metavar="JOB", help=after)
-    parser.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="NODES",
-        help="nodes not to use, in addition to the profile's",
-    )
-    parser.add_argument(
-        "--no-rehearse",
-        action="store_true",
-        help="submit runs on GPUs without a rehearsal of new layouts",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the plan and the batch script without writing or submitting them",
-    )
-    parser.add_argument("--parsable", action="store_true", help="print only the job's id")
+    options.add(parser, "words", "--cluster", *options.PLACE, *options.SLURM, "--tasks")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
@@ -219,23 +142,22 @@ def request_of(arguments: argparse.Namespace) -> Request:
     Raises:
         UserError: both a run and a command are given, or the profile is invalid.
     """
-    limit = [f'slurm.time="{arguments.time}"'] if getattr(arguments, "time", None) else []
-    rest = getattr(arguments, "rest", [])  # a sweep has none
+    given = vars(arguments)
+    limit = [f'slurm.time="{given["time"]}"'] if given.get("time") else []
+    rest = given.get("rest")  # a sweep has none
     if rest and arguments.words:
         raise UserError(
             f"both a run ({arguments.words[0]}) and a command after -- ({rest[0]}); give one"
         )
+    known = {field.name: given[field.name] for field in fields(Request) if field.name in given}
     return Request(
-        words=tuple(rest or arguments.words),
-        is_command=bool(rest),
-        profile=load_profile(arguments.cluster, [*arguments.set, *limit]),
-        profile_path=arguments.cluster,
-        nodes=arguments.nodes,
-        processes=arguments.processes,
-        name=arguments.name,
-        directory=arguments.directory,
-        tasks=getattr(arguments, "tasks", None),
-        update=arguments.update,
+        **{
+            **known,
+            "words": tuple(rest or arguments.words),
+            "is_command": bool(rest),
+            "profile": load_profile(arguments.cluster, [*arguments.set, *limit]),
+            "profile_path": arguments.cluster,
+        }
     )
 
 
@@ -248,10 +170,9 @@ def prepare(request: Request, *, data: bool = False) -> Job:
         UserError: the job is active or was stopped, or data is missing.
     """
     asked = wanted(request)
-    directory = Path(asked.job.directory)
-    with locked(directory):
+    with locked(asked.job.path):
         draft = settle(asked, update=request.update)
-        if draft.ready or all(draft.standings[index].kind == "finished" for index in draft.asked):
+        if draft.ready or all(item.kind == "finished" for item in draft.chosen):
             if data:
                 refuse_without_data(draft)
             return write(draft).job
@@ -275,10 +196,10 @@ def main(arguments: argparse.Namespace) -> int:
         UserError: the job cannot be submitted.
     """
     request = request_of(arguments)
-    return submit(wanted(request), arguments, request.profile)
+    return submit(wanted(request), request)
 
 
-def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
+def submit(asked: Wanted, request: Request) -> int:
     """Submit the items of a job that are neither finished nor active. Return 0.
 
     With --dry-run, only print the plan.
@@ -286,56 +207,47 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
     Raises:
         UserError: the job cannot be submitted.
     """
-    if profile.scheduler != "slurm":
+    if request.profile.scheduler != "slurm":
         raise UserError(
-            f"{arguments.cluster} is no profile for Slurm; on this machine: python -m launch local"
+            f"{request.profile_path} is no profile for Slurm; on this machine: python -m launch "
+            "local"
         )
-    if arguments.at_once is not None and not (asked.job.array and arguments.at_once > 0):
+    if request.at_once is not None and not (asked.job.array and request.at_once > 0):
         raise UserError(
-            f"--at-once {arguments.at_once}: it is for an array (--tasks, sweep), and must be at "
+            f"--at-once {request.at_once}: it is for an array (--tasks, sweep), and must be at "
             "least 1"
         )
-    if arguments.dry_run:
-        return _dry_run(asked, arguments, profile)
-    after = dependency(arguments.dependency)
-    directory = Path(asked.job.directory)
-    with locked(directory):
-        draft = settle(asked, update=arguments.update)
+    if request.dry_run:
+        return _dry_run(asked, request)
+    after = dependency(request.dependency)
+    with locked(asked.job.path):
+        draft = settle(asked, update=request.update)
         if not draft.ready:
-            return _nothing_to_do(draft, parsable=arguments.parsable)
+            return _nothing_to_do(draft, parsable=request.parsable)
         if after is None:
             refuse_without_data(draft, "; if another job creates it: --dependency JOB")
-        exclude = excluded(draft.job, arguments.exclude)
+        exclude = excluded(draft.job, request.exclude)
         # Refuse a job that cannot be rendered before any file is written.
-        render(
-            draft.job,
-            profile,
-            dependency=after,
-            array="0" if draft.job.array else None,
-            exclude=exclude,
-        )
-        if not arguments.no_rehearse:
-            rehearse(
-                draft,
-                profile,
-                (lambda _: None) if arguments.parsable else print,
-                data=after is None,
-            )
+        array = "0" if draft.job.array else None
+        render(draft.job, dependency=after, array=array, exclude=exclude)
+        if not request.no_rehearse:
+            say = (lambda _: None) if request.parsable else print
+            rehearse(draft, say, data=after is None)
         draft = write(draft)
-        job_id = send(
-            draft.job, profile, draft.ready, at_once=arguments.at_once, after=after, exclude=exclude
-        )
-    _tell(draft, job_id, after, arguments)
+        job_id = send(draft.job, draft.ready, at_once=request.at_once, after=after, exclude=exclude)
+    if request.parsable:
+        print(job_id)
+    else:
+        _tell(draft, job_id, after)
     return 0
 
 
 def send(
     job: Job,
-    profile: Profile,
     items: Sequence[int],
     *,
     at_once: int | None,
-    after: str | None,
+    after: str | None = None,
     exclude: Sequence[str],
 ) -> str:
     """Write DIR/launch/job.sh, submit it, record the submission, and return the Slurm job's id.
@@ -347,34 +259,28 @@ def send(
     Raises:
         UserError: the script cannot be rendered, or sbatch refuses it.
     """
-    script = job.script
     array = array_words(items, at_once) if job.array else None
-    write_whole(
-        script, render(job, profile, dependency=after, array=array, exclude=exclude), synced=False
-    )
-    if profile.logs:
-        Path(profile.logs).mkdir(parents=True, exist_ok=True)
+    script = render(job, dependency=after, array=array, exclude=exclude)
+    write_whole(job.script, script, synced=False)
+    if logs := job.profile.get("logs"):
+        Path(logs).mkdir(parents=True, exist_ok=True)
     try:
-        job_id = slurm.submit(script)
+        job_id = slurm.submit(job.script)
     except slurm.SlurmError as error:
-        kept = (
-            (
-                f" (excluded: {', '.join(exclude)}, by "
-                f"{cordon_file(job.profile, job.working_directory)}, --exclude)"
-            )
-            if exclude
-            else ""
-        )
-        raise UserError(f"{error}{kept}") from None
+        if not exclude:
+            raise
+        where = cordon_file(job.profile, job.working_directory)
+        raise UserError(
+            f"{error} (excluded: {', '.join(exclude)}, by {where}, --exclude)"
+        ) from None
     hidden = secrets.values(os.environ)
-    command = shlex.join(["launch", *(secrets.hide(word, hidden) for word in sys.argv[1:])])
     line = {
         "time": round(time.time(), 3),
         "job_id": job_id,
         "items": list(items),
-        "command": command,
+        "command": shlex.join(["launch", *(secrets.hide(word, hidden) for word in sys.argv[1:])]),
     }
-    append_json(launch_folder(Path(job.directory)) / "submissions.jsonl", line)
+    append_json(job.launch / "submissions.jsonl", line)
     return job_id
 
 
@@ -396,30 +302,27 @@ def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
     return list(dict.fromkeys([*named, *sorted(set(away) & known if known else away)]))
 
 
-def _dry_run(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> int:
+def _dry_run(asked: Wanted, request: Request) -> int:
     """Print the plan and the batch script without writing files. Return 0.
 
     If Slurm does not answer, the plan omits the queue's part and gives the reason.
     """
     try:
-        words = _plan(asked, arguments, profile, ask=True)
+        words = _plan(asked, request, ask=True)
     except slurm.SlurmError as error:
-        words = (
-            _plan(asked, arguments, profile, ask=False)
-            + f"\nnote       the queue is not known: {error}\n"
-        )
+        note = f"\nnote       the queue is not known: {error}\n"
+        words = _plan(asked, request, ask=False) + note
     print(words, end="")
     return 0
 
 
-def _plan(asked: Wanted, arguments: argparse.Namespace, profile: Profile, *, ask: bool) -> str:
-    draft = settle(asked, update=arguments.update, ask=ask)
-    after = dependency(arguments.dependency, ask=ask)
-    exclude = excluded(draft.job, arguments.exclude, ask=ask)
-    array = array_words(draft.ready or draft.asked, arguments.at_once) if draft.job.array else None
-    script = render(draft.job, profile, dependency=after, array=array, exclude=exclude)
-    told = plan.describe(draft, profile, arguments.words, exclude, after, arguments.at_once)
-    return f"{told}\n--- {draft.job.script}\n{script}"
+def _plan(asked: Wanted, request: Request, *, ask: bool) -> str:
+    draft = settle(asked, update=request.update, ask=ask)
+    after = dependency(request.dependency, ask=ask)
+    exclude = excluded(draft.job, request.exclude, ask=ask)
+    array = array_words(draft.ready or draft.asked, request.at_once) if draft.job.array else None
+    script = render(draft.job, dependency=after, array=array, exclude=exclude)
+    return f"{plan.describe(draft, request, exclude, after)}\n--- {draft.job.script}\n{script}"
 
 
 def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
@@ -428,40 +331,30 @@ def _nothing_to_do(draft: Draft, *, parsable: bool) -> int:
     Raises:
         UserError: the only item is active, or an item was stopped.
     """
-    chosen = [draft.standings[index] for index in draft.asked]
-    if any(item.kind == "stopped" for item in chosen) or (
-        not draft.job.array and chosen[0].kind == "active"
-    ):
+    kinds = {item.kind for item in draft.chosen}
+    if "stopped" in kinds or (not draft.job.array and "active" in kinds):
         raise UserError(_why_not(draft))
     if not parsable:
-        print(f"{draft.job.name}: nothing to do: {counted(chosen)} ({draft.job.directory})")
+        print(f"{draft.job.name}: nothing to do: {counted(draft.chosen)} ({draft.job.directory})")
     return 0
 
 
 def _why_not(draft: Draft) -> str:
     """Return one line with the reason why no item may start and, for a stopped one, the remedy."""
-    chosen = [draft.standings[index] for index in draft.asked]
-    stopped = next((item for item in chosen if item.kind == "stopped"), None)
-    if stopped is not None:
-        where = draft.job.items[stopped.index].directory
-        return (
-            f"{where}: {stopped.message}; to continue: python -m launch requeue "
-            f"{shlex.quote(where)}"
-        )
-    active = next(item for item in chosen if item.kind == "active")
-    where = draft.job.items[active.index].directory
+    first = {item.kind: item for item in reversed(draft.chosen)}
+    item = first.get("stopped") or first["active"]
+    where = draft.job.items[item.index].directory
     quoted = shlex.quote(where)
+    if item.kind == "stopped":
+        return f"{where}: {item.message}; to continue: python -m launch requeue {quoted}"
     return (
-        f"{where} has {active.where}; see: python -m launch status {quoted}, or end it: python -m "
+        f"{where} has {item.where}; see: python -m launch status {quoted}, or end it: python -m "
         f"launch cancel {quoted}"
     )
 
 
-def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Namespace) -> None:
+def _tell(draft: Draft, job_id: str, after: str | None) -> None:
     """Print a report of the submission and the next command."""
-    if arguments.parsable:
-        print(job_id)
-        return
     job = draft.job
     what = f"{len(draft.ready)} of {len(job.items)} items" if job.array else job.kind
     print(
@@ -470,15 +363,13 @@ def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Name
     )
     for note in draft.notes:
         print(f"  {note}")
-    stopped = [
-        draft.standings[index] for index in draft.asked if draft.standings[index].kind == "stopped"
-    ]
-    for item in stopped:
-        where = shlex.quote(job.items[item.index].directory)
-        print(
-            f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch "
-            f"requeue {where}"
-        )
+    for standing in draft.chosen:
+        if standing.kind == "stopped":
+            item = job.items[standing.index]
+            print(
+                f"  left out: {item.name}: {standing.message}; python -m launch requeue "
+                f"{shlex.quote(item.directory)}"
+            )
     print(
         f"  directory {job.directory}\n  follow it: python -m launch logs -f "
         f"{shlex.quote(job.directory)}"

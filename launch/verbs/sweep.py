@@ -24,12 +24,13 @@ from pathlib import Path
 
 from fem_common.errors import UserError
 from fem_common.files import read_lines
-from launch.job.item_state import Standing, counted
-from launch.job.plan import Draft, locked, settle, write
+from launch.job.item_state import counted
+from launch.job.plan import item_lines, locked, settle, write
 from launch.job.request import Request, Wanted, absolute, new_job, pretrain, read_config, run_item
 from launch.job.snapshot import ROOT
+from launch.verbs import options
 from launch.verbs.local import run_items
-from launch.verbs.submit import add_place_arguments, add_submit_arguments, request_of, submit
+from launch.verbs.submit import request_of, submit
 
 SWEEPS = Path("runs") / "sweeps"
 LONGEST = 120  # characters of a run's name
@@ -38,12 +39,7 @@ AT_ONCE = 4  # configurations resolved in parallel
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
-    parser.add_argument(
-        "words",
-        nargs="+",
-        metavar="CONFIG.yaml section.key=value",
-        help="the run, and settings that all runs have",
-    )
+    options.add(parser, "words", nargs="+", help="the run, and settings that all runs have")
     ways = parser.add_mutually_exclusive_group(required=True)
     ways.add_argument(
         "--list", type=Path, metavar="FILE", help="file with one run per line: its settings"
@@ -51,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ways.add_argument(
         "--grid", nargs="+", metavar="KEY=V1,V2", help="every combination of these values"
     )
-    add_place_arguments(parser)
-    add_submit_arguments(parser)
+    options.add(parser, "--cluster", *options.PLACE, *options.SLURM)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -67,8 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     asked = wanted_sweep(request, runs)
     if request.profile.scheduler == "slurm":
-        return submit(asked, arguments, request.profile)
-    return _here(asked, arguments)
+        return submit(asked, request)
+    return _here(asked, request)
 
 
 def read_list(path: Path) -> dict[str, tuple[str, ...]]:
@@ -240,37 +235,26 @@ def _check_mirrors(configs: Mapping[str, str]) -> None:
             )
 
 
-def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
+def _here(asked: Wanted, request: Request) -> int:
     """Run the sweep's unfinished runs on this machine and return the exit code."""
-    if arguments.dependency or arguments.exclude or arguments.parsable:
+    if request.dependency or request.exclude or request.parsable:
         raise UserError(
-            f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a "
-            "profile for this machine"
+            f"--dependency, --exclude and --parsable are for Slurm, and {request.profile_path} is "
+            "a profile for this machine"
         )
-    if asked.job.nodes != 1:
+    if request.nodes != 1:
         raise UserError(
-            f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile for this machine, which "
+            f"--nodes {request.nodes}: {request.profile_path} is a profile for this machine, which "
             "is one node"
         )
-    if arguments.dry_run:
-        draft = settle(asked, update=arguments.update)
-        print(
-            "\n".join(
-                f"{item.kind:<9}{draft.job.items[item.index].directory}" for item in _chosen(draft)
-            )
-        )
+    if request.dry_run:
+        print("\n".join(item_lines(settle(asked, update=request.update))))
         return 0
-    with locked(Path(asked.job.directory)):
-        draft = settle(asked, update=arguments.update)
+    with locked(asked.job.path):
+        draft = settle(asked, update=request.update)
+        job = draft.job
         if not draft.ready:
-            print(
-                f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} "
-                f"({draft.job.directory})"
-            )
+            print(f"{job.name}: nothing to do: {counted(draft.chosen)} ({job.directory})")
             return 0
-        draft = write(draft)
-    return run_items(draft.job, draft.ready, at_once=arguments.at_once or 1)
-
-
-def _chosen(draft: Draft) -> list[Standing]:
-    return [draft.standings[index] for index in draft.asked]
+        write(draft)
+    return run_items(job, draft.ready, at_once=request.at_once or 1)

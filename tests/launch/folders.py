@@ -88,7 +88,7 @@ def says(job: Job, state: str, index: int = 0, **values: Any) -> None:
         "message": None,
         "time": time.time(),
     }
-    path = launch_folder(Path(job.items[index].directory)) / "state.json"
+    path = job.items[index].launch / "state.json"
     write_json(path, {**known, "pid": os.getpid(), "host": socket.gethostname(), **values})
 
 
@@ -158,7 +158,7 @@ def begin(request: Request) -> Job:
     """Prepare a job and mark its items as started."""
     job = prepare(request)
     for item in job.items:
-        (Path(item.directory) / "attempts" / "0001").mkdir(parents=True, exist_ok=True)
+        (item.path / "attempts" / "0001").mkdir(parents=True, exist_ok=True)
     return job
 
 
@@ -166,7 +166,7 @@ def finish(job: Job, *items: int) -> None:
     """Mark items as finished, as a supervisor does."""
     for index in items:
         write_json(
-            launch_folder(Path(job.items[index].directory)) / "state.json",
+            job.items[index].launch / "state.json",
             {"format": 1, "state": "finished"},
         )
 

@@ -5,11 +5,12 @@ continue.
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import os
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,32 @@ LIMIT = 8000
 LEFT_OUT = re.compile(r"\[launch\] (\d+) bytes left out: a log keeps its first and its last 0 MiB")
 
 
-def numbers(lines: Sequence[Line]) -> list[int]:
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Path of the test's log, with a limit of `LIMIT` bytes."""
+    monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
+    return tmp_path / "a.log"
+
+
+def scribe_of(path: Path) -> Scribe:
+    """Return a scribe that hides no secrets."""
+    return Scribe(path, (), Findings())
+
+
+def feed(scribe: Scribe, numbers: Iterable[int]) -> None:
+    """Write the lines "line N"."""
+    for number in numbers:
+        scribe.feed(b"line %d\n" % number)
+
+
+def numbers(lines: Iterable[Line]) -> list[int]:
     """Return the numbers in lines "line N ...", without markers."""
     return [int(line.text.split()[1]) for line in lines if not LEFT_OUT.fullmatch(line.text)]
+
+
+def kept(path: Path) -> list[int]:
+    """Return the numbers of the lines that a log contains."""
+    return numbers(Source(path, "a").lines())
 
 
 def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
@@ -34,17 +58,11 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
     """Five seeds with about 10 replacements each. One follower reads after every write, one
     occasionally, one starts in the middle.
     """
-    monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
     real = os.write
     for seed in range(5):
         chance, path = random.Random(seed), tmp_path / f"{seed}.log"
         source = Source(path, "a")
-        scribe, always, seldom, late = (
-            Scribe(path, (), Findings()),
-            Tail(source),
-            Tail(source),
-            Tail(source),
-        )
+        scribe, (always, seldom, late) = scribe_of(path), (Tail(source) for _ in range(3))
         seen, followed, joined = list[Line](), list[Line](), list[Line]()
         said = [f"line {number} {'x' * chance.randrange(150)}" for number in range(500)]
         data = "".join(f"{text}\n" for text in said).encode()
@@ -65,9 +83,8 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
             assert path.stat().st_size <= LIMIT
             if chance.random() < 0.02 or not data:
                 followed += seldom.read()
-                now = numbers(list(source.lines()))
                 # Every line that is still in the log was also given.
-                assert not {*now} - {*numbers(followed)}
+                assert not {*kept(path)} - {*numbers(followed)}
             if half and len(data) < half:
                 late.skip_to_last(5)
                 half = 0
@@ -81,48 +98,42 @@ def test_a_log_keeps_its_first_and_its_last_quarter_and_followers_go_on(
         assert numbers(joined) == list(range(numbers(joined)[0], 500)) and numbers(joined)[0] > 200
         lines = list(source.lines())
         assert [line.time for line in lines] == sorted(line.time for line in lines)
-        kept = numbers(lines)
+        left = numbers(lines)
         (at,) = [index for index, line in enumerate(lines) if LEFT_OUT.fullmatch(line.text)]
-        gone = range(at, kept[at])
-        assert kept == [*range(at), *range(kept[at], 500)]
+        gone = range(at, left[at])
+        assert left == [*range(at), *range(left[at], 500)]
         told = LEFT_OUT.fullmatch(lines[at].text)
         stamped = [len(f"1795296019.584 {text}\n") for text in said]
         assert told and int(told[1]) == sum(stamped[number] for number in gone)
-        assert LIMIT / 4 - max(stamped) < sum(stamped[:at]) <= LIMIT / 4 and sum(
-            stamped[kept[at] :]
-        ) > LIMIT / 4 - max(stamped)
+        least = LIMIT / 4 - max(stamped)
+        assert least < sum(stamped[:at]) <= LIMIT / 4 and sum(stamped[left[at] :]) > least
         assert last_stamp(path) == lines[-1].time and scribe.lost == 0
     assert sorted(tmp_path.iterdir()) == sorted(tmp_path.glob("?.log"))
 
 
-def test_a_log_that_a_person_truncated_or_made_private_stays_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
-    path = tmp_path / "a.log"
-    scribe, tail, got = Scribe(path, (), Findings()), Tail(Source(path, "a")), list[Line]()
+def test_a_log_that_a_person_truncated_or_made_private_stays_so(path: Path) -> None:
+    scribe, tail, got = scribe_of(path), Tail(Source(path, "a")), list[Line]()
     for number in range(1000):
         if number == 250:
             os.truncate(path, 0)
             path.chmod(0o600)
-        scribe.feed(b"line %d\n" % number)
+        feed(scribe, [number])
         got += tail.read()
         if number == 500:
             # The log does not exceed the limit, so no line is removed.
-            assert numbers(list(Source(path, "a").lines())) == list(range(250, 501))
+            assert kept(path) == list(range(250, 501))
     assert numbers(got) == list(range(1000))
     assert LEFT_OUT.search(path.read_text()) and path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One reader stops after each byte of the log; others start with its last lines but read them
     after the replacement.
     """
     monkeypatch.setattr(logs, "LOG_BYTES", 800)
-    path = tmp_path / "a.log"
-    scribe, source = Scribe(path, (), Findings()), Source(path, "a")
+    scribe, source = scribe_of(path), Source(path, "a")
     for number in range(20):  # 40 bytes per line: the next line exceeds the limit
         scribe.feed(b"line %019d\n" % number)
     whole = path.read_bytes()
@@ -144,73 +155,43 @@ def test_a_reader_that_stopped_anywhere_continues_there_after_a_replacement(
 
 @pytest.mark.parametrize("refuses", ["fsync", "replace"])
 def test_a_disk_that_refuses_to_shorten_a_log_costs_no_line(
-    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuses: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
-    path = tmp_path / "a.log"
-    scribe = Scribe(path, (), Findings())
+    scribe = scribe_of(path)
     with monkeypatch.context() as full:
         full.setattr(os, refuses, refuse)
-        for number in range(600):
-            scribe.feed(b"line %d\n" % number)
-    assert (
-        numbers(list(Source(path, "a").lines())) == list(range(600)) and path.stat().st_size > LIMIT
-    )
-    for number in range(600, 1000):
-        scribe.feed(b"line %d\n" % number)
-    kept = numbers(list(Source(path, "a").lines()))
-    assert path.stat().st_size <= LIMIT and kept[0] == 0 and kept[-1] == 999 and scribe.lost == 0
-    assert [*tmp_path.iterdir()] == [path]
+        feed(scribe, range(600))
+    assert kept(path) == list(range(600)) and path.stat().st_size > LIMIT
+    feed(scribe, range(600, 1000))
+    left = kept(path)
+    assert path.stat().st_size <= LIMIT and left[0] == 0 and left[-1] == 999 and scribe.lost == 0
+    assert [*path.parent.iterdir()] == [path]
 
 
-def test_a_log_that_is_replaced_while_it_is_read_is_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_is_replaced_while_it_is_read_is_read_to_its_end(path: Path) -> None:
     """Simulates NFS, where a file that another host has replaced can no longer be read."""
+    scribe, opened = scribe_of(path), list[bool]()
+    feed(scribe, range(300))
 
-    class Stale:
-        """Path of a log whose first file fails after some lines."""
-
-        def __init__(self) -> None:
-            self.opened = 0
-
-        def open(self, _: str) -> Any:
-            self.opened += 1
-            return Failing(path) if self.opened == 1 else path.open("rb")
-
-    class Failing:
-        """An open log that is replaced after 20 lines."""
-
-        def __init__(self, path: Path) -> None:
-            self.file = path.open("rb")
-            self.fileno = self.file.fileno
-
-        def __enter__(self) -> Failing:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
+    class Stale(io.FileIO):
+        """A log whose first file is replaced after 20 lines."""
 
         def __iter__(self) -> Iterator[bytes]:
             for _ in range(20):
-                yield self.file.readline()
-            for number in range(300, 600):
-                scribe.feed(b"line %d\n" % number)
+                yield self.readline()
+            feed(scribe, range(300, 600))
             raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(logs, "LOG_BYTES", LIMIT)
-    path = tmp_path / "a.log"
-    scribe = Scribe(path, (), Findings())
-    for number in range(300):
-        scribe.feed(b"line %d\n" % number)
-    stale: Any = Stale()
-    got = numbers(list(Source(stale, "a").lines()))
-    assert (
-        got == numbers(list(Source(path, "a").lines()))
-        and got[0] == 0
-        and got[-1] == 599
-        and len(got) < 600
-    )
+    class Place:
+        """Path of the log."""
+
+        def open(self, mode: str) -> Any:
+            opened.append(True)
+            return Stale(path) if len(opened) == 1 else path.open(mode)
+
+    place: Any = Place()
+    got = kept(place)
+    assert got == kept(path) and got[0] == 0 and got[-1] == 599 and len(got) < 600

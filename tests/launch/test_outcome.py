@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launch.cluster.slurm import fields
 from launch.job import rank_log, write_json
 from launch.node.failures import (
     Cause,
@@ -119,83 +120,44 @@ def test_the_error_of_a_log() -> None:
     )
 
 
+KINDS = f"""\
+config     2 pretrain: error: model.mixr is unknown
+busy      75 pretrain: error: runs/x is in use by process 12
+diverged   3 pretrain: error: the loss was not finite for 9 steps in a row
+memory     1 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+memory     1 MemoryError
+node       1 RuntimeError: CUDA error: uncorrectable ECC error encountered
+node       1 RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable
+exit       1 RuntimeError: CUDA error: an illegal memory access was encountered
+nccl     134 {WATCHDOG}
+exit       1 ValueError: boo
+place      1 OSError: [Errno 116] Stale file handle
+place      1 OSError: [Errno 116] Stale file handle: '/a/nccl/x.json'
+place      1 OSError: [Errno 5] Input/output error: '/a/b'
+place      1 OSError: [Errno 107] Transport endpoint is not connected: '/a/b'
+place      1 BrokenPipeError: [Errno 108] Cannot send after transport endpoint shutdown: '/a/b'
+place      1 OSError: [Errno 112] Host is down: '/a/b'
+place      1 OSError: [Errno 121] Remote I/O error
+place      1 TimeoutError: [Errno 110] Connection timed out: '/a/b'
+place      1 safetensors_rust.SafetensorError: I/O error: Stale NFS file handle (os error 116)
+place      1 RuntimeError: unable to mmap 8 bytes from file </a/b>: Input/output error (5)
+place      1 pretrain: error: a/b: Stale file handle
+place      1 data_prep: error: cannot read /a/b: Transport endpoint is not connected
+exit       1 TimeoutError: [Errno 110] Connection timed out
+exit       1 urllib.error.URLError: https://github.com/x: Connection timed out
+exit       1 FileNotFoundError: [Errno 2] No such file or directory: '/a/b'
+nccl       1 RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3
+nccl       1 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out
+nccl       1 RuntimeError: NCCL error: ibv_reg_mr failed with error Input/output error
+signal   137
+"""  # noqa: E501
+
+
 def test_the_kind_of_a_failure() -> None:
-    kinds: list[tuple[str, int, str | None, str]] = [
-        ("pretrain: error: model.mixr is unknown", 2, None, "config"),
-        ("pretrain: error: runs/x is in use by process 12", 75, None, "busy"),
-        ("pretrain: error: the loss was not finite for 9 steps in a row", 3, None, "diverged"),
-        (
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-            1,
-            None,
-            "memory",
-        ),
-        ("MemoryError", 1, None, "memory"),
-        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", 1, None, "node"),
-        (
-            "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
-            1,
-            None,
-            "node",
-        ),
-        ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, None, "exit"),
-        (WATCHDOG, 134, "SIGABRT", "nccl"),
-        ("ValueError: boo", 1, None, "exit"),
-        ("OSError: [Errno 116] Stale file handle", 1, None, "place"),
-        ("OSError: [Errno 116] Stale file handle: '/a/nccl/x.json'", 1, None, "place"),
-        ("OSError: [Errno 5] Input/output error: '/a/b'", 1, None, "place"),
-        ("OSError: [Errno 107] Transport endpoint is not connected: '/a/b'", 1, None, "place"),
-        (
-            "BrokenPipeError: [Errno 108] Cannot send after transport endpoint shutdown: '/a/b'",
-            1,
-            None,
-            "place",
-        ),
-        ("OSError: [Errno 112] Host is down: '/a/b'", 1, None, "place"),
-        ("OSError: [Errno 121] Remote I/O error", 1, None, "place"),
-        ("TimeoutError: [Errno 110] Connection timed out: '/a/b'", 1, None, "place"),
-        (
-            "safetensors_rust.SafetensorError: I/O error: Stale NFS file handle (os error 116)",
-            1,
-            None,
-            "place",
-        ),
-        (
-            "RuntimeError: unable to mmap 8 bytes from file </a/b>: Input/output error (5)",
-            1,
-            None,
-            "place",
-        ),
-        ("pretrain: error: a/b: Stale file handle", 1, None, "place"),
-        (
-            "data_prep: error: cannot read /a/b: Transport endpoint is not connected",
-            1,
-            None,
-            "place",
-        ),
-        # Timeouts of a peer, or of the program itself.
-        ("TimeoutError: [Errno 110] Connection timed out", 1, None, "exit"),
-        ("urllib.error.URLError: https://github.com/x: Connection timed out", 1, None, "exit"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '/a/b'", 1, None, "exit"),
-        (
-            (
-                "RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
-                " [127.0.0.1]:3"
-            ),
-            1,
-            None,
-            "nccl",
-        ),
-        ("NCCL WARN Call to ibv_modify_qp failed with error Connection timed out", 1, None, "nccl"),
-        (
-            "RuntimeError: NCCL error: ibv_reg_mr failed with error Input/output error",
-            1,
-            None,
-            "nccl",
-        ),
-        ("", 137, "SIGKILL", "signal"),
-    ]
-    assert [kind_of(*row[:3]) for row in kinds] == [row[3] for row in kinds]
+    signals = {"134": "SIGABRT", "137": "SIGKILL"}
+    for line in KINDS.splitlines():
+        kind, code, message = [*line.split(maxsplit=2), ""][:3]
+        assert kind_of(message, int(code), signals.get(code)) == kind, line
 
 
 TOLD = {"SIGTERM": 1000.0}
@@ -487,20 +449,10 @@ def test_the_kernels_count_tells_an_out_of_memory_kill(tmp_path: Path) -> None:
     for what, values in ends.items():
         record(tmp_path / what, 0, 2000.0, **values)
     kinds = [memory_of(tmp_path / what, 137, oom_kill=True)[0] for what in (*ends, "none")]
-    assert kinds == [
-        "signal",
-        "memory",
-        "exit",
-        "exit",
-        "memory",
-    ], "the supervisor's own count: only where no keeper is alive"
-    assert [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")] == [
-        "signal",
-        "lost",
-        "exit",
-        "exit",
-        "lost",
-    ]
+    # The supervisor's own count: only where no keeper is alive.
+    assert kinds == "signal memory exit exit memory".split()
+    kinds = [memory_of(tmp_path / what, 137)[0] for what in (*ends, "none")]
+    assert kinds == "signal lost exit exit lost".split()
     # The process that watches a rank reports the kill, too.
     record(tmp_path, 0, 2000.0, **KILLED, error="killed by SIGKILL: out of memory (OOM kill)")
     record(tmp_path, 1, 1990.0, **KILLED, told={"SIGTERM": 1980.0})
@@ -520,37 +472,29 @@ def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: P
     assert has_stepped(before, read_state(tmp_path))
 
 
-RUNNING = {
-    "JobState": "RUNNING",
-    "Reason": "None",
-    "Restarts": "1",
-    "ExitCode": "0:0",
-    "PreemptTime": "None",
-}
-ENDING = {"JobState": "COMPLETING"}
-PREEMPTED = {"PreemptTime": "2026-01-01T00:00:00"}
+RUNNING = "JobState=RUNNING Reason=None Restarts=1 ExitCode=0:0 PreemptTime=None"
 # Fields of scontrol, whether a person ended the job, whether the allocation is taken away.
-FIELDS: list[tuple[dict[str, str], bool, bool | None]] = [
-    ({}, False, None),
-    (ENDING, True, False),
-    ({"JobState": "CANCELLED"}, True, False),
-    (PREEMPTED, False, True),  # preempted with time to save
-    ({**ENDING, **PREEMPTED}, False, True),  # PreemptMode=CANCEL
-    ({"JobState": "PREEMPTED"}, False, True),
-    ({**ENDING, "Restarts": "2"}, False, True),  # requeued by a person, or because of a lost node
-    ({"JobState": "PENDING", "Restarts": "2", "Reason": "BeginTime"}, False, True),
-    ({**ENDING, "Reason": "NodeDown"}, False, True),
-    ({**ENDING, "Reason": "TimeLimit"}, False, False),
-    ({"JobState": "TIMEOUT", "Reason": "TimeLimit"}, False, False),
-]
+FIELDS: dict[str, tuple[bool, bool | None]] = {
+    "": (False, None),
+    "JobState=COMPLETING": (True, False),
+    "JobState=CANCELLED": (True, False),
+    "PreemptTime=2026-01-01T00:00:00": (False, True),  # preempted with time to save
+    # PreemptMode=CANCEL
+    "JobState=COMPLETING PreemptTime=2026-01-01T00:00:00": (False, True),
+    "JobState=PREEMPTED": (False, True),
+    # requeued by a person, or because of a lost node
+    "JobState=COMPLETING Restarts=2": (False, True),
+    "JobState=PENDING Restarts=2 Reason=BeginTime": (False, True),
+    "JobState=COMPLETING Reason=NodeDown": (False, True),
+    "JobState=COMPLETING Reason=TimeLimit": (False, False),
+    "JobState=TIMEOUT Reason=TimeLimit": (False, False),
+}
 
 
 def test_what_slurm_says() -> None:
-    for fields, by_a_person, away in FIELDS:
-        assert (cancelled({**RUNNING, **fields}, 1), taken({**RUNNING, **fields}, 1)) == (
-            by_a_person,
-            away,
-        ), fields
+    for changed, expected in FIELDS.items():
+        known = fields(RUNNING) | fields(changed)
+        assert (cancelled(known, 1), taken(known, 1)) == expected, changed
     for words in (
         "Slurm gave no answer in 20 seconds; is slurmctld up? (scontrol ping)",
         "Unable to contact slurm controller (connect failure)",
@@ -558,15 +502,8 @@ def test_what_slurm_says() -> None:
         "slurm_update error: Socket timed out on send/recv operation",
     ):
         assert is_away(f"scontrol: {words}")
-    assert not any(
-        map(
-            is_away,
-            (
-                "Requested operation is presently disabled for job 7",
-                "Job is pending execution for job 7",
-            ),
-        )
-    )
+    assert not is_away("Requested operation is presently disabled for job 7")
+    assert not is_away("Job is pending execution for job 7")
 
 
 SOUND = Gpu(

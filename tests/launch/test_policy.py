@@ -25,19 +25,7 @@ from launch.supervise.policy import (
 )
 from tests.wording import Wording
 
-KINDS = (
-    "exit",
-    "signal",
-    "hang",
-    "node",
-    "health",
-    "config",
-    "diverged",
-    "memory",
-    "nccl",
-    "lost",
-    "place",
-)
+KINDS = "exit signal hang node health config diverged memory nccl lost place".split()
 NODES = ("n1", "n2", "n3", "n4")
 DAY = 86400.0
 
@@ -183,17 +171,7 @@ def test_the_table(wording: Wording) -> None:
 def an_end(draw: random.Random) -> End:
     """Draw any end that does not decide by itself."""
     outcome = draw.choice(
-        (
-            "failed",
-            "failed",
-            "hang",
-            "unhealthy",
-            "lost",
-            "saved",
-            "busy",
-            "interrupted",
-            "misplaced",
-        )
+        "failed failed hang unhealthy lost saved busy interrupted misplaced".split()
     )
     failure = None
     if outcome in FAILED:
@@ -331,20 +309,9 @@ def test_what_is_counted() -> None:
     )
     # A kill from outside does not count against the program.
     assert repetitions([again, End("saved")]) == repetitions([killed("n1")] * 2) == 0
-    assert [
-        policy.misplaced(past)
-        for past in (
-            [],
-            [away, failed()],
-            [failed(), away, away],
-            [away, replace(away, stopped=True)],
-        )
-    ] == [
-        0,
-        0,
-        2,
-        0,
-    ]
+    assert policy.misplaced([failed(), away, away]) == 2
+    for past in ([], [away, failed()], [away, replace(away, stopped=True)]):
+        assert policy.misplaced(past) == 0
     for one, two in (
         ("RuntimeError: at 0x7ffe12 of /opt/a/b.py:12", "RuntimeError: at 0x55 of /tmp/c:7"),
         ("Connection closed by peer [127.0.0.1]:43210", "Connection closed by peer [0.0.0.0]:1"),
@@ -359,12 +326,8 @@ def test_what_is_counted() -> None:
         and blamed(Failure("node", "m")) is None
         and blamed(None) is None
     )
-    assert [
-        code for code in range(129, 160) if blamed(Failure("signal", "m", host="n1", exit=code))
-    ] == [
-        135,
-        137,
-    ]  # SIGBUS, SIGKILL
+    signals = (Failure("signal", "m", host="n1", exit=code) for code in range(129, 160))
+    assert [one.exit for one in signals if blamed(one)] == [135, 137]  # SIGBUS, SIGKILL
     waits = [
         decide([failed(f"{chr(97 + n)}") for n in range(count)], Limits(max_failures=9), HERE)
         for count in range(1, 8)

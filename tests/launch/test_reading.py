@@ -20,7 +20,7 @@ import pytest
 from launch import __main__ as command_line
 from launch.cluster.slurm import QueueState
 from launch.job import Job, append_json, launch_folder, rank_log, write_json
-from launch.node.logs import Follower, Source, Tail, merged
+from launch.node.logs import Follower, Source, merged
 from launch.verbs.status import Queue, Row, ask, rows_of, summary
 from tests.launch.folders import RESET, make_attempt, make_job, record, says, trace, write_log
 from tests.launch.supervised import wait_for
@@ -35,7 +35,7 @@ SILENT = Queue({}, "squeue: cannot be reached")
 def stops(job: Job, why: str) -> None:
     """Record a request to stop a job."""
     write_json(
-        launch_folder(Path(job.directory)) / "stop.json",
+        job.launch / "stop.json",
         {"why": why, "message": "the same failure twice", "time": NOW, "by": "x"},
     )
 
@@ -143,7 +143,7 @@ def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead
 
 def trained(job: Job, age: float = 5.0) -> None:
     """Write the files of a run, with an incomplete last line."""
-    directory = Path(job.directory)
+    directory = job.path
     write_json(
         directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000}
     )
@@ -275,7 +275,7 @@ def test_forks_stand_below_their_parent(
     for index, item in enumerate(array.items):
         says(array, "finished", index)
         write_json(
-            Path(item.directory) / "fork.json",
+            item.path / "fork.json",
             {"parent": str((runs / "demo").resolve()), "step": 60},
         )
     lines = said(capsys, "status", runs, "--items")
@@ -445,7 +445,7 @@ def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(
             line for line in said(capsys, "logs", job.items[1].directory) if "slurm" in line
         ] == ["[slurm] task 1 of 13"]
         for index, array in enumerate(("12", "13")):
-            make_attempt(Path(job.items[index].directory), 1, THEN, job_id=f"{array}_{index}")
+            make_attempt(job.items[index].path, 1, THEN, job_id=f"{array}_{index}")
     assert "[lr[1] rank 0] attempt 1 step 0" in said(capsys, "logs", tmp_path / "lr")
 
 
@@ -495,21 +495,6 @@ def test_merged_lines_are_all_lines_by_time_and_tails_are_their_end(tmp_path: Pa
             assert [(line.time, int(line.label), line.text) for line in lines] == spoken[-count:]
 
 
-def test_following_gives_each_line_once_however_it_is_written(tmp_path: Path) -> None:
-    for seed in range(5):
-        chance, path, got = random.Random(seed), tmp_path / f"{seed}.log", list[str]()
-        data = "".join(f"{THEN + i:.3f} line {i}\n" for i in range(50)).encode()
-        tail = Tail(Source(path, "a"))
-        assert tail.read() == []
-        while data:
-            size = chance.randrange(1, 100)
-            with path.open("ab") as file:
-                file.write(data[:size])
-            data = data[size:]
-            got += [line.text for line in tail.read()]
-        assert got == [f"line {number}" for number in range(50)]
-
-
 @pytest.fixture
 def following(crashed: Path) -> Iterator[list[str]]:
     """Lines of ``logs -f`` for the crashed run as they are printed; at the end the run succeeds."""
@@ -546,11 +531,3 @@ def test_following_shows_new_lines_and_attempts_and_ends_with_the_run(
     write_json(launch_folder(crashed) / "state.json", {"state": "finished"})
     shown("[launch] finished")
     assert len(following) == len(set(following))
-
-
-def test_a_silent_slurm_makes_states_doubtful_and_nothing_lost(tmp_path: Path) -> None:
-    job = make_job(tmp_path / "demo")
-    for state, expected in ((None, "unknown?"), ("running", "running?"), ("finished", "finished")):
-        if state:
-            says(job, state)
-        assert row(job, SILENT).state == expected

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from fem_common.errors import UserError
 from launch.__main__ import main
-from launch.cluster.profile import Profile, load_profile
+from launch.cluster.profile import load_profile
 from launch.job import rehearsal
 from launch.job.item_state import Standing
 from launch.job.plan import Draft
@@ -83,13 +84,14 @@ def config(device: str | None = None, **changed: Any) -> str:
     return yaml.safe_dump(values)
 
 
-def rehearsed(*configs: str, profile: Profile | None = None, data: bool = True) -> list[str]:
+def rehearsed(*configs: str, profile: str = "slurm.yaml", data: bool = True) -> list[str]:
     """Return the messages about a job with these runs."""
     job, lines = make_job(Path.cwd() / "job", items=len(configs)), list[str]()
+    job = replace(job, profile=load_profile(profile).as_json())
     every = tuple(range(len(configs)))
     texts = {item.directory: text for item, text in zip(job.items, configs, strict=True)}
     draft = Draft(job, texts, None, every, tuple(Standing(index, "idle") for index in every))
-    rehearsal.rehearse(draft, profile or load_profile("slurm.yaml"), lines.append, data=data)
+    rehearsal.rehearse(draft, lines.append, data=data)
     return lines
 
 
@@ -148,10 +150,7 @@ def test_what_cannot_be_rehearsed_is_compared_by_its_plan(answers: Answers) -> N
         and len(answers.asked) == asked + 1
     )
     Path("cpu.yaml").write_text(LOCAL)
-    assert (
-        rehearsed(config("H100"), profile=load_profile("cpu.yaml")) == []
-        and len(answers.asked) == asked + 1
-    )
+    assert rehearsed(config("H100"), profile="cpu.yaml") == [] and len(answers.asked) == asked + 1
 
 
 def test_the_gpu_is_named_by_the_run_or_else_by_the_profile() -> None:

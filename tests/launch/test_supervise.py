@@ -15,7 +15,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,57 +69,36 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
     assert code == 0 and case.outcomes == ["failed", "failed", "finished"], said
     tell(case, wording)
     failed = [one["failure"] for one in case.attempts[:2]]
-    assert [(failure["rank"], failure["step"], failure["exit"]) for failure in failed] == [
-        (0, 5, 137),
-        (0, 8, 1),
-    ]
-    assert [(one["checkpoint_start"], one["checkpoint_end"]) for one in case.attempts] == [
-        (None, 3),
-        (3, 3),
-        (3, 10),
-    ]
+    ends = [(failure["rank"], failure["step"], failure["exit"]) for failure in failed]
+    assert ends == [(0, 5, 137), (0, 8, 1)]
+    kept = [(one["checkpoint_start"], one["checkpoint_end"]) for one in case.attempts]
+    assert kept == [(None, 3), (3, 3), (3, 10)]
     # The first failure left a checkpoint, so the next wait was twice as long, but not longer.
     decisions = [
         (one["decision"]["action"], one["decision"]["delay_seconds"]) for one in case.attempts
     ]
     assert decisions == [("restart", 0.05), ("restart", 0.1), ("finish", 0.0)]
     # The supervisor does not wait for the notification command, so a later one may be faster.
-    told = sorted(
-        map(json.loads, events.read_text().splitlines()), key=lambda event: float(event["time"])
-    )
-    assert [event["event"] for event in told] == [
-        "started",
-        "failed",
-        "started",
-        "failed",
-        "started",
-        "finished",
-    ]
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told.sort(key=lambda event: float(event["time"]))
+    names = " ".join(event["event"] for event in told)
+    assert names == "started failed started failed started finished"
     assert "attempt 2 from step 3, token ***" in said  # the line of rank 0, as in its log
     assert not any(
         b"canary-canary" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
     )
     lines = [line.partition(" launch: ")[2] for line in said.splitlines() if " launch: " in line]
-    kept = (case.directory / "launch" / "supervisor.log").read_text().splitlines()
-    assert [re.fullmatch(r"\d{10}\.\d{3} (.*)", line)[1] for line in kept] == lines  # type: ignore[index]
-    environment = json.loads(
-        (case.directory / "attempts" / "0001" / "environment.json").read_text()
-    )
-    assert environment["command"] == [
-        sys.executable,
-        "-m",
-        "tests.launch.stand_in",
-        str(case.directory),
-    ]
+    log = (case.directory / "launch" / "supervisor.log").read_text().splitlines()
+    assert [re.fullmatch(r"\d{10}\.\d{3} (.*)", line)[1] for line in log] == lines  # type: ignore[index]
+    command = read_json(case.directory / "attempts" / "0001" / "environment.json")["command"]
+    assert command[1:] == ["-m", "tests.launch.stand_in", str(case.directory)]
     assert (
         case.run()[1].endswith("launch: finished before; nothing to do\n")
         and len(case.attempts) == 3
     )
 
 
-CRASHES = [
-    {"to": 4, "end": f"raise {reason}"} for reason in ("one", "two", "three", "four", "five")
-]
+CRASHES = [{"to": 4, "end": f"raise {word}"} for word in "one two three four five".split()]
 TINY = {"step_minutes": 0.001, "start_minutes": 0.001}
 # Script of each attempt, settings of the job; the resulting exit code and outcomes. The messages
 # are in the golden file.
@@ -132,7 +110,6 @@ ENDS: dict[str, tuple[Script, dict[str, Any], int, str]] = {
         "failed failed",
     ),
     "wrong input": ([{"end": "exit 2"}], {}, 2, "failed"),
-    "none is allowed": ([{"end": "exit 127"}], {"restarts": {"max_failures": 0}}, 1, "failed"),
     "no interpreter": ([], {"python": "/no/such/python"}, 1, "failed failed"),
     "two nodes": ([], {"nodes": 2, "restarts": {"max_failures": 0}}, 1, "failed"),
     "busy": (
@@ -374,14 +351,8 @@ def test_ranks_do_not_take_themselves_for_a_rank_of_the_shell_that_submitted(
     found = ranks_environment(
         case.job, case.job.items[0], tmp_path / "attempts" / "0001", environ, local=True
     )
-    assert [name for name in RANK_OF_MPI if name in found] == [] and [
-        name for name in SETTINGS if name not in found
-    ] == []
-    assert clean_environment(environ) == {
-        "RANK": "3",
-        "LOCAL_RANK": "3",
-        **dict.fromkeys(SETTINGS, "x"),
-    }
+    assert not {*RANK_OF_MPI} & {*found} and {*SETTINGS} <= {*found}
+    assert {*clean_environment(environ)} == {"RANK", "LOCAL_RANK", *SETTINGS}
 
 
 def test_a_hook_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -409,13 +380,8 @@ def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path
     assert code == Exit.WRONG_INPUT and said.count("attempts/0001: Not a directory") == 2, said
     assert case.state["state"] == "stopped"
     (tmp_path / "launch" / "job.json").unlink()
-    assert case.run() == (
-        2,
-        (
-            f"launch: error: {tmp_path}: no job with an item 0; create it with: python -m launch"
-            " submit\n"
-        ),
-    )
+    code, said = case.run()
+    assert code == 2 and said.startswith(f"launch: error: {tmp_path}: no job with an item 0; ")
 
 
 FAILS = "import os, sys; sys.exit('no ' + 'abcde'[int(os.environ['LAUNCH_ATTEMPT'][-4:]) - 1] * 9)"
@@ -461,6 +427,16 @@ def test_attempts_between_the_first_and_the_last_keep_their_record_alone(
     (tmp_path / "launch" / "stop.json").unlink()
     ends = [record.end for record in run_files.records(tmp_path)]
     assert len(ends) == 5 and policy.failures_since_progress(ends) == 5
+
+
+FIELDS: dict[str, Any] = {
+    "job_id": None,
+    "restart_count": 0,
+    "nodes": ["n1"],
+    "world_size": 2,
+    "host": "h",
+    "pid": 1,
+}
 
 
 def test_only_closed_attempts_own_files_are_removed(
@@ -512,25 +488,12 @@ def test_only_closed_attempts_own_files_are_removed(
     refused.clear()
     again = run_files.prune(found, said.append)
     assert len(said) == 1 and [*folders[10].iterdir()] == [folders[10] / "attempt.json"]
-    assert (
-        [record.end for record in again]
-        == [record.end for record in run_files.records(item)]
-        == before
-    )
+    assert [record.end for record in again] == before
+    assert [record.end for record in run_files.records(item)] == before
     # A folder that a person removed in between is not created again.
     shutil.rmtree(folders[17])
     run_files.prune([*again, *again[-1:]], said.append)
     assert len(said) == 1 and not folders[17].exists()
-
-
-FIELDS: dict[str, Any] = {
-    "job_id": None,
-    "restart_count": 0,
-    "nodes": ["n1"],
-    "world_size": 2,
-    "host": "h",
-    "pid": 1,
-}
 
 
 def test_the_watchdog() -> None:

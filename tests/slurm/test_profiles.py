@@ -38,16 +38,16 @@ def refusal(cluster: MiniSlurm, script: str, root: Path) -> str:
 def test_sbatch_takes_the_shipped_profiles(path: Path, h100s: MiniSlurm, tmp_path: Path) -> None:
     profile = load_profile(path)
     job = hostile.job(tmp_path, profile)
-    assert refusal(h100s, render(job, profile), tmp_path) == ""
-    assert refusal(h100s, render(job, profile, array="0-5%2", exclude=[]), tmp_path) == ""
+    assert refusal(h100s, render(job), tmp_path) == ""
+    assert refusal(h100s, render(job, array="0-5%2", exclude=[]), tmp_path) == ""
     # The cluster refuses resources that it does not have: one more node, one more GPU, excluded
     # nodes.
     assert "not available" in refusal(
-        h100s, render(hostile.job(tmp_path, profile, nodes=3), profile), tmp_path
+        h100s, render(hostile.job(tmp_path, profile, nodes=3)), tmp_path
     )
-    assert "not available" in refusal(h100s, render(job, profile, exclude=["node2"]), tmp_path)
+    assert "not available" in refusal(h100s, render(job, exclude=["node2"]), tmp_path)
     more = load_profile(path, ["nodes.gpus=9"])
-    assert "not available" in refusal(h100s, render(hostile.job(tmp_path, more), more), tmp_path)
+    assert "not available" in refusal(h100s, render(hostile.job(tmp_path, more)), tmp_path)
 
 
 def test_every_option_reaches_slurm(h100s: MiniSlurm, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_every_option_reaches_slurm(h100s: MiniSlurm, tmp_path: Path) -> None:
     ]
     profile = load_profile(SHIPPED[0], overrides)
     first = h100s.sbatch("--hold", "--wrap=true")
-    script = render(hostile.job(tmp_path, profile, nodes=1), profile, dependency=f"afterok:{first}")
+    script = render(hostile.job(tmp_path, profile, nodes=1), dependency=f"afterok:{first}")
     (tmp_path / "job.sh").write_text(script)
     job = h100s.job(h100s.sbatch(tmp_path / "job.sh"))
     h100s.run("scancel", job["JobId"], str(first))
@@ -95,7 +95,7 @@ def test_hostile_text_goes_through_slurm_unchanged(cluster: MiniSlurm, tmp_path:
     for job_id, (text, on_a_line, job) in sent.items():
         assert cluster.wait(job_id) == "COMPLETED", (text, output(job, job_id))
         assert output(job, job_id) == "", text
-        words, folder, environment = hostile.recorded(Path(job.directory).parent / "record")
+        words, folder, environment = hostile.recorded(job.path.parent / "record")
         assert words == ["-m", "launch.supervise", job.directory]
         assert (folder, environment["VALUE"], environment["PYTHONPATH"]) == (
             job.working_directory,
@@ -136,12 +136,12 @@ def submitted(text: str, on_a_line: str, root: Path, cluster: MiniSlurm) -> tupl
         working_directory=str(work),
         code=f"{root}/code{text}",
     )
-    (root / "job.sh").write_text(render(job, profile), encoding="utf-8", newline="")
+    (root / "job.sh").write_text(render(job), encoding="utf-8", newline="")
     return cluster.sbatch(root / "job.sh", cwd=root), job
 
 
 def output(job: Job, job_id: int) -> str:
     """Return Slurm's output from the one of its two folders where it must be."""
-    folders = (Path(job.directory) / "launch", Path(job.directory).parent / "logs")
+    folders = (job.path / "launch", job.path.parent / "logs")
     (path,) = (folder / f"slurm-{job_id}.out" for folder in folders if any(folder.iterdir()))
     return path.read_text()
