@@ -215,11 +215,9 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
         )
     changed = changes(found.manifest["config"], config)
     check(found.path, [change for change in changed if not _FORKS_OWN.match(change.key)], config)
-    parent, before, length = (
-        found.progress,
-        found.manifest["config"]["data"]["seq_length"],
-        config.data.seq_length,
-    )
+    parent = found.progress
+    before = found.manifest["config"]["data"]["seq_length"]
+    length = config.data.seq_length
     progress = replace(parent.begun(before, length), stage=0, drawn="", rewound=())
     consumed, schedule = progress.consumed_samples, Schedule.of(config, progress.batch_changes)
     if schedule.steps <= parent.step:

@@ -408,10 +408,8 @@ def batches(
     [micro_batch_size, seq_length / CP]; loss_mask is float32. ``reader``: the datasets' reader,
     which requests samples before they are used. ``ends``: see `Ends.applied`.
     """
-    rank, size = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    size = parallel_state.get_data_parallel_world_size()
     position = planned = first_sample + rank * micro_batch_size
     while True:
         while (

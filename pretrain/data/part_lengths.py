@@ -68,10 +68,8 @@ def part_lengths_of(config: RunConfig, facts: DataFacts) -> PartLengths:
     Raises:
         OSError: an .idx file cannot be read.
     """
-    length, counted = (
-        config.data.seq_length,
-        packed_shares if config.data.packing == "best_fit" else shares_of,
-    )
+    length = config.data.seq_length
+    counted = packed_shares if config.data.packing == "best_fit" else shares_of
     read = [
         _some(document_lengths(source.local)) for source in facts.sources if source.split == "train"
     ]

@@ -48,13 +48,7 @@ _PIECE = 8 * 2**20  # bytes of an .idx per request
 _KNOWN = "brought.json"
 _MANIFEST = "manifest.json"
 # Signals that only the rank handles.
-_IGNORED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Answer = TypeVar("Answer")
 
@@ -199,11 +193,9 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answers, pool, out = (
-        SimpleQueue["Future[bytes]"](),
-        ThreadPoolExecutor(_AT_ONCE),
-        os.fdopen(os.dup(1), "wb"),
-    )
+    answers = SimpleQueue["Future[bytes]"]()
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other output must not mix with the answers
     threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
     local = [local_prefix(url, cache) for url in urls]
@@ -248,11 +240,9 @@ class Source:
     """The files of a source, with their versions in the store and their local copies."""
 
     def __init__(self, key: str, url: str, cache: Path, patience: float) -> None:
-        self.title, self.store, self.name = (
-            f"{key} = {url}",
-            ObjectStore(url, patience),
-            url.rpartition("/")[2],
-        )
+        self.title = f"{key} = {url}"
+        self.store = ObjectStore(url, patience)
+        self.name = url.rpartition("/")[2]
         self.folder = Path(local_prefix(url, cache)).parent
 
     def bring(self) -> None:

@@ -7,7 +7,7 @@ learning rates, and compute the mean loss of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
-from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fp8, platform
 from fem_megatron.megatron import model as fem_model
 from fem_megatron.mup import decay_factor, lr_factor
@@ -72,24 +71,35 @@ def destroy_model_parallel() -> None:
 
 def model_layout(config: RunConfig) -> fem_model.Layout:
     """Return the part of the parallel layout on which the structure of the model depends."""
+    layout, train = config.parallel, config.train
+    # Separate documents need all tokens of a head on one rank.
+    separate = config.data.documents == "separate"
     return fem_model.Layout(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-        # Separate documents need all tokens of a head on one rank.
-        context_parallel_kind="all_to_all"
-        if config.data.documents == "separate"
-        else config.parallel.context_parallel_kind,
-        sequence_parallel=config.parallel.sequence_parallel,
-        params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        recompute=config.train.recompute,
-        z_loss=config.train.z_loss,
-        loss_chunk=config.train.loss_chunk,
-        offload_activations=config.train.offload_activations,
-        fp8=config.train.fp8,
-        cuda_graphs=config.train.cuda_graphs,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        context_parallel_kind="all_to_all" if separate else layout.context_parallel_kind,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=weights_dtype(config),
+        recompute=train.recompute,
+        z_loss=train.z_loss,
+        loss_chunk=train.loss_chunk,
+        offload_activations=train.offload_activations,
+        fp8=train.fp8,
+        cuda_graphs=train.cuda_graphs,
     )
+
+
+def weights_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype of the model's weights."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def build_models(config: RunConfig, *, draw: bool) -> list[GPTModel]:
+    """Return this rank's model chunks. draw: initialize the weights; if False, they are NaN."""
+    layout, length = model_layout(config), config.data.seq_length
+    return fem_model.build(config.model, layout, length, config.train.seed, draw=draw)
 
 
 def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | None:
@@ -99,16 +109,12 @@ def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | N
     """
     if config.train.fp8 != "delayed":
         return None
-    named = [
-        (fem_model.global_name(model, name), weight)
-        for model in models
-        for name, weight in model.named_parameters()
-    ]
-    maps = {
-        name: weight
-        for name, weight in named
-        if name.startswith("decoder.layers.") and weight.spec.eight_bit
-    }
+    maps = {}
+    for model in models:
+        for name, weight in model.named_parameters():
+            global_name = fem_model.global_name(model, name)
+            if global_name.startswith("decoder.layers.") and weight.spec.eight_bit:
+                maps[global_name] = weight
     group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
     return fp8.Delayed(
         maps, config.train.fp8_history, config.train.fp8_margin, group, platform.device()
@@ -117,7 +123,7 @@ def delayed_scales(config: RunConfig, models: list[GPTModel]) -> fp8.Delayed | N
 
 def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
     """Return the AdamW settings in the form that Megatron's optimizers require."""
-    ours, bf16 = config.optimizer, config.train.precision == "bf16"
+    ours = config.optimizer
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=ours.lr,
@@ -127,8 +133,8 @@ def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
         adam_beta2=ours.beta2,
         adam_eps=ours.eps,
         clip_grad=ours.clip_grad,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=config.train.precision == "bf16",
+        params_dtype=weights_dtype(config),
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
@@ -163,10 +169,7 @@ def is_muons(parameter: torch.nn.Parameter) -> bool:
 
 
 def group_overrides(
-    model: ModelConfig,
-    parameters: list[torch.nn.Parameter],
-    settings: MegatronOptimizerConfig,
-    muon: bool,
+    config: RunConfig, parameters: Iterable[torch.nn.Parameter], settings: MegatronOptimizerConfig
 ) -> Overrides:
     """Return the settings that differ per group of parameters.
 
@@ -177,50 +180,41 @@ def group_overrides(
     wd_mult and lr_mult. All ranks must have the same groups. Megatron ensures this: a rank without
     parameters of a group has an empty group.
     """
-    undecayed = ParamPredicate("not decayed", lambda parameter: not parameter.spec.decayed)
-    overrides: Overrides = {ParamKey(predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
+    muon = config.optimizer.name == "muon"
+
+    def key(what: str, matches: Callable[[Weight], bool]) -> ParamKey:
+        return ParamKey(predicate=ParamPredicate(what, lambda parameter: matches(parameter.spec)))
+
+    def scaled(exponent: float, only_decayed: bool, spec: Weight) -> bool:
+        """Return True if muP scales the learning rate with m to the power ``exponent``.
+
+        Parameters that Muon updates are excluded, and with ``only_decayed`` also those without
+        weight decay.
+        """
+        return (
+            spec.scaling.lr == exponent
+            and (spec.decayed or not only_decayed)
+            and not (muon and spec.orthogonal)
+        )
+
+    overrides: Overrides = {
+        key("not decayed", lambda spec: not spec.decayed): ParamGroupOverride(wd_mult=0.0)
+    }
     if muon:
-        overrides[ParamKey(predicate=ParamPredicate("Muon's", is_muons))] = MUON
+        overrides[key("Muon's", lambda spec: spec.orthogonal)] = MUON
         parameters = [parameter for parameter in parameters if not is_muons(parameter)]
-    for exponent, weight in {
-        parameter.spec.scaling.lr: parameter.spec  # type: ignore[attr-defined]
-        for parameter in parameters
-    }.items():
-        factor = lr_factor(model, weight)
+    specs: list[Weight] = [parameter.spec for parameter in parameters]  # type: ignore[attr-defined]
+    for exponent, weight in {spec.scaling.lr: spec for spec in specs}.items():
+        factor = lr_factor(config.model, weight)
         if factor == 1.0:
             continue
-        rate = {
-            "lr_mult": factor,
-            "max_lr": settings.lr * factor,
-            "min_lr": settings.min_lr * factor,
-        }
-        overrides[_key("rate", exponent, muon, decayed=False)] = ParamGroupOverride(**rate)
-        overrides[_key("decay", exponent, muon, decayed=True)] = ParamGroupOverride(
-            wd_mult=decay_factor(model, weight)
+        rate = ParamGroupOverride(
+            lr_mult=factor, max_lr=settings.lr * factor, min_lr=settings.min_lr * factor
         )
+        decay = ParamGroupOverride(wd_mult=decay_factor(config.model, weight))
+        overrides[key(f"rate of m^{exponent:g}", partial(scaled, exponent, False))] = rate
+        overrides[key(f"decay of m^{exponent:g}", partial(scaled, exponent, True))] = decay
     return overrides
-
-
-def _key(what: str, exponent: float, muon: bool, *, decayed: bool) -> ParamKey:
-    return ParamKey(
-        predicate=ParamPredicate(
-            f"{what} of m^{exponent:g}", partial(_matches, exponent, muon, decayed)
-        )
-    )
-
-
-def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Parameter) -> bool:
-    """Return True if muP scales the parameter's learning rate with m to the power ``exponent``.
-
-    muon: True to exclude the parameters that Muon updates. decayed: True to exclude parameters
-    without weight decay.
-    """
-    spec: Weight = parameter.spec  # type: ignore[attr-defined]
-    return (
-        spec.scaling.lr == exponent
-        and (spec.decayed or not decayed)
-        and not (muon and spec.orthogonal)
-    )
 
 
 class LearningRates:
@@ -262,6 +256,19 @@ def summed_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch
     """
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum() if losses.ndim else losses, mask.sum()
+
+
+def forward(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the losses of a micro-batch in the form that `summed_loss` takes."""
+    losses: torch.Tensor = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=batch.get("context"),
+    )
+    return losses
 
 
 def poisoned(total: torch.Tensor) -> torch.Tensor:

@@ -22,20 +22,21 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import _get_param_groups
 
 from fem_common.errors import ConfigError
-from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
 from pretrain.engines.building import (
     LearningRates,
+    build_models,
     delayed_scales,
+    forward,
     group_overrides,
-    model_layout,
     optimizer_settings,
     poisoned,
     summed_loss,
     summed_over_ranks,
+    weights_dtype,
 )
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
@@ -48,7 +49,7 @@ from pretrain.engines.engine import (
     unobserved,
 )
 from pretrain.engines.muon import Muon
-from pretrain.engines.sharding import Read, places
+from pretrain.engines.sharding import Read, data_parallel_group, places
 from pretrain.engines.zero_state import ZeroState
 from pretrain.schedule import Schedule
 
@@ -69,20 +70,18 @@ class MegatronGroups:
         parallel_state.get_tensor_model_parallel_rank
     )
 
-    @staticmethod
-    def get_data_parallel_group() -> torch.distributed.ProcessGroup:
-        """Return the group over which gradients are averaged and ZeRO shards."""
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # The group over which gradients are averaged and ZeRO shards.
+    get_data_parallel_group = staticmethod(data_parallel_group)
 
     @staticmethod
     def get_data_parallel_world_size() -> int:
         """Return the size of the data-parallel group."""
-        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return data_parallel_group().size()
 
     @staticmethod
     def get_data_parallel_rank() -> int:
         """Return this process's rank in the data-parallel group."""
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return data_parallel_group().rank()
 
 
 class DeepSpeedEngine:
@@ -101,18 +100,16 @@ class DeepSpeedEngine:
 
         self.config = config
         self.around_update: AroundUpdate = unobserved
-        self.data_parallel = MegatronGroups.get_data_parallel_world_size()
+        self.data_parallel = data_parallel_group().size()
         replicas = parallel_state.get_data_parallel_world_size()
         self.micro_batches = config.train.global_batch_size // (
             config.train.micro_batch_size * replicas
         )
-        (self.model,) = fem_model.build(
-            config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw
-        )
+        (self.model,) = build_models(config, draw=draw)
         self.scales = delayed_scales(config, [self.model])
         if config.parallel.sequence_parallel:
             _sum_over_sequence_slices(self.model)
-        weights = places(self.model, MegatronGroups.get_data_parallel_group())
+        weights = places(self.model)
         numel = sum(parameter.numel() for parameter in self.model.parameters())
         settings, told = deepspeed_config(
             config, replicas, parameters=numel, cuda=platform.has_cuda()
@@ -187,11 +184,8 @@ class DeepSpeedEngine:
             with self._updates_looked_at():
                 self.engine.step()
         if known:
-            loss, grad_norm, sums = (
-                known[0],
-                math.nan if math.isnan(known[1]) else self.norm,
-                known[2],
-            )
+            loss, grad_norm, sums = known
+            grad_norm = math.nan if math.isnan(grad_norm) else self.norm
         else:
             squares = self._grad_norm() ** 2 if torch.distributed.get_rank() == 0 else 0.0
             loss, grad_norm, sums = summed_over_ranks(reports, beside(), squares)
@@ -236,39 +230,29 @@ class DeepSpeedEngine:
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Return AdamW or Muon over Megatron's own groups of parameters."""
-        settings, offload = optimizer_settings(self.config), self.config.engine.offload_optimizer
-        muon = self.config.optimizer.name == "muon"
-        overrides = group_overrides(
-            self.config.model, list(self.model.parameters()), settings, muon
-        )
+        settings = optimizer_settings(self.config)
+        overrides = group_overrides(self.config, self.model.parameters(), settings)
         groups = _get_param_groups([self.model], settings, overrides)
         groups = [group for group in groups if group["params"]]
         for group in groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         ours = self.config.optimizer
+        if ours.name == "muon":
+            return Muon(groups, ours, weights_dtype(self.config))
         arguments: dict[str, Any] = {
             "lr": ours.lr,
             "betas": (ours.beta1, ours.beta2),
             "eps": ours.eps,
             "weight_decay": ours.weight_decay,
         }
-        if muon:
-            dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
-            return Muon(groups, ours, dtype)
-        if offload:
+        if self.config.engine.offload_optimizer:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             return DeepSpeedCPUAdam(groups, adamw_mode=True, **arguments)
         return torch.optim.AdamW(groups, fused=True, **arguments)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        known = {
-            "labels": batch["labels"],
-            "loss_mask": batch["loss_mask"],
-            "packed_seq_params": batch.get("context"),
-        }
-        losses = self.engine(batch["tokens"], batch["position_ids"], None, **known)
-        total, tokens = summed_loss(losses, batch)
+        total, tokens = summed_loss(forward(self.engine, batch), batch)
         return total, tokens.to(total.dtype)
 
     def _loss_scale(self, step: list[Batch]) -> torch.Tensor:
@@ -278,7 +262,7 @@ class DeepSpeedEngine:
         factor includes both.
         """
         tokens = torch.stack([batch["loss_mask"].sum() for batch in step]).sum().double()
-        torch.distributed.all_reduce(tokens, group=MegatronGroups.get_data_parallel_group())
+        torch.distributed.all_reduce(tokens, group=data_parallel_group())
         return (self.data_parallel * self.micro_batches / tokens).float()
 
     def _grad_norm(self) -> torch.Tensor | float:
@@ -387,10 +371,7 @@ def _initialized(
             config=settings,
             dist_init_required=False,
         )
-    except (
-        ValueError,
-        AssertionError,
-    ) as error:
+    except (ValueError, AssertionError) as error:
         # includes pydantic errors for a key or value that DeepSpeed refuses
         raise ConfigError(
             f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,21 +22,22 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
 from pretrain.engines.building import (
     LearningRates,
+    build_models,
     delayed_scales,
+    forward,
     fuse,
     group_overrides,
     is_muons,
-    model_layout,
     optimizer_settings,
     poisoned,
     summed_loss,
     summed_over_ranks,
+    weights_dtype,
 )
 from pretrain.engines.engine import (
     AroundUpdate,
@@ -49,15 +49,14 @@ from pretrain.engines.engine import (
 )
 from pretrain.engines.muon import Muon, Part
 from pretrain.engines.sharding import (
-    MOMENTS,
-    SHARDING,
-    STATE,
     Held,
     Read,
+    data_parallel_group,
     only_here,
     optimizer_state,
     places,
     read_optimizer,
+    sharding_metadata,
 )
 from pretrain.schedule import Schedule
 
@@ -77,9 +76,7 @@ class MegatronEngine:
         self.micro_batches = config.train.global_batch_size // (
             config.train.micro_batch_size * data_parallel
         )
-        bare = fem_model.build(
-            config.model, model_layout(config), config.data.seq_length, config.train.seed, draw=draw
-        )
+        bare = build_models(config, draw=draw)
         self.settings = bare[0].config
         self.scales = delayed_scales(config, bare)
         self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]
@@ -154,7 +151,7 @@ class MegatronEngine:
             return {
                 **state,
                 "optimizer": self.optimizer.sharded_state_dict(
-                    _whole(state), metadata=self._metadata()
+                    _whole(state), metadata=sharding_metadata()
                 ),
             }
         return {**state, "optimizer": optimizer_state(self.split.held(), self.split.groups())}
@@ -167,7 +164,7 @@ class MegatronEngine:
         asked = self._model_state()
         if not model_only and self.split is None:
             asked["optimizer"] = self.optimizer.sharded_state_dict(
-                _whole(asked), is_loading=True, metadata=self._metadata()
+                _whole(asked), is_loading=True, metadata=sharding_metadata()
             )
         state = (
             read(asked)
@@ -203,11 +200,8 @@ class MegatronEngine:
 
     @cached_property
     def _places(self) -> dict[torch.nn.Parameter, ShardedTensor]:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return {
-            parameter: place
-            for model in self.models
-            for parameter, place in places(model, group).items()
+            parameter: place for model in self.models for parameter, place in places(model).items()
         }
 
     def _whole_parts(self) -> Iterator[Held]:
@@ -218,37 +212,15 @@ class MegatronEngine:
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
             main = getattr(parameter, "main_param", parameter)
-            state = {
-                "param": main,
-                **{
-                    name: one
-                    for name, one in optimizer.optimizer.state[main].items()
-                    if name in MOMENTS
-                },
-            }
-            gradient = None if main.grad is None else main.grad.view(-1)
-            yield Held(
-                place,
-                0,
-                main.numel(),
-                {name: one.detach().view(-1) for name, one in state.items()},
-                gradient,
-            )
+            yield Held.of(place, main, optimizer.optimizer.state[main])
 
     def _model_state(self) -> dict[str, Any]:
         if self.config.parallel.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         return {
-            f"model{i}": model.sharded_state_dict(metadata=self._metadata())
+            f"model{i}": model.sharded_state_dict(metadata=sharding_metadata())
             for i, model in enumerate(self.models)
-        }
-
-    @staticmethod
-    def _metadata() -> dict[str, Any]:
-        return {
-            **SHARDING,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
 
     def _wrap(self, chunk: GPTModel, *, first: bool) -> DistributedDataParallel:
@@ -270,11 +242,9 @@ class MegatronEngine:
     def _optimizer(self) -> Any:
         settings = optimizer_settings(self.config)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
-        muon = self.config.optimizer.name == "muon"
-        made = get_megatron_optimizer(
-            settings, self.chunks, group_overrides(self.config.model, parameters, settings, muon)
-        )
-        if muon:
+        overrides = group_overrides(self.config, parameters, settings)
+        made = get_megatron_optimizer(settings, self.chunks, overrides)
+        if self.config.optimizer.name == "muon":
             (inner,) = made.chained_optimizers
             self._let_muon_update(inner, parameters)
         for each in made.chained_optimizers:
@@ -286,8 +256,8 @@ class MegatronEngine:
 
         Muon updates the tensors that Megatron has created for this rank's part of each parameter.
         """
-        dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
-        optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype)
+        groups, dtype = optimizer.optimizer.param_groups, weights_dtype(self.config)
+        optimizer.optimizer = Muon(groups, self.config.optimizer, dtype)
         optimizer.init_state_fn = lambda muon, config=None: muon.prepare()
         numbers = {
             parameter: number for number, parameter in enumerate(parameters) if is_muons(parameter)
@@ -299,7 +269,7 @@ class MegatronEngine:
             ]
             optimizer.optimizer.connect(self.config.model, parts, all_parts=[parts])
             return
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = data_parallel_group()
         all_parts: list[list[Part]] = [[] for _ in range(group.size())]
         for rank, parameter, start, numel in _shares(optimizer, group.size()):
             if parameter in numbers:
@@ -447,11 +417,10 @@ class _SplitState:
     def __init__(self, optimizer: Any, models: list[GPTModel]) -> None:
         (self.optimizer,) = optimizer.chained_optimizers
         self.adam: torch.optim.Optimizer = self.optimizer.optimizer
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.places = {
             parameter: only_here(place)
             for model in models
-            for parameter, place in places(model, group).items()
+            for parameter, place in places(model).items()
         }
 
     def held(self) -> Iterator[Held]:
@@ -460,23 +429,19 @@ class _SplitState:
         Missing state of a new optimizer is initialized first.
         """
         self._prepare()
-        return (part for part, _ in self._parts())
+        return self.parts()
 
     def parts(self) -> Iterator[Held]:
-        """Return the parts as `held` does, with their gradients.
+        """Yield the parts as `held` does.
 
         Missing state is not initialized: the parts of a new optimizer have no moments.
         """
-        return (replace(part, gradient=main.grad) for part, main in self._parts())
-
-    def _parts(self) -> Iterator[tuple[Held, torch.Tensor]]:
         for parameter, place in self.places.items():
             # The map contains only parameters of which this rank has a part.
             if parameter in self.optimizer.model_param_gbuf_map:
                 state = self.optimizer._get_main_param_and_optimizer_states(parameter)
                 elements = self.optimizer._get_model_param_range_map(parameter)["param"]
-                tensors = {name: state[name].detach().view(-1) for name in STATE if name in state}
-                yield Held(place, elements.start, len(elements), tensors), state["param"]
+                yield Held.of(place, state["param"], state, elements.start, len(elements))
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups, each with its step count and without its parameters."""
@@ -539,21 +504,14 @@ def _divide(model: list[Any], tokens: torch.Tensor) -> None:
     torch.distributed.broadcast(
         tokens, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline
     )
-    torch.distributed.all_reduce(
-        tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
+    torch.distributed.all_reduce(tokens, group=data_parallel_group())
     for chunk in model:
         chunk.scale_gradients(1.0 / tokens.clamp(min=1))
 
 
 def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    known = {
-        "labels": batch["labels"],
-        "loss_mask": batch["loss_mask"],
-        "packed_seq_params": batch.get("context"),
-    }
-    return chunk(batch["tokens"], batch["position_ids"], None, **known), partial(_loss, batch)
+    return forward(chunk, batch), partial(_loss, batch)
 
 
 def _loss(

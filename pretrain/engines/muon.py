@@ -33,6 +33,7 @@ from fem_megatron.megatron import platform
 from fem_megatron.mup import update_scale
 from fem_megatron.shape import Weight
 from pretrain.config import OptimizerConfig
+from pretrain.engines.sharding import in_rounds
 from pretrain.plan.muon import ROUND, STEPS, newton_schulz_flops
 
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # values of torch.optim.Muon
@@ -104,10 +105,8 @@ def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
         lead, top = divmod(first, spec.shape[-2])
         here = range(max(top, row), min(top + size, row + rows))
         begin = (lead * rows + here.start - row) * columns
-        low, high = (
-            max(begin, part.start),
-            min(begin + len(here) * columns, part.start + part.numel),
-        )
+        low = max(begin, part.start)
+        high = min(begin + len(here) * columns, part.start + part.numel)
         if here and low < high:
             box = (here.start - top, column, len(here), columns)
             key = (part.number, rank if split is None else 0, first)
@@ -190,10 +189,8 @@ class Muon(torch.optim.AdamW):
         them. None: the parts are gathered from the ranks that share these weights; all ranks must
         call it together.
         """
-        rank, group = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_group(),
-        )
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        group = parallel_state.get_tensor_model_parallel_group()
         sizes = range(group.size())
         if all_parts is None or len(all_parts) > 1:
             # Tensor-parallel ranks are adjacent in this group.
@@ -277,9 +274,10 @@ class _Exchange:
             self.owner[key] = min(holders[key], key=lambda number: (load[number], number))
             load[self.owner[key]] += work[key]
         self.cut = {key for key, found in holders.items() if len(found) > 1}
+        sizes = [(key, math.prod(shapes[key])) for key in sorted(shapes)]
         self.rounds = [
             [[one for one in some if one.map in keys] for some in table]
-            for keys in _rounds(shapes, ROUND * self.size)
+            for keys in map(set, in_rounds(sizes, ROUND * self.size))
         ]
 
     def made(
@@ -330,19 +328,6 @@ class _Exchange:
 
 
 _Ways = dict[int, list[Stretch]]  # rank -> stretches to send to it or to receive from it
-
-
-def _rounds(shapes: dict[Key, tuple[int, int]], room: int) -> Iterator[set[Key]]:
-    """Yield the maps of each round: together at most ``room`` elements, or one larger map."""
-    keys, left = set[Key](), room
-    for key in sorted(shapes):
-        if keys and left < math.prod(shapes[key]):
-            yield keys
-            keys, left = set(), room
-        keys.add(key)
-        left -= math.prod(shapes[key])
-    if keys:
-        yield keys
 
 
 def _assembled(found: dict[Stretch, Tensor]) -> dict[Key, Tensor]:

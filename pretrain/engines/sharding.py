@@ -17,14 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = ("param", *MOMENTS)  # Megatron's names of the fp32 weight and of Adam's moments
+Item = TypeVar("Item")
 # Names layer by layer in the checkpoint for any pipeline split; optimizer state in the model's own
 # shapes.
 SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
@@ -57,21 +59,52 @@ class Held:
     gradient: torch.Tensor | None = None
     clipped: float = 1.0
 
+    @classmethod
+    def of(
+        cls,
+        place: ShardedTensor,
+        flat: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        start: int = 0,
+        numel: int | None = None,
+        offset: int = 0,
+    ) -> Held:
+        """Return the part that begins at element ``offset`` of the optimizer's tensor ``flat``.
 
-def places(
-    model: GPTModel, group: torch.distributed.ProcessGroup
-) -> dict[torch.nn.Parameter, ShardedTensor]:
+        state: the optimizer's state of ``flat``. numel: None for all elements of ``flat``.
+        """
+        size = flat.numel() if numel is None else numel
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().view(-1).narrow(0, offset, size)
+
+        moments = {name: own(state[name]) for name in MOMENTS if name in state}
+        gradient = None if flat.grad is None else own(flat.grad)
+        return cls(place, start, size, {"param": own(flat), **moments}, gradient)
+
+
+def data_parallel_group() -> torch.distributed.ProcessGroup:
+    """Return the ranks that have the same weights, which differ in data or context parallelism."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def places(model: GPTModel) -> dict[torch.nn.Parameter, ShardedTensor]:
     """Return each parameter's location in the checkpoint: a sharded tensor without values.
 
     Call it before the parameters are sharded.
     """
     found = {}
-    for entry in model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group}).values():
+    for entry in model.sharded_state_dict(metadata=sharding_metadata()).values():
         if isinstance(entry, ShardedTensor):
             found[entry.data] = replace(entry, data=None)
     missing = [name for name, parameter in model.named_parameters() if parameter not in found]
     assert not missing and len(found) == len(list(model.parameters())), missing
     return found
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """Return the settings for Megatron's functions that return sharded tensors."""
+    return {**SHARDING, "dp_cp_group": data_parallel_group()}
 
 
 def only_here(place: ShardedTensor) -> ShardedTensor:
@@ -167,6 +200,22 @@ def parts(
         )
         position += numel
     return found
+
+
+def in_rounds(sizes: Iterable[tuple[Item, int]], room: int) -> Iterator[list[Item]]:
+    """Yield items in their order: together at most ``room`` elements, or one larger item.
+
+    sizes: pairs of an item and its number of elements.
+    """
+    found, left = list[Item](), room
+    for item, numel in sizes:
+        if found and left < numel:
+            yield found
+            found, left = [], room
+        found.append(item)
+        left -= numel
+    if found:
+        yield found
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size

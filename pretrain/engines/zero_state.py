@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from fem_megatron.config import ModelConfig
@@ -23,6 +22,8 @@ from pretrain.engines.sharding import (
     MOMENTS,
     Held,
     Read,
+    data_parallel_group,
+    in_rounds,
     largest_part,
     only_here,
     optimizer_state,
@@ -43,7 +44,6 @@ class ZeroState:
     def __init__(self, engine: Any, weights: dict[torch.nn.Parameter, ShardedTensor]) -> None:
         self.engine, self.weights = engine, weights
         self.stage: int = engine.zero_optimization_stage()
-        self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
 
     @property
@@ -59,8 +59,9 @@ class ZeroState:
         for flat in self.flat():
             state = self.adam.state[flat]
             if not state:
+                moments = self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
                 state["step"] = self._step(0, flat)
-                state.update({name: torch.zeros_like(flat) for name in self._moments(flat)})
+                state.update({name: torch.zeros_like(flat) for name in moments})
 
     def connect(self, model: ModelConfig) -> None:
         """Give Muon the parts of its weights that this rank updates; no effect with AdamW.
@@ -75,9 +76,6 @@ class ZeroState:
                 if (place := self._part(parameter))
             ]
             self.adam.connect(model, parts, all_parts=None if self.stage else [parts])
-
-    def _moments(self, flat: torch.Tensor) -> tuple[str, ...]:
-        return self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
 
     def saved(self) -> dict[str, Any]:
         """Return this rank's part of the weights and the optimizer state as sharded tensors.
@@ -100,25 +98,16 @@ class ZeroState:
 
         Each group has its step count and no parameters.
         """
-        defaults = {
-            key: value
-            for key, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items()
-            if key != "params"
-        }
         steps = {float(self.adam.state[flat]["step"]) for flat in self.flat()}
         assert len(steps) == 1, steps
-        ours = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.engine.optimizer.param_groups
-        ]
-        return [
-            {
-                **defaults,
-                **{k: v for k, v in group.items() if k != "bias_correction"},
-                "step": max(steps),
-            }
-            for group in ours
-        ]
+        groups, defaults = [], torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+        for group in self.engine.optimizer.param_groups:
+            stored = {**defaults, **group}
+            stored["step"] = max(steps)
+            del stored["params"]
+            stored.pop("bias_correction", None)
+            groups.append(stored)
+        return groups
 
     @torch.no_grad()
     def restore(self, read: Read, *, model_only: bool) -> None:
@@ -130,7 +119,8 @@ class ZeroState:
         model_only: read only the weights, and also copy them to the fp32 weights.
         """
         self.prepare()
-        for piece in self._pieces():
+        sizes = [(parameter, _numel(place)) for parameter, place in self.weights.items()]
+        for piece in in_rounds(sizes, PIECE):
             given = read(
                 {
                     "model0": {
@@ -174,18 +164,6 @@ class ZeroState:
                     adam.opt_id, step, *rest, weight, gradient, mean, square
                 )
 
-    def _pieces(self) -> Iterator[list[torch.nn.Parameter]]:
-        """Yield lists of parameters of at most PIECE elements together, or one larger parameter."""
-        piece: list[torch.nn.Parameter] = []
-        room = PIECE
-        for parameter, place in self.weights.items():
-            if piece and room < _numel(place):
-                yield piece
-                piece, room = [], PIECE
-            piece.append(parameter)
-            room -= _numel(place)
-        yield piece
-
     def flat(self) -> list[torch.Tensor]:
         """Return the flat tensors of this rank that the optimizer updates."""
         optimizer = self.engine.optimizer
@@ -214,17 +192,9 @@ class ZeroState:
         part, place = self._part(parameter), self.weights[parameter]
         if part is None:
             return None
-        flat, start, numel, offset = part
-        state = {
-            "param": flat,
-            **{name: one for name, one in self.adam.state[flat].items() if name in MOMENTS},
-        }
-        tensors = {
-            name: tensor.detach().view(-1).narrow(0, offset, numel)
-            for name, tensor in state.items()
-        }
-        gradient = None if flat.grad is None else flat.grad.view(-1).narrow(0, offset, numel)
-        return Held(only_here(place) if self.stage else place, start, numel, tensors, gradient)
+        flat, *extent = part
+        place = only_here(place) if self.stage else place
+        return Held.of(place, flat, self.adam.state[flat], *extent)
 
     def updating(self, clipped: float) -> Iterator[Held]:
         """Yield this rank's parts of the parameters that the optimizer is about to update.
@@ -251,7 +221,7 @@ class ZeroState:
         elif self.stage == 3:
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             flat = optimizer.fp32_partitioned_groups_flat[group]
-            start = numel * self.group.rank()
+            start = numel * data_parallel_group().rank()
             numel = min(numel, _numel(place) - start)  # the last ranks have padding
         else:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]

@@ -14,15 +14,16 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pretrain.__main__ import main
+from tests.ranks import records
 
 if TYPE_CHECKING:
     from tests.pretrain.stores import Store
@@ -46,6 +47,8 @@ DEMO_SIZES = (
     "optimizer.min_lr=3e-4",
     "optimizer.warmup_steps=20",
 )
+# No validations within a run, and no layer diagnostics.
+QUIET = ("train.eval_interval=0", "log.diagnostics_interval=0")
 MODULES = (argparse, ast, inspect, json, os, subprocess, textwrap)
 
 
@@ -115,15 +118,57 @@ def store(server: int, request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
+def entered(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The store, with its variables in this process."""
+    for name, value in store.environ.items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
+@pytest.fixture
+def groups() -> Iterator[None]:
+    """Megatron's process groups of one process."""
+    from tests.one_process import megatron_of_one_process
+
+    with megatron_of_one_process():
+        yield
+
+
+def data_of(folder: object, *splits: str) -> list[str]:
+    """Return the overrides for these splits of a data folder; default: training and validation."""
+    named = splits or ("train", "valid")
+    prefixes = [f"data.{split}.0.prefix={folder}/{split}" for split in named]
+    empty = [f"data.{split}=[]" for split in ("train", "valid", "test") if split not in named]
+    return prefixes + empty
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of steps in a run directory."""
+    return [record for record in records(run_dir) if "loss" in record]
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the content of a JSON file in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip one bit of a file; its size, headers and times stay valid."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
 def settings(tiny_data: Path, tmp_path: Path) -> list[str]:
     """Overrides that turn configs/run/demo.yaml into a run of one second on the small data, in a
     separate folder.
     """
     return [
         f"run_dir={tmp_path / 'run'}",
-        f"data.train.0.prefix={tiny_data / 'train'}",
-        f"data.valid.0.prefix={tiny_data / 'valid'}",
-        "data.test=[]",
+        *data_of(tiny_data),
         *SMALL,
     ]
 
@@ -146,7 +191,7 @@ SMALL = [
 
 
 class Command:
-    """Run ``python -m pretrain`` in this process and capture its output."""
+    """Run ``python -m pretrain`` in this process, check its exit code and capture its output."""
 
     def __init__(self, settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         self.settings, self.capsys = settings, capsys
@@ -154,19 +199,31 @@ class Command:
         self.checkpoints = self.run_dir / "checkpoints"
         self.out = self.err = ""
 
-    def __call__(self, *overrides: str, config: str = DEMO) -> int:
+    def __call__(self, *overrides: str, code: int = 0, config: str = DEMO) -> str:
+        """Return the output; of a run that fails, the error output."""
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-        code = main([config, *(self.settings if config == DEMO else ()), *overrides])
+        ended = main([config, *(self.settings if config == DEMO else ()), *overrides])
         assert "LOCAL_RANK" not in os.environ, (
             "the engine gave DeepSpeed one and left it for others"
         )
         self.out, self.err = self.capsys.readouterr()
+        assert ended == code, self.out + self.err
         if len(os.listdir("/proc/self/task")) > MANY_THREADS:
             gc.collect()  # frees the process groups of earlier runs
             # Most remaining objects come from imports: exclude them from the next collection.
             gc.freeze()
-        return code
+        return self.err if code else self.out
+
+    def refused(self, *overrides: str, code: int = 2, config: str = DEMO) -> str:
+        """Return the error output of a run that fails, which is one line."""
+        said = self(*overrides, code=code, config=config)
+        assert said.count("\n") == 1, said
+        return said
+
+    def fork(self, parent: Path | str, new: Path, *overrides: str, code: int = 0) -> str:
+        """Run a fork of ``parent`` in the folder ``new``."""
+        return self(*overrides, "--fork", str(new), code=code, config=str(parent))
 
 
 @pytest.fixture

@@ -21,6 +21,23 @@ from fem_megatron.megatron import platform
 from pretrain.config import load_run
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO
+from tests.ranks import answer
+
+MUON = "optimizer.name=muon"
+TP2 = ["parallel.tensor_model_parallel_size=2"]
+PP2 = ["parallel.pipeline_model_parallel_size=2"]
+SP = ["parallel.sequence_parallel=true"]
+CP2 = ["parallel.context_parallel_size=2"]
+OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
+PLAIN = ["parallel.use_distributed_optimizer=false"]
+
+
+def deepspeed(stage: int) -> list[str]:
+    return ["engine.name=deepspeed", f"engine.zero_stage={stage}"]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,17 @@ def asked(request: pytest.FixtureRequest, test: str, parameter: str) -> list[Any
 def quick_or_slow(names: Iterable[str], quick: Container[str]) -> list[Any]:
     """Return the cases of a parameter, marked slow unless they are among the quick ones."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def run_all(jobs: Iterable[tuple[int, list[Job]]], folder: Path) -> dict[str, Done]:
+    """Run pairs of (number of ranks, jobs), one after another, and return name -> result."""
+    found: dict[str, Done] = {}
+    for number, (world, some) in enumerate(jobs):
+        if some:
+            output = folder / f"ranks{world}.{number}"
+            cache = str(folder / "cache")
+            found |= answer(world, run_jobs, some, cache, output=output, patience=1400)
+    return found
 
 
 def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:

@@ -35,8 +35,9 @@ from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from pretrain.report.loggers import Console
 from pretrain.trainer import Trainer
-from tests.pretrain.conftest import DEMO, Command
-from tests.pretrain.test_checkpoints import same, weights
+from tests.pretrain.conftest import DEMO, QUIET, Command, flip
+from tests.pretrain.jobs import TP2, same
+from tests.pretrain.test_checkpoints import weights
 from tests.ranks import PATIENCE, ended, forked, losses, wait_for_lock, wait_until
 
 
@@ -53,13 +54,6 @@ def _rank_with_a_writer(pipe: Any) -> None:
 
 # Bytes. The tensor files of the small run are larger; all other files are smaller.
 LARGER_THAN_METADATA = 300_000
-
-
-def flip(file: Path, position: int) -> None:
-    """Flip one bit of a file without changing its size and name."""
-    content = bytearray(file.read_bytes())
-    content[position] ^= 4
-    file.write_bytes(content)
 
 
 def steps(pretrain: Command) -> list[str]:
@@ -157,7 +151,7 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(
     """The fault is found while the engine reads. The engine then loads the earlier checkpoint, and
     the run equals an undamaged one.
     """
-    assert pretrain() == 0
+    pretrain()
     expected, last = losses(pretrain.run_dir), weights(pretrain.run_dir)
     newest = pretrain.checkpoints / "step_00000012"
     weight = "decoder.layers.0.mlp.gate_up"
@@ -175,11 +169,9 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(
         weights(pretrain.run_dir)
     (pretrain.run_dir / "progress.json").unlink()  # otherwise the run is complete and reads no file
     monkeypatch.setattr("fem_megatron.megatron.model.start", None)
-    assert pretrain("checkpoint.keep_last=1") == 0
-    assert (
-        f"{newest} is damaged: {file.name}: " in pretrain.out
-        and "step_00000008 at step 8" in pretrain.out
-    )
+    pretrain("checkpoint.keep_last=1")
+    assert f"{newest} is damaged: {file.name}: " in pretrain.out
+    assert "step_00000008 at step 8" in pretrain.out
     assert losses(pretrain.run_dir) == expected and same(weights(pretrain.run_dir), last)
     assert steps(pretrain) == ["damaged_step_00000012", "latest", "step_00000012"]
     assert (pretrain.checkpoints / "damaged_step_00000012" / file.name).read_bytes() == damaged
@@ -189,12 +181,12 @@ def test_a_start_without_a_checkpoint_after_one_that_was_damaged_draws_its_weigh
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine that was created for the checkpoint has no weights and is replaced by another."""
-    assert pretrain("train.steps=4") == 0
+    pretrain("train.steps=4")
     expected = losses(pretrain.run_dir)
     (pretrain.run_dir / "progress.json").unlink()
     flip(pretrain.checkpoints / "step_00000004" / "__0_1.distcp", 400_000)
     monkeypatch.setattr(Checkpoints, "_newest", lambda self: newest_good(self.folder, self.damaged))
-    assert pretrain("train.steps=4") == 0
+    pretrain("train.steps=4")
     assert "step_00000004 is damaged" in pretrain.out and losses(pretrain.run_dir) == expected
 
 
@@ -205,17 +197,15 @@ def test_two_ranks_agree_on_a_flipped_bit(
     """If one rank finds the fault in its tensors, both skip the checkpoint. Uses DeepSpeed's
     engine, which reads in parts.
     """
-    arguments = [DEMO, *settings, "parallel.tensor_model_parallel_size=2", "engine.name=deepspeed"]
+    arguments = [DEMO, *settings, *TP2, "engine.name=deepspeed"]
     assert ended(2, arguments, tmp_path / "first")[0] == [0, 0]
     expected = losses(pretrain.run_dir)
     flip(pretrain.checkpoints / "step_00000012" / "__1_0.distcp", 100_000)
     (pretrain.run_dir / "progress.json").unlink()
     codes, said = ended(2, arguments, tmp_path / "second")
     assert codes == [0, 0], said
-    assert (
-        "step_00000012 is damaged: __1_0.distcp: " in said[0]
-        and "step_00000008 at step 8" in said[0]
-    )
+    assert "step_00000012 is damaged: __1_0.distcp: " in said[0]
+    assert "step_00000008 at step 8" in said[0]
     assert losses(pretrain.run_dir) == expected
 
 
@@ -226,7 +216,7 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
     """A temporary fault of the file system destroys no data: the start is refused, files are
     unchanged, and a later start continues.
     """
-    assert pretrain("train.steps=8", "optimizer.schedule=constant") == 0
+    pretrain("train.steps=8", "optimizer.schedule=constant")
     (pretrain.run_dir / "progress.json").unlink()
     before = steps(pretrain)
     for step in pretrain.checkpoints.glob("step_*"):
@@ -235,35 +225,29 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
             step / "__0_1.distcp", 400_000
         )
     for _ in range(2):
-        assert (
-            pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant", "train.steps=10") == 1
-        )
-        assert (
-            pretrain.err.startswith("pretrain: error: no checkpoint in ")
-            and pretrain.err.count("\n") == 1
-        )
+        pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant", "train.steps=10", code=1)
+        assert pretrain.err.startswith("pretrain: error: no checkpoint in ")
+        assert pretrain.err.count("\n") == 1
         assert "checkpoint.load" in pretrain.err and "run_dir" in pretrain.err
         assert steps(pretrain) == before
     shutil.copytree(pretrain.run_dir / "kept", pretrain.checkpoints, dirs_exist_ok=True)
-    assert pretrain("train.steps=10", "optimizer.schedule=constant") == 0
+    pretrain("train.steps=10", "optimizer.schedule=constant")
     assert "step_00000008 at step 8" in pretrain.out
 
 
 def test_what_its_run_deletes_while_it_is_looked_at_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, there = (
-        save_weights(tmp_path, [("weight", torch.ones(3))], RunConfig(), Progress(1, 1, 1), ""),
-        Path.is_file,
-    )
+    step = save_weights(tmp_path, [("weight", torch.ones(3))], RunConfig(), Progress(1, 1, 1), "")
+    there = Path.is_file
     monkeypatch.setattr(Path, "is_file", lambda path: there(path) and path.unlink() is None)
     assert str(damage(step)).endswith(" is missing")
 
 
 def test_keep_last_deletes_no_damaged_checkpoint(pretrain: Command) -> None:
-    assert pretrain("train.steps=8", "optimizer.schedule=constant") == 0
+    pretrain("train.steps=8", "optimizer.schedule=constant")
     (pretrain.checkpoints / "step_00000004" / "common.pt").unlink()
-    assert pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant") == 0
+    pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant")
     assert steps(pretrain) == ["damaged_step_00000004", "latest", "step_00000012"]
 
 
@@ -300,16 +284,16 @@ EACH_WAY = [
 
 @pytest.mark.parametrize("how", EACH_WAY)
 def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command, how: str) -> None:
-    assert pretrain("train.steps=4", "optimizer.schedule=constant") == 0
+    pretrain("train.steps=4", "optimizer.schedule=constant")
     with largest_file(LARGER_THAN_METADATA):
-        assert pretrain(how, "optimizer.schedule=constant") == 1
+        pretrain(how, "optimizer.schedule=constant", code=1)
     step = pretrain.checkpoints / "step_00000008"
     assert (
         pretrain.err
         == f"pretrain: error: checkpoint {step} cannot be written: File too large (rank 0)\n"
     )
     failed(pretrain.run_dir, step.name)
-    assert pretrain(how, "optimizer.schedule=constant") == 0
+    pretrain(how, "optimizer.schedule=constant")
     assert "step_00000004 at step 4" in pretrain.out
 
 
@@ -320,8 +304,7 @@ def test_training_goes_on_over_a_save_that_fails(
     """Training continues bit for bit for ``max_unsaved_steps`` steps, but not after a failure of
     the last save or of one at a signal.
     """
-    quick = ("train.eval_interval=0", "log.diagnostics_interval=0")
-    assert pretrain(*quick, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_whole") == 0
+    pretrain(*QUIET, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_whole")
     saves, fails, alerts = Trainer._save, {6, 8, 10}, list[str]()
     monkeypatch.setattr(
         Console, "on_alert", lambda ours, title, text: alerts.append(f"{title}: {text}")
@@ -337,8 +320,8 @@ def test_training_goes_on_over_a_save_that_fails(
             trainer.checkpoints.complete(blocking=True, needed=needed)
 
     monkeypatch.setattr(Trainer, "_save", save)
-    limited = (*quick, how, "checkpoint.interval=2")
-    assert pretrain(*limited, "checkpoint.max_unsaved_steps=6") == 0
+    limited = (*QUIET, how, "checkpoint.interval=2")
+    pretrain(*limited, "checkpoint.max_unsaved_steps=6")
     for number in fails:
         told = (
             f"step_{number:08d} cannot be written: File too large (rank 0); training continues, "
@@ -346,18 +329,15 @@ def test_training_goes_on_over_a_save_that_fails(
         )
         assert pretrain.out.count(told) == 1 and sum(told in alert for alert in alerts) == 1
     whole = pretrain.run_dir.with_name(f"{pretrain.run_dir.name}_whole")
-    assert losses(pretrain.run_dir) == losses(whole) and same(
-        weights(pretrain.run_dir), weights(whole)
-    )
+    assert losses(pretrain.run_dir) == losses(whole)
+    assert same(weights(pretrain.run_dir), weights(whole))
     shutil.rmtree(pretrain.run_dir)
-    assert pretrain(*limited, "checkpoint.max_unsaved_steps=5") == 1
-    assert (
-        pretrain.err.endswith("step_00000010 cannot be written: File too large (rank 0)\n")
-        and pretrain.err.count("\n") == 1
-    )
+    pretrain(*limited, "checkpoint.max_unsaved_steps=5", code=1)
+    assert pretrain.err.endswith("step_00000010 cannot be written: File too large (rank 0)\n")
+    assert pretrain.err.count("\n") == 1
     shutil.rmtree(pretrain.run_dir)
     fails.add(12)
-    assert pretrain(*limited, "checkpoint.max_unsaved_steps=100") == 1
+    pretrain(*limited, "checkpoint.max_unsaved_steps=100", code=1)
     assert pretrain.err.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
     assert (
         alerts[-1] == "training failed: " + pretrain.err.removeprefix("pretrain: error: ").rstrip()
@@ -418,9 +398,9 @@ def fill(folder: Path, left: int) -> None:
 def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Command) -> None:
     """The final state is written although no byte is free while the run writes its metrics."""
     run_dir = full / "run"
-    assert pretrain(f"run_dir={run_dir}", "train.steps=4") == 0
+    pretrain(f"run_dir={run_dir}", "train.steps=4")
     fill(full, 0)
-    assert pretrain(f"run_dir={run_dir}") == 1
+    pretrain(f"run_dir={run_dir}", code=1)
     assert "No space left on device" in pretrain.err and pretrain.err.count("\n") == 1
     assert json.loads((run_dir / "progress.json").read_text())["state"] == "failed"
 
@@ -464,7 +444,7 @@ def test_a_writer_that_hangs_does_not_hold_the_run_directory(
             assert list(pretrain.checkpoints.glob(".writing_*"))
         # Stopped processes release the lock only when they are killed.
         wait_for_lock(pretrain.run_dir)
-        assert pretrain("train.steps=5", "checkpoint.interval=0") == 0
+        pretrain("train.steps=5", "checkpoint.interval=0")
         assert steps(pretrain) == ["latest", "step_00000005"]
     finally:
         for pid in pids.iterdir():
@@ -480,7 +460,7 @@ def test_every_file_and_every_tensor_has_a_hash(
 ) -> None:
     """The save also forks no process: a fork copies the page tables of all memory of a rank."""
     monkeypatch.delattr(os, "fork")
-    assert pretrain("train.steps=4") == 0, pretrain.err
+    pretrain("train.steps=4")
     step = pretrain.checkpoints / "step_00000004"
     hashed = set(json.loads((step / MANIFEST).read_text())["sha256"])
     assert {path.name for path in step.iterdir() if path.suffix != ".distcp"} == {*hashed, MANIFEST}

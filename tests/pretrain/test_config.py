@@ -103,9 +103,8 @@ def test_parts_bases_and_overrides_go_over_each_other_in_order(tmp_path: Path) -
     data = load_run(
         path, ["data.train.0.weight=2", "data.valid.0.prefix=v", "data.train.2.prefix=c"]
     ).data
-    assert data.train == (Source("a", 2.0), Source("b", 3.0), Source("c")) and data.valid == (
-        Source("v"),
-    )
+    assert data.train == (Source("a", 2.0), Source("b", 3.0), Source("c"))
+    assert data.valid == (Source("v"),)
 
 
 def test_a_section_may_be_a_file_named_by_its_path(
@@ -179,11 +178,9 @@ def test_a_leading_tilde_is_expanded_in_every_path(
         load_run("~/../run/mine.yaml", [*words, "model=~/model.yaml", stage]),
     ):
         text = str(plain(config))
-        assert (
-            config.run_dir == f"{home}/x"
-            and config.model.hidden_size == 512
-            and text.count(f"'{home}/x'") == len(PATHS)
-        )
+        assert config.run_dir == f"{home}/x"
+        assert config.model.hidden_size == 512
+        assert text.count(f"'{home}/x'") == len(PATHS)
         assert "~" not in text
     config = load_run(
         path,
@@ -311,10 +308,8 @@ def test_a_warm_up_that_is_a_share_fits_a_run_of_any_length() -> None:
         0,
     ]
     assert warmup() == 15 and warmup("train.steps=5", "optimizer.warmup_fraction=0.99") == 4
-    assert (
-        warmup("optimizer.warmup_steps=0") == 0
-        and warmup(f"optimizer.warmup_tokens={7 * 4 * 256}") == 7
-    )
+    assert warmup("optimizer.warmup_steps=0") == 0
+    assert warmup(f"optimizer.warmup_tokens={7 * 4 * 256}") == 7
     with pytest.raises(
         ConfigError, match="optimizer.warmup_steps = 15 does not fit: .* the largest that fits: 4"
     ):
@@ -379,10 +374,8 @@ def test_an_unwritable_run_directory_is_told_without_torch(
     done = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True
     )
-    assert (
-        done.returncode == 2
-        and f"run_dir = {folder / 'deeper' / 'run'}: {folder} is not" in done.stderr
-    )
+    assert done.returncode == 2
+    assert f"run_dir = {folder / 'deeper' / 'run'}: {folder} is not" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -21,15 +21,10 @@ from pretrain.data.staging import Staged
 from pretrain.data.store_reader import StoreReader
 from pretrain.plan.run_plan import forward_flops, make_plan
 from pretrain.validate import prepare
-from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO
 from tests.pretrain.data_folder import write_folder, write_pair
 
-
-@pytest.fixture(autouse=True)
-def groups() -> Iterator[None]:
-    with megatron_of_one_process():
-        yield
+pytestmark = pytest.mark.usefixtures("groups")
 
 
 def build(settings: list[str], cache: Path, samples: int, vocab_size: int = 512) -> Any:
@@ -77,10 +72,8 @@ def test_position_is_exact_and_a_longer_request_keeps_the_order(
     """
     train, longer = build(settings, tmp_path, 40), build(settings, tmp_path, 60)
     assert all(np.array_equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(40))
-    whole, later = (
-        batches(train, 0, 2, torch.device("cpu")),
-        batches(train, 12, 2, torch.device("cpu")),
-    )
+    whole = batches(train, 0, 2, torch.device("cpu"))
+    later = batches(train, 12, 2, torch.device("cpu"))
     seen = [next(whole) for _ in range(6)]
     for _ in range(5):
         a, b = next(whole), next(later)
@@ -123,17 +116,15 @@ def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_pa
         wanted, batch = next(plain), next(separate)
         context = batch.pop("context")
         mask = wanted.pop("loss_mask") * (wanted["tokens"] != end)
-        assert torch.equal(batch.pop("loss_mask"), mask) and all(
-            torch.equal(batch[key], wanted[key]) for key in wanted
-        )
+        assert torch.equal(batch.pop("loss_mask"), mask)
+        assert all(torch.equal(batch[key], wanted[key]) for key in wanted)
         expected = torch.zeros_like(wanted["tokens"])
         for t in range(1, expected.shape[1]):
             expected[:, t] = torch.where(
                 wanted["tokens"][:, t - 1] == end, 0, expected[:, t - 1] + 1
             )
-        assert torch.equal(context.positions, expected.T) and torch.equal(
-            context.documents.positions, expected.T
-        )
+        assert torch.equal(context.positions, expected.T)
+        assert torch.equal(context.documents.positions, expected.T)
         assert (expected[:, 1:] == 0).any()
     assert Ends.of(DataConfig(), end) is None
     joined = Ends.of(DataConfig(reset_positions=True), end)

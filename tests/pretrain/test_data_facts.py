@@ -4,7 +4,6 @@ and configuration.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,11 +16,10 @@ from fem_common.errors import ConfigError
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import Contents, check_contents, check_data
 from pretrain.validate import prepare
+from tests.pretrain.conftest import DEMO, data_of, edit, flip
 from tests.pretrain.data_folder import write_folder, write_pair
 from tests.wording import Wording
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "run"
-DEMO = CONFIGS / "demo.yaml"
 EOD = 499  # id of the end-of-document token in the tokenizer of `write_folder`
 
 
@@ -29,8 +27,7 @@ def run_on(folder: Path, *overrides: str) -> RunConfig:
     """Return the demo's configuration with ``folder`` as its data."""
     return load_run(
         DEMO,
-        [f"data.{split}.0.prefix={folder / split}" for split in ("train", "valid", "test")]
-        + list(overrides),
+        data_of(folder, "train", "valid", "test") + list(overrides),
     )
 
 
@@ -56,9 +53,8 @@ def folder(tmp_path: Path) -> Path:
 def test_the_data_fills_in_vocabulary_and_tokenizer(folder: Path) -> None:
     prepared = prepare(run_on(folder), 1)
     assert prepared.facts is not None
-    assert prepared.config.model.vocab_size == 500 and prepared.config.data.tokenizer == str(
-        folder / "tokenizer"
-    )
+    assert prepared.config.model.vocab_size == 500
+    assert prepared.config.data.tokenizer == str(folder / "tokenizer")
     assert prepared.facts.tokens == {"train": 900, "valid": 900, "test": 900}
     assert prepared.facts.eod_id == 499 and prepared.facts.bytes_per_token() == 4.0
     assert [source.documents for source in prepared.facts.sources] == [2, 2, 2]
@@ -94,11 +90,9 @@ def test_a_vocabulary_may_be_given_without_a_manifest_or_come_from_the_named_tok
     facts = check_data(run_on(folder, "model.vocab_size=500"))
     assert facts.vocab_size is None and facts.bytes_per_token() is None
     named = prepare(run_on(folder, f"data.tokenizer={folder / 'tokenizer'}"), 1)
-    assert (
-        named.config.model.vocab_size == 500
-        and named.facts is not None
-        and named.facts.eod_id == 499
-    )
+    assert named.config.model.vocab_size == 500
+    assert named.facts is not None
+    assert named.facts.eod_id == 499
 
 
 def test_a_plan_needs_no_data_where_the_vocabulary_is_given(tmp_path: Path) -> None:
@@ -110,22 +104,8 @@ def test_a_plan_needs_no_data_where_the_vocabulary_is_given(tmp_path: Path) -> N
         prepare(run_on(missing, "model.vocab_size=500"), 1)
 
 
-def edit(path: Path, change: Callable[[Any], object]) -> None:
-    """Change a JSON file in place."""
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 def written(path: Path, text: str) -> None:
     path.write_text(text)
-
-
-def flip(path: Path, place: int) -> None:
-    """Flip one bit of a file; its size, headers and times stay valid."""
-    raw = bytearray(path.read_bytes())
-    raw[place] ^= 1
-    path.write_bytes(raw)
 
 
 def without_manifest(
@@ -151,7 +131,7 @@ def beside(
     return [f"data.{key}={other / name}"]
 
 
-def anew(folder: Path, **changes: Any) -> None:
+def refilled(folder: Path, **changes: Any) -> None:
     write_folder(folder, **changes)
 
 
@@ -187,7 +167,7 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "no tokenizer": lambda folder: [f"data.tokenizer={folder}"],
     "another end of documents": lambda folder: beside(folder, eod=3),
     "nobody tells the vocabulary": lambda folder: (folder / MANIFEST).unlink(),
-    "too narrow a dtype": lambda folder: anew(folder, vocab_size=70_000),
+    "too narrow a dtype": lambda folder: refilled(folder, vocab_size=70_000),
     "not the recorded dtype": lambda folder: edit(
         folder / MANIFEST, lambda manifest: manifest.update(dtype="int32")
     ),
@@ -252,10 +232,8 @@ def test_a_source_is_in_a_blend_once_by_whatever_path(folder: Path, way: str, st
     elif "copy" in way:
         shutil.copytree(folder, other)
         (other / "manifest.json").unlink() if "without" in way else None
-    pair, blend = (
-        [f"{{prefix: {place / 'train'}}}" for place in (folder, other)],
-        "data.train=[{}, {}]",
-    )
+    pair = [f"{{prefix: {place / 'train'}}}" for place in (folder, other)]
+    blend = "data.train=[{}, {}]"
     if staged:
         data = [", ".join(pair)] if staged == "one stage" else pair
         stages = ", ".join(
@@ -333,9 +311,8 @@ def test_documents_that_do_not_end_in_eod_are_refused_where_ends_matter(
                     None,
                     plan_only=True,
                 )
-            assert f"= {place}: document " in str(caught.value) and "ends in token 17, but" in str(
-                caught.value
-            )
+            assert f"= {place}: document " in str(caught.value)
+            assert "ends in token 17, but" in str(caught.value)
         write_pair(place, documents({}, count))
     wording(str(caught.value))
     write_pair(folder / "train", documents({299: 17}))

@@ -20,21 +20,28 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import load_full_model_state
-from tests.pretrain.conftest import DEMO, SMALL
-from tests.pretrain.jobs import Done, Job, asked, engine_of, micro_batches, quick_or_slow, run_jobs
+from tests.pretrain.conftest import DEMO, SMALL, data_of
+from tests.pretrain.jobs import (
+    MUON,
+    PP2,
+    SP,
+    TP2,
+    Done,
+    Job,
+    asked,
+    deepspeed,
+    engine_of,
+    micro_batches,
+    quick_or_slow,
+    run_all,
+    same,
+)
 from tests.ranks import answer, finished, losses
 
-TP2 = ["parallel.tensor_model_parallel_size=2"]
-SP = ["parallel.sequence_parallel=true"]
 STAGES = (0, 1, 2, 3)
 # Steps before the start; steps after it until the first checkpoint; steps after it in total.
 BEFORE, FIRST, STEPS = 4, 2, 4
 pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all cases
-
-
-def deepspeed(stage: int) -> list[str]:
-    return ["engine.name=deepspeed", f"engine.zero_stage={stage}"]
-
 
 # Split every parameter. At the default threshold of 1e5 elements, no parameter of this small model
 # would be split.
@@ -83,21 +90,16 @@ MOVES: list[tuple[str, int, list[str]]] = [
     ("TP2 x DP2, stage 2", 2, TP2 + deepspeed(1)),
     ("TP2 x DP2, stage 2", 2, deepspeed(2)),
     ("DP2, stage 1", 2, TP2 + SP + deepspeed(3)),
-    ("TP2 x DP2 + SP, split, recompute", 2, ["parallel.pipeline_model_parallel_size=2"]),
+    ("TP2 x DP2 + SP, split, recompute", 2, PP2),
     ("DP2, stage 3", 1, []),
 ]
 QUICK_RESUMED, QUICK_MOVES = ("bf16 DP2, stage 3", "DP2, stage 1", "TP2 x DP2, stage 2"), (3, 4, 6)
 
 
 def settings_of(data: Path) -> list[str]:
-    base = [
-        f"data.train.0.prefix={data / 'train'}",
-        f"data.valid.0.prefix={data / 'valid'}",
-        "data.test=[]",
-        *SMALL,
-    ]
     return [
-        *base,
+        *data_of(data),
+        *SMALL,
         "model.tie_embeddings=false",
         "data.seq_length=16",
         "train.precision=fp32",
@@ -125,49 +127,22 @@ def results(
     starts: list[Job] = []
     for start, more in {"megatron": [], "bf16 megatron": [BF16]}.items():
         if start == "megatron" or any(name.startswith("bf16") for name in names):
-            starts.append(
-                Job(
-                    start,
-                    [*base, *more, f"run_dir={folder / start}"],
-                    BEFORE + STEPS,
-                    save_after=BEFORE,
-                )
-            )
+            there = [*base, *more, f"run_dir={folder / start}"]
+            starts.append(Job(start, there, BEFORE + STEPS, save_after=BEFORE))
     jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}  # in this order: no move is to more ranks
     for name in names:
-        (world, settings), start = (
-            CASES[name],
-            "bf16 megatron" if name.startswith("bf16") else "megatron",
-        )
+        world, settings = CASES[name]
+        start = str(folder / ("bf16 megatron" if name.startswith("bf16") else "megatron"))
         there = [*base, *settings, f"run_dir={folder / name}"]
-        jobs[world].append(
-            Job(
-                name,
-                there,
-                STEPS,
-                load=str(folder / start),
-                save_after=FIRST if name in saved else None,
-            )
-        )
+        save_after = FIRST if name in saved else None
+        jobs[world].append(Job(name, there, STEPS, load=start, save_after=save_after))
         if name in resumed:
-            jobs[world].append(
-                Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name))
-            )
+            again = Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name))
+            jobs[world].append(again)
     for number, (name, world, settings) in moves.items():
         there = [*base, *settings, f"run_dir={folder / f'move {number}'}"]
         jobs[world].append(Job(f"move {number}", there, STEPS - FIRST, load=str(folder / name)))
-    found: dict[str, Done] = {}
-    for number, (world, some) in enumerate([(1, starts), *jobs.items()]):
-        if some:
-            found |= answer(
-                world,
-                run_jobs,
-                some,
-                str(folder / "cache"),
-                output=folder / f"ranks{world}.{number}",
-                patience=1400,
-            )
-    return found
+    return run_all([(1, starts), *jobs.items()], folder)
 
 
 @pytest.mark.parametrize("name", quick_or_slow(CASES, QUICK))
@@ -252,7 +227,7 @@ def _look(engine: Any) -> dict[str, Any]:
     before = _tensors(engine)
     skipped.append(step(16, math.nan))
     skipped.append(step(20, 0.0))
-    untouched = _same(before, _tensors(engine))
+    untouched = same(before, _tensors(engine))
     # Change one number of the loss: all gradients are finite until this rank makes them infinite or
     # NaN.
     forward = engine._forward
@@ -261,9 +236,9 @@ def _look(engine: Any) -> dict[str, Any]:
     )(*forward(batch))
     skipped.append(step(24))
     engine._forward = forward
-    untouched = untouched and _same(before, _tensors(engine))
+    untouched = untouched and same(before, _tensors(engine))
     skipped.append(step(32))
-    moved = not _same(before, _tensors(engine))
+    moved = not same(before, _tensors(engine))
     saved = engine.sharded_state()
     engine.restore(lambda asked: _filled(asked, saved))
     restored = steps()
@@ -293,10 +268,6 @@ def _entries(state: Any) -> Iterator[ShardedTensor]:
 def _tensors(engine: Any) -> dict[str, torch.Tensor]:
     """Return the contents of a checkpoint by their stored names."""
     return {entry.key: entry.data.clone() for entry in _entries(engine.sharded_state())}
-
-
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -357,7 +328,7 @@ GUARDED: dict[str, list[str]] = {
     "bf16 stage 3": [*SPLIT, BF16],
     "stage 2, offload": [*deepspeed(2), "engine.offload_optimizer=true"],
     "stage 3, all offloaded": OFFLOADED,
-    "stage 2, muon": [*deepspeed(2), "optimizer.name=muon"],
+    "stage 2, muon": [*deepspeed(2), MUON],
 }
 QUICK_GUARDED = ("stage 0", "stage 2", "bf16 stage 1", "bf16 stage 3")
 
@@ -387,7 +358,7 @@ def skip_one(settings: list[str], names: list[str]) -> dict[str, dict[str, Any]]
             ):
                 steps.append(engine.train_step(micro_batches(16, weight), 8, unwanted=judge))
                 states.append(_tensors(engine))
-            moved = [not _same(*pair) for pair in itertools.pairwise(states)]
+            moved = [not same(*pair) for pair in itertools.pairwise(states)]
             found[name] = {
                 "steps": [(one.loss, one.grad_norm, one.skipped) for one in steps],
                 "asked": [*heard],
@@ -418,9 +389,8 @@ def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(
     """
     found = skips[name]
     first, skipped, taken, empty = found["steps"]
-    assert [first[2], skipped[2], taken[2], empty[2]] == [False, True, False, True] and found[
-        "moved"
-    ] == [False, True, False]
+    assert [first[2], skipped[2], taken[2], empty[2]] == [False, True, False, True]
+    assert found["moved"] == [False, True, False]
     assert all(map(math.isnan, empty[:2]))
     assert found["asked"] == [first[:2], skipped[:2]], "once a step, with what the step tells"
     assert skipped[:2] == taken[:2] != first[:2]

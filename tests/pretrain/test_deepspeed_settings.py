@@ -74,10 +74,8 @@ def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration(
         "stage3_max_live_parameters": 10,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     }
-    assert (
-        wanted.items() <= zero["zero_optimization"].items()
-        and "offload_param" not in zero["zero_optimization"]
-    )
+    assert wanted.items() <= zero["zero_optimization"].items()
+    assert "offload_param" not in zero["zero_optimization"]
 
 
 def test_a_recipe_for_the_other_engine_needs_nothing_else_changed() -> None:

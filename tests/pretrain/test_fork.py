@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,33 +16,16 @@ from fem_common.files import sha256
 from pretrain.checkpoint.folder import MANIFEST, find
 from pretrain.config import load_run
 from pretrain.run_directory import FORK
-from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.conftest import DEMO, QUIET, Command, edit, steps_of
 from tests.ranks import losses
 from tests.wording import Wording
 from tools.checkpoint.__main__ import main as checkpoint
 
-WSD = (
-    "optimizer.schedule=wsd",
-    "optimizer.decay_steps=4",
-    "train.eval_interval=0",
-    "log.diagnostics_interval=0",
-)
+WSD = ("optimizer.schedule=wsd", "optimizer.decay_steps=4", *QUIET)
 
 
 def step_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
-
-
-def fork(pretrain: Command, parent: Path, new: Path, *overrides: str) -> int:
-    return pretrain(*overrides, "--fork", str(new), config=str(parent))
-
-
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [
-        record
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-        if "loss" in (record := json.loads(line))
-    ]
 
 
 @pytest.mark.parametrize("engine", ["megatron", pytest.param("deepspeed", marks=pytest.mark.slow)])
@@ -55,21 +37,22 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
     """
     trunk, straight, decay = pretrain.run_dir, tmp_path / "straight", tmp_path / "decay"
     base = (*WSD, f"engine.name={engine}")
-    assert pretrain(*base, "train.steps=10", f"run_dir={straight}") == 0
-    assert pretrain(*base, "checkpoint.keep_last=1", "checkpoint.keep=[4,6]") == 0
+    pretrain(*base, "train.steps=10", f"run_dir={straight}")
+    pretrain(*base, "checkpoint.keep_last=1", "checkpoint.keep=[4,6]")
     assert sorted((trunk / "checkpoints").glob("step_*")) == [
         step_of(trunk, step) for step in (4, 6, 12)
     ]
     whole = ("train.steps=10", "checkpoint.keep_last=3")
     wanted = {step: told for step, told in losses(straight).items() if step > 4}
-    assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0, pretrain.err
+    pretrain.fork(step_of(trunk, 4), decay, *whole)
     assert "forked from" in pretrain.out and losses(decay) == wanted
     assert losses(decay)[8] != losses(trunk)[8]  # the decay of the trunk has not begun
     shutil.rmtree(step_of(decay, 10))
-    assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0
+    pretrain.fork(step_of(trunk, 4), decay, *whole)
     assert "resumed from" in pretrain.out and losses(decay) == wanted
     shutil.rmtree(decay / "checkpoints")
-    assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0 and losses(decay) == wanted
+    pretrain.fork(step_of(trunk, 4), decay, *whole)
+    assert losses(decay) == wanted
     record = json.loads((decay / FORK).read_text())
     parent = step_of(trunk, 4)
     assert record == {
@@ -92,24 +75,19 @@ def test_another_validation_set_or_none_changes_no_training_step(
         "log.diagnostics_interval=0",
     )
     another, none = f"data.valid=[{{prefix: {tiny_data / 'train'}}}]", "data.valid=[]"
-    assert pretrain(*base, "train.steps=6", f"run_dir={tmp_path / 'straight'}") == 0
+    pretrain(*base, "train.steps=6", f"run_dir={tmp_path / 'straight'}")
     wanted = losses(tmp_path / "straight")
-    assert pretrain(*base, "train.steps=2") == 0
-    assert fork(pretrain, pretrain.run_dir, tmp_path / "fork", *base, "train.steps=4", another) == 0
-    assert (
-        losses(tmp_path / "fork") == {step: wanted[step] for step in (3, 4)}
-        and "its data differs" not in pretrain.out
-    )
-    assert pretrain(*base, "train.steps=4", none) == 0, pretrain.err
+    pretrain(*base, "train.steps=2")
+    pretrain.fork(pretrain.run_dir, tmp_path / "fork", *base, "train.steps=4", another)
+    assert losses(tmp_path / "fork") == {step: wanted[step] for step in (3, 4)}
+    assert "its data differs" not in pretrain.out
+    pretrain(*base, "train.steps=4", none)
     manifest = step_of(pretrain.run_dir, 4) / MANIFEST
-    told = json.loads(manifest.read_text())
-    del told["training_data"]
-    manifest.write_text(json.dumps(told))
-    assert (
-        pretrain(*base, "train.steps=6") == 2
-        and "data.valid, which its older manifest does not distinguish" in pretrain.err
-    )
-    assert pretrain(*base, "train.steps=6", none) == 0 and losses(pretrain.run_dir) == wanted
+    edit(manifest, lambda content: content.pop("training_data"))
+    pretrain(*base, "train.steps=6", code=2)
+    assert "data.valid, which its older manifest does not distinguish" in pretrain.err
+    pretrain(*base, "train.steps=6", none)
+    assert losses(pretrain.run_dir) == wanted
 
 
 def test_a_fork_of_other_data_length_batch_and_schedule(
@@ -118,9 +96,9 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     """It starts at the first sample of its own order, continues the token count, has a new warm-up,
     and resumes bit for bit.
     """
-    assert pretrain("train.steps=4", *WSD[2:]) == 0
+    pretrain("train.steps=4", *QUIET)
     new, fresh, last = tmp_path / "new", tmp_path / "fresh", tmp_path / "last"
-    other = ("data.seq_length=64", "train.global_batch_size=6", *WSD[2:])
+    other = ("data.seq_length=64", "train.global_batch_size=6", *QUIET)
     whole = (
         *other,
         "train.steps=12",
@@ -128,25 +106,22 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
         "optimizer.warmup_steps=2",
         "optimizer.schedule=linear",
     )
-    assert fork(pretrain, pretrain.run_dir, new, *whole) == 0, pretrain.err
+    pretrain.fork(pretrain.run_dir, new, *whole)
     told = [
         line
         for line in pretrain.out.splitlines()
         if line.startswith(("different from", "its data"))
     ]
     wording("\n".join(told))
-    assert (
-        pretrain(
-            *other,
-            "train.steps=1",
-            "optimizer.warmup_steps=0",
-            f"run_dir={fresh}",
-            f"checkpoint.load={pretrain.run_dir}",
-        )
-        == 0
+    pretrain(
+        *other,
+        "train.steps=1",
+        "optimizer.warmup_steps=0",
+        f"run_dir={fresh}",
+        f"checkpoint.load={pretrain.run_dir}",
     )
     assert losses(new)[5][0] == losses(fresh)[1][0]
-    curve = {record["step"]: record for record in lines(new)}
+    curve = {record["step"]: record for record in steps_of(new)}
     assert list(curve) == list(range(5, 13))
     assert [curve[step]["consumed_tokens"] for step in (5, 12)] == [
         4 * 4 * 32 + n * 6 * 64 for n in (1, 8)
@@ -162,19 +137,16 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
     ) == (4, 8, 8, 8 * 6)
     shutil.rmtree(step_of(new, 12))
     wanted = losses(new)
-    assert fork(pretrain, pretrain.run_dir, new, *whole) == 0 and losses(new) == wanted
+    pretrain.fork(pretrain.run_dir, new, *whole)
+    assert losses(new) == wanted
     # A fork of a fork.
-    assert (
-        fork(
-            pretrain,
-            new,
-            last,
-            "train.tokens=4000",
-            "train.steps=null",
-            "optimizer.from_step=0",
-            "optimizer.warmup_steps=0",
-        )
-        == 0
+    pretrain.fork(
+        new,
+        last,
+        "train.tokens=4000",
+        "train.steps=null",
+        "optimizer.from_step=0",
+        "optimizer.warmup_steps=0",
     )
     assert find(last).progress.step == 12 + -(-(4000 - 512 - 8 * 6 * 64) // (6 * 64))
     assert losses(last)[13] != losses(new)[12] and find(last).progress.order_begin == 8
@@ -185,11 +157,9 @@ def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: 
     """The demo trains into runs/demo/fem, while its file names runs/demo/mixers/{mixer}. Another
     model or name is not the run.
     """
-    short, demo, new = (
-        ("train.steps=1", "optimizer.warmup_steps=0", *WSD[2:]),
-        tmp_path / "demo",
-        tmp_path / "new",
-    )
+    short = ("train.steps=1", "optimizer.warmup_steps=0", *QUIET)
+    demo = tmp_path / "demo"
+    new = tmp_path / "new"
     file = tmp_path / "demo.yaml"
     file.write_text(
         dump_yaml(load_run(DEMO, [*pretrain.settings, *short, f"run_dir={demo}/mixers/{{mixer}}"]))
@@ -201,15 +171,13 @@ def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: 
         "mixers/named": ("name=another",),
     }
     for number, (run, more) in enumerate(runs.items()):
-        assert pretrain(*short, *more, f"run_dir={demo / run}") == 0
+        pretrain(*short, *more, f"run_dir={demo / run}")
         os.utime(step_of(demo / run, 1) / MANIFEST, (number, number))
-    assert fork(pretrain, file, new, "train.steps=2") == 0, pretrain.err
-    assert (
-        f"forked from {step_of(demo / 'fem', 1)} at step 1" in pretrain.out
-        and "the newest run of demo" in pretrain.err
-    )
-    assert pretrain(config=str(file)) == 0
-    assert fork(pretrain, file, tmp_path / "newer", "train.steps=2") == 0
+    pretrain.fork(file, new, "train.steps=2")
+    assert f"forked from {step_of(demo / 'fem', 1)} at step 1" in pretrain.out
+    assert "the newest run of demo" in pretrain.err
+    pretrain(config=str(file))
+    pretrain.fork(file, tmp_path / "newer", "train.steps=2")
     assert f"forked from {step_of(demo / 'mixers/fem_softmax', 1)}" in pretrain.out
 
 
@@ -218,31 +186,28 @@ def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wordi
     """Only RoPE scaling of the model and the sequence length change; weights and moments continue.
     So does a run from the weights only.
     """
-    assert pretrain("train.steps=4", *WSD[2:]) == 0
-    long = ("data.seq_length=64", "train.steps=6", "optimizer.warmup_steps=0", *WSD[2:])
+    pretrain("train.steps=4", *QUIET)
+    long = ("data.seq_length=64", "train.steps=6", "optimizer.warmup_steps=0", *QUIET)
     yarn = "model.rope_scaling={kind: yarn, factor: 2, original_length: 32}"
     new, loaded, plain = tmp_path / "new", tmp_path / "loaded", tmp_path / "plain"
-    assert fork(pretrain, pretrain.run_dir, new, *long, yarn) == 0, pretrain.err
+    pretrain.fork(pretrain.run_dir, new, *long, yarn)
     wording(
         "\n".join(line for line in pretrain.out.splitlines() if line.startswith("different from"))
     )
-    assert fork(pretrain, pretrain.run_dir, plain, *long) == 0
-    assert (
-        pretrain(
-            *long, "train.steps=1", yarn, f"run_dir={loaded}", f"checkpoint.load={pretrain.run_dir}"
-        )
-        == 0
+    pretrain.fork(pretrain.run_dir, plain, *long)
+    pretrain(
+        *long, "train.steps=1", yarn, f"run_dir={loaded}", f"checkpoint.load={pretrain.run_dir}"
     )
     assert losses(new)[5][0] == losses(loaded)[1][0] != losses(plain)[5][0]
-    assert fork(pretrain, pretrain.run_dir, tmp_path / "base", *long, "model.rope_base=500000") == 2
+    pretrain.fork(pretrain.run_dir, tmp_path / "base", *long, "model.rope_base=500000", code=2)
     wording(pretrain.err.strip().splitlines()[-1])
     # A resumed run, not a fork.
-    assert pretrain(*long, yarn, "train.steps=8", "data.seq_length=32") == 2
+    pretrain(*long, yarn, "train.steps=8", "data.seq_length=32", code=2)
     wording(pretrain.err.strip().splitlines()[-1])
 
 
 def test_what_is_no_fork_is_refused(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
-    assert pretrain("train.steps=4", *WSD[2:]) == 0
+    pretrain("train.steps=4", *QUIET)
     run, new, merged = pretrain.run_dir, tmp_path / "new", tmp_path / "merged"
     assert checkpoint(["merge", str(run), "--out", str(merged)]) == 0
     for parent, out, *overrides in (
@@ -257,6 +222,6 @@ def test_what_is_no_fork_is_refused(pretrain: Command, tmp_path: Path, wording: 
         (DEMO, new, "train.steps=8", f"run_dir={tmp_path / 'nowhere'}"),
         (DEMO, new, "train.steps=8", f"run_dir={merged}"),
     ):
-        assert fork(pretrain, Path(parent), out, *overrides) == 2
+        pretrain.fork(Path(parent), out, *overrides, code=2)
         wording(pretrain.err.strip().splitlines()[-1])
     assert not (new / "checkpoints").exists()

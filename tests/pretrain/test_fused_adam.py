@@ -5,7 +5,6 @@ behaviour on a GPU.
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +20,12 @@ from pretrain.checkpoint.folder import MANIFEST
 from pretrain.checkpoint.reader import read_common
 from pretrain.config import OptimizerConfig
 from pretrain.engines.building import fuse
-from tests.pretrain.conftest import Command
-from tests.pretrain.jobs import quick_or_slow
-from tests.pretrain.test_deepspeed import deepspeed
+from tests.pretrain.conftest import Command, edit
+from tests.pretrain.jobs import MUON, deepspeed, quick_or_slow
 from tests.pretrain.test_rehearsal import ON_A_GPU, PLAIN, config_of
+from tests.pretrain.test_resume import groups_of
 from tests.ranks import answer, losses
 
-MUON = "optimizer.name=muon"
 WHOLE = "parallel.use_distributed_optimizer=false"
 RUNS: dict[str, list[str]] = {
     "distributed, bf16": ["train.precision=bf16"],
@@ -44,33 +42,27 @@ def test_a_checkpoint_of_an_unfused_adam_resumes_fused_and_to_the_bit(
 
     The two forms differ by rounding, so the state itself comes from a fused one.
     """
-    assert pretrain(*RUNS[name]) == 0
+    pretrain(*RUNS[name])
     wanted = losses(pretrain.run_dir)
     step = pretrain.checkpoints / "step_00000004"
     for later in ("step_00000008", "step_00000012"):
         shutil.rmtree(pretrain.checkpoints / later)
     common = read_common(step)
-    for group in groups_of(common):
+    for group in groups_of(common["optimizer"]):
         assert group["fused"] is True
         group["fused"] = None
     torch.save(common, step / "common.pt")
-    manifest = json.loads((step / MANIFEST).read_text())
-    manifest["files"]["common.pt"] = (step / "common.pt").stat().st_size
-    manifest["sha256"]["common.pt"] = sha256(step / "common.pt")
-    (step / MANIFEST).write_text(json.dumps(manifest))
-    assert pretrain(*RUNS[name]) == 0 and "at step 4" in pretrain.out
+
+    def recorded(manifest: dict[str, Any]) -> None:
+        manifest["files"]["common.pt"] = (step / "common.pt").stat().st_size
+        manifest["sha256"]["common.pt"] = sha256(step / "common.pt")
+
+    edit(step / MANIFEST, recorded)
+    pretrain(*RUNS[name])
+    assert "at step 4" in pretrain.out
     assert losses(pretrain.run_dir) == wanted
-    last = groups_of(read_common(pretrain.checkpoints / "step_00000012"))
+    last = groups_of(read_common(pretrain.checkpoints / "step_00000012")["optimizer"])
     assert len(last) > 1 and all(group["fused"] is True for group in last)
-
-
-def groups_of(common: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; Megatron's plain optimizer in fp32 stores them one level
-    higher.
-    """
-    optimizer = common["optimizer"]
-    groups: list[dict[str, Any]] = optimizer.get("optimizer", optimizer)["param_groups"]
-    return groups
 
 
 def test_steps_are_on_their_parameters_device() -> None:
@@ -100,9 +92,8 @@ def test_steps_are_on_their_parameters_device() -> None:
     muon.prepare()
     for adam in (loaded, split.adam, muon):
         steps = [state["step"] for state in adam.state.values()]
-        assert steps and {(step.device.type, step.dtype) for step in steps} == {
-            ("meta", torch.float32)
-        }
+        assert steps
+        assert {(step.device.type, step.dtype) for step in steps} == {("meta", torch.float32)}
         assert all(settings["fused"] for settings in (adam.defaults, *adam.param_groups))
     flat = weight()
     inner = SimpleNamespace(optimizer=torch.optim.AdamW([flat], fused=True))

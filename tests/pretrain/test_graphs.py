@@ -28,8 +28,7 @@ from pretrain.engines.building import destroy_model_parallel, initialize_model_p
 from pretrain.rehearsal.steps import rehearse
 from pretrain.run import make_engine
 from pretrain.schedule import Schedule
-from tests.pretrain.jobs import micro_batches
-from tests.pretrain.test_parity import OVERLAP, SP, TP2
+from tests.pretrain.jobs import OVERLAP, SP, TP2, micro_batches
 from tests.pretrain.test_rehearsal import ON_A_GPU, STEADY, config_of
 from tests.ranks import answer
 

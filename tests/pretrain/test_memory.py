@@ -27,8 +27,8 @@ from pretrain.config import (
 )
 from pretrain.plan.memory import head_activations, layer_activations
 from pretrain.plan.run_plan import make_plan
-from tests.pretrain.conftest import SMALL
-from tests.pretrain.jobs import Job, quick_or_slow, run_jobs
+from tests.pretrain.conftest import SMALL, data_of
+from tests.pretrain.jobs import CP2, PP2, SP, TP2, Job, deepspeed, quick_or_slow, run_jobs
 from tests.ranks import answer
 
 SEQUENCES, LENGTH = 2, 64
@@ -132,9 +132,8 @@ def kept_bytes(config: RunConfig) -> float:
     assert loss.requires_grad
     sent = sum(one.host.nbytes for one in gc.get_objects() if isinstance(one, Sent))
     here = sum(size for pointer, size in storages.items() if pointer not in own)
-    assert bool(sent) == config.train.offload_activations and (
-        not sent or here < head_bytes(config) * tokens.numel() * 1.01
-    )
+    assert bool(sent) == config.train.offload_activations
+    assert not sent or here < head_bytes(config) * tokens.numel() * 1.01
     return (sent + here) / tokens.numel()
 
 
@@ -225,10 +224,8 @@ def measure_peak(config: RunConfig) -> int:
     initialize_model_parallel(config)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     engine = make_engine(config, Schedule.of(config))
-    sequences, length = (
-        config.train.micro_batch_size,
-        config.data.seq_length // config.parallel.context_parallel_size,
-    )
+    sequences = config.train.micro_batch_size
+    length = config.data.seq_length // config.parallel.context_parallel_size
     tokens = torch.randint(config.model.vocab_size or 1, (sequences, length + 1))
     positions = torch.arange(length).expand(sequences, length)
     ones = torch.ones(sequences, length)
@@ -340,13 +337,12 @@ FAMILIES = (
 )
 
 
-SPLIT = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
 LAYOUTS = {
-    "TP2": [*SPLIT, "train.recompute=selective", "train.precision=bf16"],
-    "TP2, full": [*SPLIT, "train.recompute=full"],
-    "PP2": ["parallel.pipeline_model_parallel_size=2"],
-    "CP2": ["parallel.context_parallel_size=2"],
-    "ZeRO-2": ["engine.name=deepspeed", "engine.zero_stage=2", "engine.offload_optimizer=true"],
+    "TP2": [*TP2, *SP, "train.recompute=selective", "train.precision=bf16"],
+    "TP2, full": [*TP2, *SP, "train.recompute=full"],
+    "PP2": PP2,
+    "CP2": CP2,
+    "ZeRO-2": [*deepspeed(2), "engine.offload_optimizer=true"],
 }
 
 
@@ -355,8 +351,14 @@ def test_offloaded_activations_change_no_bit(tiny_data: Path, tmp_path: Path, la
     """Losses and gradient norms of two steps, for every recomputation, tensor and pipeline
     parallelism, and ZeRO.
     """
-    data = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"]
-    base = [*data, *SMALL, FAMILIES, "model.num_layers=8", "model.mlp=swiglu", "data.seq_length=16"]
+    base = [
+        *data_of(tiny_data, "train"),
+        *SMALL,
+        FAMILIES,
+        "model.num_layers=8",
+        "model.mlp=swiglu",
+        "data.seq_length=16",
+    ]
     jobs = [
         Job(
             offload,

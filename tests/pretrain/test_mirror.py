@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.folder import HASHES, MANIFEST, damage, hash_of
-from tests.pretrain.conftest import SMALL, Command
+from tests.pretrain.conftest import QUIET, Command, edit, flip
 from tests.pretrain.stores import ROOT, SECRET, Store, refused
 from tests.ranks import PATIENCE, losses
 from tools.checkpoint.__main__ import main
@@ -50,22 +50,11 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
 
 
-def mirrored_run(
-    tiny_data: Path,
-    tmp_path: Path,
-    store: Store,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> tuple[Command, list[str]]:
-    """Return a run in ``run``, and its settings with the store as its mirror."""
-    for name, value in store.environ.items():
-        monkeypatch.setenv(name, value)
-    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-    quick = ["train.eval_interval=0", "optimizer.schedule=constant", "log.diagnostics_interval=0"]
-    pretrain = Command(
-        [f"run_dir={tmp_path / 'run'}", *data, "data.test=[]", *SMALL, *quick], capsys
-    )
-    return pretrain, [
+def mirror_of(store: Store) -> list[str]:
+    """Return the settings of a run with the store as its mirror."""
+    return [
+        *QUIET,
+        "optimizer.schedule=constant",
         f"checkpoint.mirror={store.url}",
         "checkpoint.mirror_interval=8",
         "checkpoint.mirror_keep_last=2",
@@ -73,16 +62,14 @@ def mirrored_run(
 
 
 def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
-    tiny_data: Path,
-    tmp_path: Path,
-    store: Store,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    pretrain: Command, tmp_path: Path, entered: Store
 ) -> None:
     """The run continues bit for bit like one that never lost its folder."""
-    pretrain, mirrored = mirrored_run(tiny_data, tmp_path, store, capsys, monkeypatch)
-    assert pretrain("train.steps=16", "checkpoint.interval=0", f"run_dir={tmp_path / 'whole'}") == 0
-    assert pretrain(*mirrored) == 0
+    store, mirrored = entered, mirror_of(entered)
+    pretrain(
+        "train.steps=16", "checkpoint.interval=0", f"run_dir={tmp_path / 'whole'}", *mirrored[:3]
+    )
+    pretrain(*mirrored)
     assert {name.split("/")[1] for name in store.names()} <= {
         "step_00000008",
         "step_00000012",
@@ -92,11 +79,9 @@ def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
     assert "run/step_00000012/manifest.json" in store.names()
     assert SECRET not in "".join(path.read_text() for path in (tmp_path / "run").rglob("*.json*"))
     shutil.rmtree(tmp_path / "run")
-    assert pretrain(*mirrored, "train.steps=16") == 0
-    assert (
-        "checkpoint step_00000012 copied from s3://" in pretrain.out
-        and "step_00000012 at step 12" in pretrain.out
-    )
+    pretrain(*mirrored, "train.steps=16")
+    assert "checkpoint step_00000012 copied from s3://" in pretrain.out
+    assert "step_00000012 at step 12" in pretrain.out
     assert losses(tmp_path / "run") == losses(tmp_path / "whole"), "those before the loss, too"
 
 
@@ -245,15 +230,12 @@ def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, sto
         store.client.delete_object(Bucket=store.name, Key=name)
     store.client.delete_bucket(Bucket=store.name)
     code, said = store.run("mirror", tmp_path, store.url, "--patience", 0.3)
-    assert (
-        code == 2
-        and f"the newest checkpoint of {tmp_path} is not in" in said
-        and "Traceback" not in said
-    )
+    assert code == 2
+    assert f"the newest checkpoint of {tmp_path} is not in" in said
+    assert "Traceback" not in said
     store.client.create_bucket(Bucket=store.name)
-    assert (
-        store.run("mirror", tmp_path, store.url)[0] == 0 and store.run("verify", store.url)[0] == 0
-    )
+    assert store.run("mirror", tmp_path, store.url)[0] == 0
+    assert store.run("verify", store.url)[0] == 0
 
 
 def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, store: Store) -> None:
@@ -263,19 +245,15 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     shutil.move(tmp_path / "later", step)
     assert store.run("mirror", tmp_path / "one", store.url)[0] == 0
     other = write_step(tmp_path / "two", 9)
-    manifest = json.loads((other / MANIFEST).read_text())
-    (other / MANIFEST).write_text(json.dumps({**manifest, "data": "other"}))
+    edit(other / MANIFEST, lambda manifest: manifest.update(data="other"))
     code, said = store.run("mirror", tmp_path / "two", store.url)
     assert code == 2 and "belongs to another run" in said and said.count("\n") == 1
     store.flip(f"run/{step.name}/__1_0.distcp")
     code, said = store.run("verify", store.url)
     assert code == 1 and f"{step.name}: damaged: __1_0.distcp does not match its hash" in said
     code, said = store.run("fetch", tmp_path / "new", store.url)
-    assert (
-        code == 0
-        and f"{step.name} is damaged (__1_0.distcp does not match its hash); passing over it"
-        in said
-    )
+    assert code == 0
+    assert f"{step.name} is damaged (__1_0.distcp does not match its hash); passing over it" in said
     assert content(tmp_path / "new/checkpoints" / good.name) == content(good)
     assert main(["mirror", str(tmp_path / "one"), "s3://id:password@bucket/x"]) == 2
     assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
@@ -292,19 +270,14 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
 
 def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: Store) -> None:
     good, step = write_step(tmp_path, 4), write_step(tmp_path, 5)
-    manifest = json.loads((step / MANIFEST).read_text())
-    (step / MANIFEST).write_text(
-        json.dumps({**manifest, HASHES: {name: hash_of(step / name) for name in manifest["files"]}})
-    )
-    content = bytearray((step / "__2_0.distcp").read_bytes())
-    content[7] ^= 1
-    (step / "__2_0.distcp").write_bytes(content)
+    hashes = {path.name: hash_of(path) for path in step.glob("*.distcp")}
+    edit(step / MANIFEST, lambda manifest: manifest.update({HASHES: hashes}))
+    flip(step / "__2_0.distcp", 7)
     code, said = store.run("mirror", tmp_path, store.url)
+    assert code == 1
     assert (
-        code == 1
-        and f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not"
-        " sent"
-        in said
+        f"{step}: __2_0.distcp does not match the hash taken while it was written; it is not"
+        " sent" in said
     )
     assert said.splitlines()[-1].endswith(
         f"{step.name} is damaged in the run directory and was not sent to {store.url}"
@@ -313,7 +286,8 @@ def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: 
         good.name,
         "latest",
         "run",
-    } and store.run("verify", store.url)[0] == 0
+    }
+    assert store.run("verify", store.url)[0] == 0
 
 
 WITH_PEAK = """
@@ -382,9 +356,8 @@ def test_a_stall_of_half_a_minute_is_waited_out(tmp_path: Path, store: Store) ->
 def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
     step = write_step(tmp_path, 5)
     process = store.start("mirror", tmp_path, store.url, "--follow")
-    assert (
-        process.stdout is not None and f"checkpoint {step.name} is in" in process.stdout.readline()
-    )
+    assert process.stdout is not None
+    assert f"checkpoint {step.name} is in" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143 and "Traceback" not in said

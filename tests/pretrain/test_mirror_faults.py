@@ -18,30 +18,26 @@ import pytest
 
 from pretrain.checkpoint.folder import MANIFEST, damage, damaged_files, newest_first
 from pretrain.checkpoint.reader import read_metadata
-from tests.pretrain.conftest import DEMO, SMALL, Command
+from tests.pretrain.conftest import DEMO, SMALL, Command, data_of, flip
 from tests.pretrain.stores import Store, refused
-from tests.pretrain.test_mirror import cut, flipped, mirrored_run
+from tests.pretrain.test_mirror import cut, flipped, mirror_of
 from tests.ranks import _pretrain, forked, losses, wait_until
 from tools.checkpoint.__main__ import main
 
 
 @pytest.mark.slow
 def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
-    tiny_data: Path,
-    tmp_path: Path,
-    store: Store,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    pretrain: Command, tmp_path: Path, entered: Store
 ) -> None:
     """A damaged newest checkpoint in the mirror is skipped; a damaged local one is replaced from
     the mirror.
     """
-    pretrain, mirrored = mirrored_run(tiny_data, tmp_path, store, capsys, monkeypatch)
+    store, mirrored = entered, mirror_of(entered)
     for steps in (12, 16):
-        assert pretrain(*mirrored, f"train.steps={steps}") == 0
+        pretrain(*mirrored, f"train.steps={steps}")
     store.flip("run/step_00000016/__0_0.distcp")
     shutil.rmtree(tmp_path / "run")
-    assert pretrain(*mirrored, "train.steps=16") == 0
+    pretrain(*mirrored, "train.steps=16")
     assert (
         "step_00000016 is damaged (__0_0.distcp does not match its hash); passing over it"
         in pretrain.out
@@ -51,62 +47,35 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
     # the damage.
     local = tmp_path / "run/checkpoints/step_00000016/__0_0.distcp"
     store_copy = local.read_bytes()
-    content = bytearray(store_copy)
-    content[len(content) // 2] ^= 4
-    local.write_bytes(content)
+    flip(local, len(store_copy) // 2)
     (tmp_path / "run/progress.json").unlink()  # otherwise the run is complete and reads no file
-    assert pretrain(*mirrored, "train.steps=16") == 0
-    assert (
-        f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out
-        and "step_00000016 copied from s3://" in pretrain.out
-    )
+    pretrain(*mirrored, "train.steps=16")
+    assert f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out
+    assert "step_00000016 copied from s3://" in pretrain.out
     assert "step_00000016 at step 16" in pretrain.out and local.read_bytes() == store_copy
     assert main(["verify", str(tmp_path)]) == 0
 
 
 @pytest.mark.slow
 def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
-    tiny_data: Path,
-    tmp_path: Path,
-    store: Store,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    pretrain: Command, tmp_path: Path, entered: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in store.environ.items():
-        monkeypatch.setenv(name, value)
+    mirror = f"checkpoint.mirror={entered.url}"
     monkeypatch.setattr("pretrain.checkpoint.mirroring._FETCH_PATIENCE", 1.0)
-    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-    pretrain = Command(
-        [
-            f"run_dir={tmp_path / 'run'}",
-            *data,
-            "data.test=[]",
-            *SMALL,
-            f"checkpoint.mirror={store.url}",
-        ],
-        capsys,
-    )
-    assert pretrain("train.steps=4") == 0
-    store.proxy.fault = lambda client, data: None
-    limited = ("checkpoint.interval=2", "checkpoint.max_unsaved_steps=5")
-    assert pretrain("train.steps=40", *limited) == 1
-    assert (
-        "it may contain a newer checkpoint than" in pretrain.out
-        and "step_00000004 at step 4" in pretrain.out
-    )
-    assert (
-        "is 6 steps behind (checkpoint.max_unsaved_steps = 5)" in pretrain.err
-        and pretrain.err.count("\n") == 1
-    )
-    assert (
-        max(losses(tmp_path / "run")) == 10
-        and damage(tmp_path / "run/checkpoints/step_00000010") is None
-    )
+    pretrain(mirror, "train.steps=4")
+    entered.proxy.fault = lambda client, data: None
+    limited = (mirror, "checkpoint.interval=2", "checkpoint.max_unsaved_steps=5")
+    pretrain("train.steps=40", *limited, code=1)
+    assert "it may contain a newer checkpoint than" in pretrain.out
+    assert "step_00000004 at step 4" in pretrain.out
+    assert "is 6 steps behind (checkpoint.max_unsaved_steps = 5)" in pretrain.err
+    assert pretrain.err.count("\n") == 1
+    assert max(losses(tmp_path / "run")) == 10
+    assert damage(tmp_path / "run/checkpoints/step_00000010") is None
     shutil.rmtree(tmp_path / "run")
-    assert pretrain() == 1
-    assert "cannot be read, and" in pretrain.err and not list(
-        (tmp_path / "run").glob("checkpoints/step_*")
-    )
+    pretrain(mirror, code=1)
+    assert "cannot be read, and" in pretrain.err
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
 def slowly(environ: dict[str, str], arguments: list[str]) -> None:
@@ -132,22 +101,15 @@ def newest_whole(folder: Path, store: Store) -> int:
 
 @pytest.mark.slow
 def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
-    tiny_data: Path,
-    tmp_path: Path,
-    store: Store,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_data: Path, tmp_path: Path, entered: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Kills of the rank and of its sender, alternately during a save and an upload, with a failing
     store and damaged checkpoints.
 
     Each attempt continues from the newest complete checkpoint of both sides, and reports it.
     """
-    for name, value in store.environ.items():
-        monkeypatch.setenv(name, value)
-    dice, sending, said = random.Random(20), threading.Event(), ""
-    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-    settings = [*data, "data.test=[]", *SMALL, "train.steps=300"]
+    store, dice, sending, said = entered, random.Random(20), threading.Event(), ""
+    settings = [*data_of(tiny_data), *SMALL, "train.steps=300"]
     mirrored = [
         f"run_dir={tmp_path / 'run'}",
         *settings,
@@ -206,14 +168,12 @@ def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
                 read_metadata(newest / ".metadata").storage_data.values(),
                 key=lambda place: place.length,
             )
-            content = bytearray((newest / place.relative_path).read_bytes())
-            content[place.offset + place.length // 2] ^= 1
-            (newest / place.relative_path).write_bytes(content)
+            flip(newest / place.relative_path, place.offset + place.length // 2)
         elif number % 5 == 4:
             shutil.rmtree(folder)
     store.proxy.fault = lambda client, data: data
     pretrain = Command(mirrored, capsys)
-    assert pretrain("checkpoint.interval=100") == 0, pretrain.err
-    assert Command([f"run_dir={tmp_path / 'whole'}", *settings], capsys)() == 0
+    pretrain("checkpoint.interval=100")
+    Command([f"run_dir={tmp_path / 'whole'}", *settings], capsys)()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert store.run("verify", store.url)[0] == 0 and main(["verify", str(tmp_path / "run")]) == 0

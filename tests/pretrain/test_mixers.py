@@ -32,10 +32,7 @@ TRAINING += ["train.global_batch_size=8", "train.micro_batch_size=8"]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_200_steps_fall_below_the_bound(pretrain: Command, name: str) -> None:
-    assert (
-        pretrain(f"model.mixer={name}", "data.seq_length=64", "checkpoint.interval=0", *TRAINING)
-        == 0
-    )
+    pretrain(f"model.mixer={name}", "data.seq_length=64", "checkpoint.interval=0", *TRAINING)
     steps = [
         json.loads(line)
         for line in Path(pretrain.run_dir / "metrics.jsonl").read_text().splitlines()

@@ -5,7 +5,6 @@ draws.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,11 @@ from pretrain.data.facts import check_contents
 from pretrain.data.order import longest_order, passes_drawn
 from pretrain.data.store_reader import StoreReader
 from pretrain.validate import Prepared, prepare
-from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO
 from tests.pretrain.data_folder import write_pair
 
 IDS = 60_000
-
-
-@pytest.fixture(autouse=True)
-def groups() -> Iterator[None]:
-    with megatron_of_one_process():
-        yield
+pytestmark = pytest.mark.usefixtures("groups")
 
 
 class Blend:

@@ -18,22 +18,14 @@ import pytest
 
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
-from tests.pretrain.conftest import SMALL
+from tests.pretrain.conftest import SMALL, data_of
 from tests.pretrain.data_folder import write_folder
-from tests.pretrain.jobs import Done, Job, run_jobs
-from tests.ranks import answer
+from tests.pretrain.jobs import CP2, OVERLAP, PP2, SP, TP2, Done, Job, deepspeed, run_all
 
 pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all cases
-TP2 = ["parallel.tensor_model_parallel_size=2"]
-PP2 = ["parallel.pipeline_model_parallel_size=2"]
-SP = ["parallel.sequence_parallel=true"]
-CP2 = ["parallel.context_parallel_size=2"]
 GATHER = ["parallel.context_parallel_kind=all_gather"]
 AGAIN = ["train.recompute=full"]
-OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
-ZERO1, ZERO2, ZERO3 = (
-    ["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3)
-)
+ZERO1, ZERO2, ZERO3 = (deepspeed(stage) for stage in (1, 2, 3))
 # Gather every parameter only for its use.
 ZERO3.append("engine.deepspeed.param_persistence_threshold=0")
 # A micro-batch has 32 or 64 tokens; a context-parallel rank has half of them.
@@ -238,22 +230,14 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
     """Train ``MODEL`` in one process with a checkpoint on the way, then ``MODEL, bf16`` and
     ``MODEL, LAYOUT`` from that checkpoint.
     """
-    base = [
-        f"data.train.0.prefix={data / 'train'}",
-        f"data.valid.0.prefix={data / 'valid'}",
-        "data.test=[]",
-        *SMALL,
-    ]
+    base = [*data_of(data), *SMALL]
     base += ["data.seq_length=16", "train.precision=fp32", "train.global_batch_size=8"]
 
     dice = random.Random(0)
     documents = [
         [*(dice.randrange(20) for _ in range(dice.randint(0, 20))), 499] for _ in range(200)
     ]
-    short = [
-        f"data.train.0.prefix={write_folder(folder / 'short', documents=documents) / 'train'}",
-        "data.valid=[]",
-    ]
+    short = data_of(write_folder(folder / "short", documents=documents), "train")
 
     def overrides(model: str, settings: list[str], layout: str = "") -> list[str]:
         data = short if model == "separate" else []
@@ -285,21 +269,7 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
         given, load = overrides(model, settings, layout), str(folder / model)
         job = Job(f"{model}, {layout}", given, steps_after(model), load=load, norms=True, draw=True)
         jobs[world].append(job)
-    results: Results = {}
-    for world, some in jobs.items():
-        results |= (
-            {}
-            if not some
-            else answer(
-                world,
-                run_jobs,
-                some,
-                str(folder / "cache"),
-                output=folder / f"ranks{world}",
-                patience=1400,
-            )
-        )
-    return results
+    return run_all(jobs.items(), folder)
 
 
 @pytest.fixture(scope="module")
@@ -347,13 +317,10 @@ def check_equal(results: Results, model: str, layout: str) -> None:
             wanted_norm, rel=1e-4 if step and model == "gated_deltanet" else norm_by
         )
     for norms, wanted_norms in zip(found.norms, wanted.norms[BEFORE:], strict=True):
-        assert (
-            norms
-            == pytest.approx(
-                wanted_norms, rel=tensor_by, abs=1e-8 if model == "yuriiformer" else 1e-9
-            )
-            and norms
+        assert norms == pytest.approx(
+            wanted_norms, rel=tensor_by, abs=1e-8 if model == "yuriiformer" else 1e-9
         )
+        assert norms
     assert bool(found.scales) == ("delayed" in model)
     # The maximum of a slice or of a micro-batch mostly differs more from the maximum of the entire
     # tensor.

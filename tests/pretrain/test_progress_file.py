@@ -38,10 +38,8 @@ def progress(run_dir: Path) -> dict[str, Any]:
 
 def stand(run_dir: Path) -> tuple[Any, ...]:
     told = progress(run_dir)
-    assert (
-        told["consumed_tokens"] == told["step"] * TOKENS
-        and told["total_tokens"] == told["steps"] * TOKENS
-    )
+    assert told["consumed_tokens"] == told["step"] * TOKENS
+    assert told["total_tokens"] == told["steps"] * TOKENS
     return tuple(told[key] for key in ("state", "step", "steps", "checkpoint", "signal"))
 
 
@@ -120,7 +118,7 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     one continues.
     """
     with watching(pretrain.run_dir) as seen:
-        assert pretrain(how) == 0
+        pretrain(how)
     assert seen[0] == ("starting", 0, None)
     assert seen[-1] == ("complete", 12, checkpoint(12))
     states = [state for state, _, _ in seen]
@@ -144,18 +142,19 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
     assert abs(told["time"] - time.time()) < 60
 
     lines = len(records(pretrain.run_dir))
-    assert pretrain(how) == 0
+    pretrain(how)
     assert (
         "complete at step 12; raise train.steps" in pretrain.out
         and "parameters" not in pretrain.out
     ), "no model was built"
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
     assert len(records(pretrain.run_dir)) == lines
-    assert pretrain(how, "model.hidden_size=48") == 2, "another model is refused here, too"
+    # another model is refused here, too
+    pretrain(how, "model.hidden_size=48", code=2)
     assert stand(pretrain.run_dir)[0] == "failed"
 
     with watching(pretrain.run_dir) as seen:
-        assert pretrain(how, "train.steps=14") == 0
+        pretrain(how, "train.steps=14")
     assert ("starting", 12, checkpoint(12)) in seen and ("running", 13, checkpoint(12)) in seen
     assert stand(pretrain.run_dir) == ("complete", 14, 14, checkpoint(14), None)
 
@@ -164,20 +163,18 @@ def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
     """Cases: the run gives up, the configuration is invalid after the directory was claimed, and an
     unexpected error.
     """
-    assert (
-        pretrain(
-            "optimizer.lr=1e18",
-            "train.max_bad_steps=3",
-            "optimizer.warmup_steps=0",
-            "checkpoint.interval=1",
-        )
-        == 3
+    pretrain(
+        "optimizer.lr=1e18",
+        "train.max_bad_steps=3",
+        "optimizer.warmup_steps=0",
+        "checkpoint.interval=1",
+        code=3,
     )
     assert stand(pretrain.run_dir) == ("failed", 4, 12, checkpoint(3), None)
     assert progress(pretrain.run_dir)["message"] == pretrain.err.removeprefix(
         "pretrain: error: "
     ).rstrip("\n")
-    assert pretrain("model.hidden_size=48") == 2
+    pretrain("model.hidden_size=48", code=2)
     assert progress(pretrain.run_dir)["message"].startswith("checkpoint ")
     (pretrain.run_dir / "metrics.jsonl").unlink()
     (pretrain.run_dir / "metrics.jsonl").mkdir()
@@ -207,7 +204,7 @@ def test_a_file_system_that_fails_is_one_line_and_code_1(pretrain: Command) -> N
     """A symbolic link to itself gives an OSError that no wrong path gives: when rank 0 searches the
     checkpoint, builds, and claims.
     """
-    assert pretrain("train.steps=4") == 0
+    pretrain("train.steps=4")
     manifest, place = pretrain.run_dir / checkpoint(4) / MANIFEST, pretrain.run_dir / "place"
     content = manifest.read_text()
     cases = (
@@ -218,11 +215,10 @@ def test_a_file_system_that_fails_is_one_line_and_code_1(pretrain: Command) -> N
     for link, path, *begins in cases:
         link.unlink(missing_ok=True)
         link.symlink_to(link.name)
-        assert pretrain(*([f"data.index_cache={path}"] if link == place else [])) == 1
+        pretrain(*([f"data.index_cache={path}"] if link == place else []), code=1)
         said = pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
-        assert (
-            pretrain.err.count("\n") == 1 and f"{path}: Too many levels of symbolic links" in said
-        )
+        assert pretrain.err.count("\n") == 1
+        assert f"{path}: Too many levels of symbolic links" in said
         assert not begins or (
             said.startswith(begins[0])
             and (progress(pretrain.run_dir)["message"], stand(pretrain.run_dir)[0])
@@ -231,7 +227,8 @@ def test_a_file_system_that_fails_is_one_line_and_code_1(pretrain: Command) -> N
         link.unlink()
         if link == manifest:
             manifest.write_text(content)
-    assert pretrain() == 0, "the same command goes on when the file system is well"
+    # the same command goes on when the file system is well
+    pretrain()
 
 
 CANARIES = {
@@ -250,11 +247,11 @@ def test_what_a_run_leaves_holds_no_value_of_a_secret(
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     load = pretrain.run_dir / CANARIES["HUB_API_KEY"]
-    assert pretrain("train.steps=4", f"checkpoint.load={load}") == 2
+    pretrain("train.steps=4", f"checkpoint.load={load}", code=2)
     assert progress(pretrain.run_dir)["message"].startswith(
         f"{pretrain.run_dir}/*** has no checkpoint"
     )
-    assert pretrain("train.steps=4") == 0
+    pretrain("train.steps=4")
     written = [path for path in pretrain.run_dir.rglob("*") if path.is_file()]
     assert {"environment.json", "relaunch.sh", "attempts.jsonl", NAME} <= {
         path.name for path in written
@@ -282,22 +279,20 @@ def test_signals_before_the_first_step_are_not_lost(
         lambda: signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN, *twice
     )
     with watching(pretrain.run_dir) as seen:
-        assert pretrain() == 0
+        pretrain()
     assert [state for state, _, _ in seen] == ["starting", "stopped"]
     assert "stopped by SIGUSR1 after step 0; the same command starts it" in pretrain.out
     assert stand(pretrain.run_dir) == ("stopped", 0, 12, None, "SIGUSR1")
     assert not pretrain.checkpoints.exists() and records(pretrain.run_dir) == []
-    assert pretrain("train.steps=4") == 0
+    pretrain("train.steps=4")
     during_start = send_when(
         lambda: signal.getsignal(signal.SIGTERM).__module__ == "pretrain.signals", signal.SIGTERM
     )
-    assert pretrain() == 0
+    pretrain()
     assert stand(pretrain.run_dir) == ("stopped", 4, 12, checkpoint(4), "SIGTERM")
-    assert (
-        "continues from" in pretrain.out
-        and max(line["step"] for line in records(pretrain.run_dir)) == 4
-    )
-    assert pretrain() == 0
+    assert "continues from" in pretrain.out
+    assert max(line["step"] for line in records(pretrain.run_dir)) == 4
+    pretrain()
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
 
 
@@ -307,7 +302,7 @@ def test_a_signal_after_the_last_step_changes_nothing(pretrain: Command, ignored
         signal.SIGUSR1,
         signal.SIGTERM,
     )
-    assert pretrain("checkpoint.interval=0") == 0
+    pretrain("checkpoint.interval=0")
     late.join()
     assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
     assert "stopped" not in pretrain.out
@@ -321,7 +316,7 @@ def test_started_by_a_launcher(pretrain: Command, tmp_path: Path) -> None:
     (run_dir / "attempts" / "0001").mkdir(parents=True)
     (run_dir / "launch").mkdir()
     start = [sys.executable, "-m", "pretrain"]
-    assert pretrain("--resolve") == 0
+    pretrain("--resolve")
     config = run_dir / "launch" / "config.yaml"
     config.write_text(pretrain.out)
     torchrun = {

@@ -72,11 +72,9 @@ def test_a_gpu_s_rank_connects_the_default_group_alone(
     initialize_distributed(load_run(DEMO, [*sizes, "parallel.collective_timeout_minutes=7"]))
     (_, device), (group, settings), (barrier, named) = called
     assert device == 3 and (group, barrier) == ("group", "barrier") and named == {"device_ids": [3]}
-    assert (
-        "device_id" not in settings
-        and settings["backend"] == "nccl"
-        and settings["timeout"] == timedelta(minutes=7)
-    )
+    assert "device_id" not in settings
+    assert settings["backend"] == "nccl"
+    assert settings["timeout"] == timedelta(minutes=7)
     assert os.environ.get(name) == found
 
 
@@ -207,9 +205,8 @@ def test_the_slowest_is_named_at_every_layout(dp: int, tp: int, pp: int) -> None
                     r for r, place in enumerate(places) if place.replica == places[slow].replica
                 )
             elif busy_factor > 1 and dp > 1:
-                assert slow in found.group and ("none of them is slow" in found.message(1.2)) == (
-                    tp * pp > 1
-                )
+                assert slow in found.group
+                assert ("none of them is slow" in found.message(1.2)) == (tp * pp > 1)
 
 
 def test_what_people_read(wording: Wording) -> None:
@@ -265,19 +262,15 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     assert sorted(line["waiting_seconds"][0] for line in lines)[1] > 0.1
     for line in lines:
         assert line["seconds"][1] > 2 * NAP
-        assert (
-            line["slowest"]["rank"] == 1
-            and line["slowest"]["ratio"] > 1.2
-            and line["slowest"]["by"] == "step"
-        )
+        assert line["slowest"]["rank"] == 1
+        assert line["slowest"]["ratio"] > 1.2
+        assert line["slowest"]["by"] == "step"
     told = [line for line in records(compared) if "ranks/slowest" in line]
     assert [
         (line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told
     ] == [(s, 1, True) for s in (2, 4, 6)]
-    assert (
-        f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in said
-        and "times the median of 2 ranks (" in said
-    )
+    assert f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in said
+    assert "times the median of 2 ranks (" in said
 
     alone = [DEMO, *settings, *QUIET, f"run_dir={stopped}", "log.straggler_interval=0"]
     with started(2, alone, tmp_path / "hung", held=(3, tmp_path / "go on")) as ranks:
@@ -321,9 +314,7 @@ def test_a_rank_that_stays_away_fails_the_run(settings: list[str], tmp_path: Pat
         ranks[0].join(PATIENCE)
         assert ranks[0].exitcode == 1, (tmp_path / "away.0").read_text()
     told = read_progress(run_dir)
-    assert (
-        told is not None
-        and told["state"] == "failed"
-        and told["step"] - max(losses(run_dir)) in (0, 1)
-    )
+    assert told is not None
+    assert told["state"] == "failed"
+    assert told["step"] - max(losses(run_dir)) in (0, 1)
     assert "Timed out waiting" in told["message"] and "\n" not in told["message"]

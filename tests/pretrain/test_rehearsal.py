@@ -30,20 +30,9 @@ from pretrain.rehearsal.record import BACKWARD, HOLDERS, Collective, Recorder, S
 from pretrain.rehearsal.steps import Rank, recorded_steps, rehearse
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
-from tests.pretrain.jobs import micro_batches
-from tests.pretrain.test_deepspeed import BF16, OFFLOADED, SPLIT, deepspeed
-from tests.pretrain.test_parity import (
-    AGAIN,
-    CP2,
-    GATHER,
-    IN_CHUNKS,
-    OVERLAP,
-    PAIR,
-    PP2,
-    SP,
-    TIED,
-    TP2,
-)
+from tests.pretrain.jobs import CP2, OVERLAP, PP2, SP, TP2, deepspeed, micro_batches
+from tests.pretrain.test_deepspeed import BF16, OFFLOADED, SPLIT
+from tests.pretrain.test_parity import AGAIN, GATHER, IN_CHUNKS, PAIR, TIED
 from tests.ranks import answer
 
 BASE = [

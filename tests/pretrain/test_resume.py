@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,7 +22,8 @@ from pretrain.checkpoint.reader import read_common
 from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.trainer import Trainer
-from tests.pretrain.conftest import Command
+from tests.pretrain.conftest import QUIET, Command
+from tests.pretrain.jobs import PLAIN
 from tests.ranks import losses, records
 
 # Every key of the optimizer. Keys in one unit exclude those in another unit, and a wsd decay
@@ -41,11 +41,7 @@ CHANGED: dict[str, Any] = {
     "warmup_steps": 5,
     "decay_steps": 2,
 }
-ENGINES = {
-    "megatron": [],
-    "plain": ["parallel.use_distributed_optimizer=false"],
-    "deepspeed": ["engine.name=deepspeed"],
-}
+ENGINES = {"megatron": [], "plain": PLAIN, "deepspeed": ["engine.name=deepspeed"]}
 # Parameter groups with different learning rates.
 MUP = ["model.parametrization=mup", "model.mup.base_hidden_size=16", "model.tie_embeddings=false"]
 
@@ -56,11 +52,10 @@ def leaves() -> list[str]:
     return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
 
 
-def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; Megatron's plain optimizer in fp32 stores them one level
-    higher.
+def groups_of(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups of a stored optimizer; Megatron's plain optimizer in fp32 stores them one
+    level higher.
     """
-    optimizer = read_common(checkpoint)["optimizer"]
     groups: list[dict[str, Any]] = optimizer.get("optimizer", optimizer)["param_groups"]
     return groups
 
@@ -86,14 +81,11 @@ def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(
     """
     common = [*ENGINES[engine], *MUP]
     new = [f"optimizer.{key}={value}" for key, value in CHANGED.items()]
-    assert pretrain(*common, "train.steps=4") == 0
-    assert pretrain(*common, *new, "train.steps=8") == 0
+    pretrain(*common, "train.steps=4")
+    pretrain(*common, *new, "train.steps=8")
     resumed = pretrain.run_dir
-    assert (
-        pretrain(
-            *common, *new, "train.steps=8", f"run_dir={tmp_path / 'fresh'}", "checkpoint.interval=0"
-        )
-        == 0
+    pretrain(
+        *common, *new, "train.steps=8", f"run_dir={tmp_path / 'fresh'}", "checkpoint.interval=0"
     )
     rates = {
         run: {line["step"]: line["lr"] for line in records(run) if "lr" in line}
@@ -102,15 +94,15 @@ def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(
     assert [rates[resumed][step] for step in range(5, 9)] == [
         rates[tmp_path / "fresh"][step] for step in range(5, 9)
     ]
-    groups, wanted = (groups_of(run / "checkpoints" / "step_00000008") for run in rates)
+    stored = [read_common(run / "checkpoints" / "step_00000008")["optimizer"] for run in rates]
+    groups, wanted = map(groups_of, stored)
     assert len(groups) > 2 and {group["lr_mult"] for group in groups} > {1.0}
     settings = ("lr", "max_lr", "min_lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult")
     assert [{key: group[key] for key in settings} for group in groups] == [
         {key: group[key] for key in settings} for group in wanted
     ]
-    assert {group["eps"] for group in groups} == {1e-3} and {
-        tuple(group["betas"]) for group in groups
-    } == {(0.8, 0.5)}
+    assert {group["eps"] for group in groups} == {1e-3}
+    assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.5)}
 
 
 @pytest.mark.slow
@@ -118,7 +110,7 @@ def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: 
     """From one checkpoint with every optimizer key changed, both engines give equal losses and
     norms, different from those without the change.
     """
-    assert pretrain("train.steps=4") == 0
+    pretrain("train.steps=4")
     curves = {}
     for engine, change in (("megatron", True), ("deepspeed", True), ("megatron", False)):
         run_dir = tmp_path / f"{engine}_{change}"
@@ -127,19 +119,14 @@ def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: 
             pretrain.checkpoints / "step_00000004"
         )
         more = [f"optimizer.{key}={value}" for key, value in CHANGED.items()] if change else []
-        assert (
-            pretrain(
-                *ENGINES[engine],
-                *more,
-                f"run_dir={run_dir}",
-                "train.steps=8",
-                "checkpoint.interval=0",
-            )
-            == 0
+        pretrain(
+            *ENGINES[engine],
+            *more,
+            f"run_dir={run_dir}",
+            "train.steps=8",
+            "checkpoint.interval=0",
         )
-        curves[engine, change] = [
-            (line["loss"], line["grad_norm"]) for line in records(run_dir) if "loss" in line
-        ]
+        curves[engine, change] = [*losses(run_dir).values()]
     assert len(curves["megatron", True]) == 4
     # 1e-6: an fp32 sum in a different order.
     assert curves["deepspeed", True] == [
@@ -166,9 +153,10 @@ def test_changes_are_told_and_recorded(pretrain: Command) -> None:
     """Changes without effect on training are only recorded; without changes no message is
     printed.
     """
-    assert pretrain("train.steps=4") == 0
-    assert pretrain("train.steps=4") == 0 and "changed since" not in pretrain.out
-    assert pretrain("train.steps=6", "optimizer.lr=1e-3", "log.interval=3") == 0
+    pretrain("train.steps=4")
+    pretrain("train.steps=4")
+    assert "changed since" not in pretrain.out
+    pretrain("train.steps=6", "optimizer.lr=1e-3", "log.interval=3")
     assert (
         "changed since the last attempt: train.steps 4 → 6, optimizer.lr 0.003 → 0.001\n"
         in pretrain.out
@@ -206,22 +194,19 @@ def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
         for key in RULES
         if RULES[key] not in (FREE, TOLD)
     }
-    assert pretrain("train.steps=4") == 0
+    pretrain("train.steps=4")
     before = (pretrain.run_dir / "config.yaml").read_text()
     checkpoint = pretrain.checkpoints / "step_00000004"
     for override, way in REFUSED.items():
-        assert pretrain("train.steps=8", override) == 2
+        said = pretrain.refused("train.steps=8", override)
         key, value = override.split("=")
-        assert (
-            f"{key} is " in pretrain.err
-            and f"in the checkpoint, {value}" in pretrain.err
-            and way.format(checkpoint=checkpoint) in pretrain.err
-        )
-        assert pretrain.err.count("\n") == 1
-    assert pretrain("train.steps=8", *REFUSED) == 2
+        assert f"{key} is " in said
+        assert f"in the checkpoint, {value}" in said
+        assert way.format(checkpoint=checkpoint) in said
+    pretrain("train.steps=8", *REFUSED, code=2)
     assert all(override.split("=")[0] in pretrain.err for override in REFUSED)
     assert (pretrain.run_dir / "config.yaml").read_text() == before
-    assert pretrain("train.steps=8") == 0
+    pretrain("train.steps=8")
 
 
 def test_a_field_added_since_counts_as_its_default() -> None:
@@ -263,49 +248,29 @@ def test_a_field_added_since_counts_as_its_default() -> None:
 def test_weights_alone_ask_for_the_same_model_and_nothing_more(
     pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pretrain("train.steps=4") == 0
-    start = [
-        f"run_dir={tmp_path / 'second'}",
-        f"checkpoint.load={pretrain.run_dir}",
-        "train.steps=4",
-    ]
-    assert pretrain(*start, "model.hidden_size=48") == 2
+    """A new run from step 1 that starts at the final loss of the old one."""
+    pretrain("optimizer.lr=1e-2", "checkpoint.interval=0")
+    old, second = losses(pretrain.run_dir), tmp_path / "second"
+    start = [f"run_dir={second}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4"]
+    pretrain(*start, f"checkpoint.load={tmp_path / 'nothing'}", code=2)
+    assert "has no checkpoint; expected" in pretrain.err
+    pretrain(*start, "model.hidden_size=48", code=2)
     assert "model.hidden_size is 32 in the checkpoint, 48 now" in pretrain.err
     # A weight that is read is not drawn first.
     monkeypatch.setattr("fem_megatron.megatron.model.start", None)
-    assert (
-        pretrain(
-            *start,
-            "data.seq_length=64",
-            "train.seed=7",
-            "train.precision=bf16",
-            "parallel.use_distributed_optimizer=false",
-        )
-        == 0
+    pretrain(
+        *start,
+        "data.seq_length=64",
+        "train.seed=7",
+        "train.precision=bf16",
+        "parallel.use_distributed_optimizer=false",
     )
     assert "weights taken from" in pretrain.out and "changed since" not in pretrain.out
-    manifest = json.loads(
-        (tmp_path / "second" / "checkpoints" / "step_00000004" / MANIFEST).read_text()
-    )
+    manifest = json.loads((second / "checkpoints" / "step_00000004" / MANIFEST).read_text())
     assert manifest["config"]["train"]["precision"] == "bf16"
-    assert all(math.isfinite(loss) for loss, _ in losses(tmp_path / "second").values())
-
-
-def test_random_numbers_go_on(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random numbers of a layer, as for dropout, continue as in an uninterrupted run."""
-    drawn, step = list[float](), Trainer._step
-
-    def drawing(trainer: Trainer, stream: Any) -> Any:
-        drawn.append(float(torch.rand(())))
-        return step(trainer, stream)
-
-    monkeypatch.setattr(Trainer, "_step", drawing)
-    assert pretrain("train.steps=4", "checkpoint.interval=2") == 0
-    shutil.rmtree(pretrain.checkpoints / "step_00000004")
-    whole = drawn[:]
-    drawn.clear()
-    assert pretrain("train.steps=4", "checkpoint.interval=2") == 0
-    assert drawn == whole[2:] and len(set(whole)) == 4
+    new = losses(second)
+    assert list(new) == [1, 2, 3, 4]
+    assert new[1][0] < old[12][0] + 0.3 < old[1][0]
 
 
 class CudaStates:
@@ -358,15 +323,7 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
         drawn.clear()
         with monkeypatch.context() as patch:
             states = CudaStates(patch) if kind == "cuda" else None
-            assert (
-                pretrain(
-                    "train.steps=4",
-                    "checkpoint.interval=2",
-                    "train.eval_interval=0",
-                    "log.diagnostics_interval=0",
-                )
-                == 0
-            )
+            pretrain("train.steps=4", "checkpoint.interval=2", *QUIET)
         return states is not None and states.restored
 
     monkeypatch.setattr(Trainer, "_step", drawing)
@@ -376,7 +333,7 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
     manifest = json.loads((middle / MANIFEST).read_text())
     assert manifest.pop("rng_device") == written and len(set(whole)) == 4
     other = {"cpu": "cuda", "cuda": "cpu"}[written]
-    for kind, older in ((other, False), (other, True), (written, True)):
+    for kind, older in ((written, False), (other, False), (other, True), (written, True)):
         shutil.rmtree(pretrain.checkpoints / "step_00000004")
         if older:
             (middle / MANIFEST).write_text(json.dumps(manifest))

@@ -19,20 +19,15 @@ from pretrain.checkpoint.resume import changes
 from pretrain.config import load_run
 from pretrain.report.progress_file import read_progress
 from pretrain.run_directory import FORK, read_fork
-from tests.pretrain.conftest import DEMO, SMALL, Command
+from tests.pretrain.conftest import DEMO, SMALL, Command, data_of
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directory of a run with two steps."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    data = [
-        f"data.train.0.prefix={tiny_data / 'train'}",
-        f"data.valid.0.prefix={tiny_data / 'valid'}",
-        "data.test=[]",
-    ]
     words = [
-        *data,
+        *data_of(tiny_data),
         *SMALL,
         "train.steps=2",
         "optimizer.warmup_steps=1",
@@ -61,37 +56,29 @@ def test_a_moved_run_continues_where_it_is(
         ["--resolve"],
         ["--fork", str(moved.parent / "fork")],
     ):
-        assert pretrain(*words, config=str(moved / "config.yaml")) == 2
+        pretrain(*words, config=str(moved / "config.yaml"), code=2)
         (line,) = pretrain.err.splitlines()
         assert str(moved) in line and str(trained) in line and f"pretrain {moved};" in line
     monkeypatch.chdir(moved)
-    assert pretrain(config="config.yaml") == 2
-    assert (
-        pretrain("train.steps=3", config=".") == 0
-        and "resumed from checkpoints/step_00000002" in pretrain.out
-    ), pretrain.err
+    pretrain(config="config.yaml", code=2)
+    pretrain("train.steps=3", config=".")
+    assert "resumed from checkpoints/step_00000002" in pretrain.out
     monkeypatch.chdir(moved.parent)
-    assert (
-        pretrain("train.steps=4", config="moved") == 0
-        and "resumed from moved/checkpoints/step_00000003" in pretrain.out
-    )
+    pretrain("train.steps=4", config="moved")
+    assert "resumed from moved/checkpoints/step_00000003" in pretrain.out
     # This is now the run's own configuration.
-    assert (
-        pretrain("train.steps=4", config="moved/config.yaml") == 0
-        and "is complete at step 4" in pretrain.out
-    )
+    pretrain("train.steps=4", config="moved/config.yaml")
+    assert "is complete at step 4" in pretrain.out
     monkeypatch.chdir(moved)
     # run_dir is relative.
-    assert pretrain(config="config.yaml") == 2 and str(moved / "moved") in pretrain.err
-    assert (
-        pretrain("run_dir=elsewhere", config=".") == 2 and "are two run directories" in pretrain.err
-    )
+    pretrain(config="config.yaml", code=2)
+    assert str(moved / "moved") in pretrain.err
+    pretrain("run_dir=elsewhere", config=".", code=2)
+    assert "are two run directories" in pretrain.err
     # An explicit request.
-    assert pretrain("run_dir=elsewhere", "--check", config="config.yaml") == 0
-    assert (
-        pretrain(config=str(trained / "checkpoints")) == 2
-        and "it has no config.yaml" in pretrain.err
-    )
+    pretrain("run_dir=elsewhere", "--check", config="config.yaml")
+    pretrain(config=str(trained / "checkpoints"), code=2)
+    assert "it has no config.yaml" in pretrain.err
     assert sorted(trained.rglob("*")) == before
 
 
@@ -195,12 +182,12 @@ def test_a_start_passes_over_an_odd_manifest_and_refuses_a_newer_one(
     for manifest in (newer, good | {"format": 2}):
         (step / MANIFEST).write_text(json.dumps(manifest))
         before = sorted((moved / "checkpoints").rglob("*"))
-        assert pretrain(config=str(moved)) == 2
+        pretrain(config=str(moved), code=2)
         (line,) = pretrain.err.splitlines()
         assert f"checkpoint {step} was written by a newer version of this code" in line
         assert sorted((moved / "checkpoints").rglob("*")) == before
     (step / MANIFEST).write_text(json.dumps(good | {"progress": good["progress"] | {"step": 1}}))
-    assert pretrain(config=str(moved)) == 0
+    pretrain(config=str(moved))
     assert (
         f"checkpoint {step} is damaged ({MANIFEST} is for step 1, its folder for step 2); "
         "passing over it" in pretrain.out

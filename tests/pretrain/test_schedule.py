@@ -24,8 +24,8 @@ from pretrain.engines.building import LearningRates
 from pretrain.schedule import Schedule
 from pretrain.spikes import Spikes
 from pretrain.training_stages import Part
-from tests.pretrain.conftest import DEMO, SMALL, Command
-from tests.pretrain.test_fork import fork, lines, step_of
+from tests.pretrain.conftest import DEMO, SMALL, Command, data_of, steps_of
+from tests.pretrain.test_fork import step_of
 from tests.ranks import losses
 
 LENGTH = 16  # tokens of a sample
@@ -45,11 +45,9 @@ BASE = (
         "checkpoint.keep=[12,16,18]",
     ),
 )
-TOKENS, STEPS, WSD = (
-    ("train.steps=null", "train.tokens=1280"),
-    ("train.steps=20",),
-    ("optimizer.schedule=wsd", "optimizer.decay_steps=4"),
-)
+TOKENS = ("train.steps=null", "train.tokens=1280")
+STEPS = ("train.steps=20",)
+WSD = ("optimizer.schedule=wsd", "optimizer.decay_steps=4")
 ENGINES = ["megatron", "deepspeed"]
 QUICK = [
     ("megatron", "tokens, 4 to 8"),
@@ -90,11 +88,7 @@ def ten_steps(
     def copied(engine: str, run_dir: Path) -> None:
         if engine not in made:
             made[engine] = tmp_path_factory.mktemp(engine) / "run"
-            own = [
-                f"run_dir={made[engine]}",
-                f"data.train.0.prefix={tiny_data / 'train'}",
-                "data.test=[]",
-            ]
+            own = [f"run_dir={made[engine]}", *data_of(tiny_data, "train")]
             assert main([DEMO, *SMALL, *BASE, *own, "train.steps=10", f"engine.name={engine}"]) == 0
         shutil.copytree(made[engine], run_dir)
 
@@ -102,7 +96,9 @@ def ten_steps(
 
 
 def learning_rates(run_dir: Path) -> dict[int, float]:
-    return {record["step"]: 1e3 * record["lr"] for record in lines(run_dir) if record["step"] > 10}
+    return {
+        record["step"]: 1e3 * record["lr"] for record in steps_of(run_dir) if record["step"] > 10
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,9 +114,7 @@ def test_a_resume_with_another_batch_size(
 ) -> None:
     more, batch, wanted = CASES[name]
     ten_steps(engine, pretrain.run_dir)
-    assert (
-        pretrain(*BASE, *more, f"engine.name={engine}", f"train.global_batch_size={batch}") == 0
-    ), pretrain.err
+    pretrain(*BASE, *more, f"engine.name={engine}", f"train.global_batch_size={batch}")
     # Cosines are summed in a different order; 0 is exact.
     assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(
         wanted, rel=1e-9, abs=1e-15
@@ -160,7 +154,7 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
         (2, range(13, 25), range(17, 25)),
         (4, range(17, 21), ()),
     ):
-        assert pretrain(*BASE, *TOKENS, f"train.global_batch_size={batch}") == 0, pretrain.err
+        pretrain(*BASE, *TOKENS, f"train.global_batch_size={batch}")
         assert pretrain.out.count(f" {steps[-1]} steps of {batch * LENGTH} tokens") == 1
         kept = [step for step in steps if step not in gone]
         wanted |= dict(
@@ -174,14 +168,15 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
         for step in gone:
             shutil.rmtree(step_of(pretrain.run_dir, step), ignore_errors=True)
     told = learning_rates(pretrain.run_dir)
-    assert {step: told[step] for step in wanted} == pytest.approx(
-        wanted, rel=1e-9, abs=1e-15
-    ) and consumed == 80
+    assert {step: told[step] for step in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+    assert consumed == 80
     assert find(pretrain.run_dir).progress.batch_changes == ((10, 40), (12, 56), (16, 64))
     through = losses(pretrain.run_dir)
     shutil.rmtree(step_of(pretrain.run_dir, 20))
-    assert pretrain(*BASE, *TOKENS) == 0 and losses(pretrain.run_dir) == through
-    assert pretrain(*BASE, *TOKENS) == 0 and "is complete at step 20" in pretrain.out
+    pretrain(*BASE, *TOKENS)
+    assert losses(pretrain.run_dir) == through
+    pretrain(*BASE, *TOKENS)
+    assert "is complete at step 20" in pretrain.out
 
 
 @pytest.mark.parametrize(
@@ -219,9 +214,7 @@ def test_a_fork_with_another_batch_size(
             old = json.loads(manifest.read_text())
             assert old["progress"].pop("batch_changes") == [[10, 40]]
             manifest.write_text(json.dumps(old))
-        assert (
-            fork(pretrain, pretrain.run_dir, new, *BASE, *more, "train.global_batch_size=8") == 0
-        ), pretrain.err
+        pretrain.fork(pretrain.run_dir, new, *BASE, *more, "train.global_batch_size=8")
         assert list(learning_rates(new).values()) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert find(new).progress.consumed_samples == 40 + 8 * len(wanted)
 
@@ -243,17 +236,29 @@ def test_training_goes_back_from_a_spike_up_to_the_change(
         "checkpoint.interval=2",
         "train.global_batch_size=8",
     )
-    assert pretrain(*BASE, *STEPS, *guard) == 0, pretrain.err
-    assert (
-        "step 11 skipped" in pretrain.out
-        and "back at" in pretrain.out
-        and "step_00000010, 16 samples passed over" in pretrain.out
-    )
+    pretrain(*BASE, *STEPS, *guard)
+    assert "step 11 skipped" in pretrain.out
+    assert "back at" in pretrain.out
+    assert "step_00000010, 16 samples passed over" in pretrain.out
     last = find(pretrain.run_dir).progress
     assert (last.consumed_samples, last.passed_over, last.batch_changes) == (120, 16, ((10, 40),))
     assert list(learning_rates(pretrain.run_dir).values()) == pytest.approx(
         CASES["steps, 4 to 8"][2], rel=1e-9, abs=1e-15
     )
+
+
+def test_a_schedule_in_tokens_is_the_one_in_steps() -> None:
+    """A number of tokens is rounded up to full steps."""
+    step = 4 * LENGTH
+    in_steps = config_of(
+        {"steps": 12, "global_batch_size": 4},
+        {"schedule": "wsd", "warmup_steps": 3, "decay_steps": 4},
+    )
+    in_tokens = config_of(
+        {"tokens": 12 * step - 1, "global_batch_size": 4},
+        {"schedule": "wsd", "warmup_tokens": 3 * step - 1, "decay_tokens": 4 * step},
+    )
+    assert Schedule.of(in_tokens) == Schedule.of(in_steps)
 
 
 def test_a_change_that_was_not_recorded_counts_from_the_checkpoint_on() -> None:
@@ -328,9 +333,8 @@ def test_the_rate_through_random_changes_of_the_batch_size(
         if step == schedule.steps:
             break
     top = curve.index(max(curve))
-    assert curve[: top + 1] == sorted(curve[: top + 1]) and curve[top:] == sorted(
-        curve[top:], reverse=True
-    )
+    assert curve[: top + 1] == sorted(curve[: top + 1])
+    assert curve[top:] == sorted(curve[top:], reverse=True)
     assert curve[-1] == 1e-5 < curve[-2], "it ends at min_lr, and not earlier"
     asked = train["steps"] if "steps" in train else -(-train["tokens"] // LENGTH)
     assert len(curve) == asked if "steps" in train else consumed - batch < asked <= consumed

@@ -21,8 +21,18 @@ from pretrain.config import load_run
 from pretrain.engines.sharding import boxes
 from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
-from tests.pretrain.conftest import DEMO
-from tests.pretrain.jobs import Job, engine_of, micro_batches, run_jobs
+from tests.pretrain.conftest import DEMO, data_of
+from tests.pretrain.jobs import (
+    CP2,
+    PP2,
+    SP,
+    TP2,
+    Job,
+    deepspeed,
+    engine_of,
+    micro_batches,
+    run_jobs,
+)
 from tests.ranks import answer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,24 +75,20 @@ MODEL = [
     "model.ffn_hidden_size=24",
     "model.tie_embeddings=true",
     "data.seq_length=32",
-    "data.test=[]",
     "train.steps=12",
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
     "train.precision=bf16",
     "optimizer.warmup_steps=3",
 ]
-ZERO = "engine.name=deepspeed"
 LAYOUTS: dict[str, list[str]] = {  # each layout reads the checkpoint of the previous one
     "DP2": [],
-    "TP2 + SP": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-    "PP2": ["parallel.pipeline_model_parallel_size=2"],
-    "ZeRO-1": [ZERO, "engine.zero_stage=1"],
-    "ZeRO-2": [ZERO, "engine.zero_stage=2"],
-    "ZeRO-3": [ZERO, "engine.zero_stage=3"],
-    "CP2": ["parallel.context_parallel_size=2"],
-    "CP2, ZeRO-2": [ZERO, "engine.zero_stage=2", "parallel.context_parallel_size=2"],
-    "ZeRO-1, TP2": [ZERO, "engine.zero_stage=1", "parallel.tensor_model_parallel_size=2"],
+    "TP2 + SP": TP2 + SP,
+    "PP2": PP2,
+    **{f"ZeRO-{stage}": deepspeed(stage) for stage in (1, 2, 3)},
+    "CP2": CP2,
+    "CP2, ZeRO-2": CP2 + deepspeed(2),
+    "ZeRO-1, TP2": TP2 + deepspeed(1),
     "DP2 again": [],
 }
 FEW = ["TP2 + SP", "PP2", "ZeRO-3", "CP2, ZeRO-2", "DP2 again"]
@@ -114,16 +120,8 @@ def test_each_layout_takes_over_the_last_one_s_bits_and_older_checkpoints_are_re
         older.extractall(tmp_path / "older", filter="data")
     jobs, last = [], str(tmp_path / "older/step_00000002")
     for number, name in enumerate(layouts):
-        data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
-        jobs.append(
-            Job(
-                name,
-                [*MODEL, *data, f"run_dir={tmp_path / str(number)}", *LAYOUTS[name]],
-                0,
-                0,
-                last,
-            )
-        )
+        run_dir = f"run_dir={tmp_path / str(number)}"
+        jobs.append(Job(name, [*MODEL, *data_of(tiny_data), run_dir, *LAYOUTS[name]], 0, 0, last))
         last = str(tmp_path / str(number) / "checkpoints/step_00000002")
     answer(2, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "out")
     wanted = everything(tmp_path / "older/step_00000002")
@@ -241,9 +239,7 @@ def test_a_save_takes_little_memory_beside_a_rank_s_own_part_and_a_load_reads_ea
         *(
             "model.num_layers=5",
             "data.seq_length=8",
-            f"data.train.0.prefix={tiny_data / 'train'}",
-            "data.valid=[]",
-            "data.test=[]",
+            *data_of(tiny_data, "train"),
         ),
         *(
             "train.micro_batch_size=2",

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from megatron.core import parallel_state
 
 from fem_common.config import plain
@@ -26,14 +25,15 @@ from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
 from pretrain.spikes import Recent, Spikes, carried_over
-from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.conftest import DEMO, QUIET, Command, steps_of
 from tests.pretrain.data_folder import write_folder, write_pair
-from tests.pretrain.jobs import quick_or_slow
-from tests.ranks import answer, losses, records
+from tests.pretrain.jobs import TP2, deepspeed, quick_or_slow, same
+from tests.ranks import answer, losses
 from tools.demo.report import History
 from tools.tokens.__main__ import main as tokens
 from tools.tokens.steps import read_run
 
+REWINDABLE = ("checkpoint.interval=2", "checkpoint.keep_last=9", "train.spike_rewind=2", *QUIET)
 GUARD = Spikes(deviations=6.0, window=100)
 
 
@@ -60,6 +60,14 @@ def alarms(steps: list[tuple[float, float]], guard: Spikes = GUARD) -> dict[int,
     return found
 
 
+def judged(run_dir: Path) -> dict[int, tuple[float, float, bool]]:
+    """Return step -> (loss, gradient norm, True if the step was skipped)."""
+    return {
+        line["step"]: (line["loss"], line["grad_norm"], line["skipped"])
+        for line in steps_of(run_dir)
+    }
+
+
 def test_spikes_of_loss_and_norm_are_found_and_nothing_else_is() -> None:
     """Ten runs of 2000 steps without an alarm: 6 deviations of a Gaussian have probability 1e-9 per
     step. Then with one of each.
@@ -75,11 +83,9 @@ def test_spikes_of_loss_and_norm_are_found_and_nothing_else_is() -> None:
         steps[1500] = (0.0, 1e-6)  # a sudden decrease is no spike
         found = alarms(steps)
         assert list(found) == [700, 702], "and step 50 is within the first window"
-        assert (
-            found[700].startswith("loss ")
-            and found[702].startswith("gradient norm 50, ")
-            and "last 100 steps" in found[702]
-        )
+        assert found[700].startswith("loss ")
+        assert found[702].startswith("gradient norm 50, ")
+        assert "last 100 steps" in found[702]
 
 
 def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
@@ -93,19 +99,13 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
         "train.max_bad_steps=12",
         "log.interval=1",
     )
-    assert pretrain(*guard) == 0, pretrain.err
-    told = {
-        line["step"]: (line["loss"], line["grad_norm"], line["skipped"])
-        for line in records(pretrain.run_dir)
-        if "loss" in line
-    }
+    pretrain(*guard)
+    told = judged(pretrain.run_dir)
     skipped = [step for step, (*_, skip) in told.items() if skip]
-    assert (
-        skipped
-        and min(skipped) > 2
-        and len(skipped) < 10
-        and all(math.isfinite(loss) for loss, *_ in told.values())
-    )
+    assert skipped
+    assert min(skipped) > 2
+    assert len(skipped) < 10
+    assert all(math.isfinite(loss) for loss, *_ in told.values())
     assert skipped == [
         1 + at
         for at in alarms(
@@ -113,34 +113,21 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
         )
     ]
     first = skipped[0]
-    assert (
-        f"step {first} skipped, a spike: " in pretrain.out
-        and f"its samples are {4 * first - 4} to {4 * first - 1}, " in pretrain.out
-    )
-    assert (
-        pretrain.out.count("SPIKE, step skipped") == len(skipped)
-        and "NOT FINITE" not in pretrain.out
-    )
+    assert f"step {first} skipped, a spike: " in pretrain.out
+    assert f"its samples are {4 * first - 4} to {4 * first - 1}, " in pretrain.out
+    assert pretrain.out.count("SPIKE, step skipped") == len(skipped)
+    assert "NOT FINITE" not in pretrain.out
     for step in (8, 12):
         shutil.rmtree(pretrain.checkpoints / f"step_{step:08}")
     (pretrain.run_dir / "metrics.jsonl").unlink()
-    assert pretrain(*guard) == 0, pretrain.err
-    again = {
-        line["step"]: (line["loss"], line["grad_norm"], line["skipped"])
-        for line in records(pretrain.run_dir)
-        if "loss" in line
-    }
-    assert again == {step: line for step, line in told.items() if step > 4}
-    assert pretrain("run_dir=" + str(pretrain.run_dir) + "2") == 0
-    plain = {
-        line["step"]: line["loss"]
-        for line in records(pretrain.run_dir.with_name("run2"))
-        if "loss" in line
-    }
-    assert all(plain[step] == told[step][0] for step in range(1, first + 1)), (
+    pretrain(*guard)
+    assert judged(pretrain.run_dir) == {step: line for step, line in told.items() if step > 4}
+    pretrain("run_dir=" + str(pretrain.run_dir) + "2")
+    plain = losses(pretrain.run_dir.with_name("run2"))
+    assert all(plain[step][0] == told[step][0] for step in range(1, first + 1)), (
         "until a step is skipped the guard changes nothing"
     )
-    assert plain[first + 1] != told[first + 1][0]
+    assert plain[first + 1][0] != told[first + 1][0]
 
 
 @pytest.mark.parametrize(
@@ -165,25 +152,16 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
         return batches(data, first, *rest)
 
     monkeypatch.setattr(trainer, "batches", noted)
-    base = [
-        "checkpoint.interval=2",
-        "checkpoint.keep_last=9",
-        "train.eval_interval=0",
-        "log.diagnostics_interval=0",
-        "data.valid=[]",
-    ]
-    base, straight = [*base, "train.spike_rewind=2"], tmp_path / "straight"
+    base, straight = [*REWINDABLE, "data.valid=[]"], tmp_path / "straight"
     rewind = (*base, "train.on_spike=rewind")
-    assert pretrain(*base, "train.on_spike=skip", f"run_dir={straight}") == 0
+    pretrain(*base, "train.on_spike=skip", f"run_dir={straight}")
     before = losses(straight)
     bad.add(before[7][0])
-    assert pretrain(*rewind) == 0, pretrain.err
+    pretrain(*rewind)
     wanted, run = losses(pretrain.run_dir), pretrain.run_dir
-    assert begun == [
-        0,
-        0,
-        28,
-    ], "after the seventh step the order goes on at its eighth's first sample"
+    assert begun == [0, 0, 28], (
+        "after the seventh step the order goes on at its eighth's first sample"
+    )
     assert all((wanted[step] == before[step]) == (step < 5) for step in before)
     back = (
         f"a spike: loss; its samples are 24 to 27, its documents: python -m tools.tokens {run}"
@@ -198,17 +176,13 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     for later in (resumed / "checkpoints").glob("step_*"):
         if int(later.name[5:]) > kept:
             shutil.rmtree(later)
-    assert (
-        pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}") == 0
-        and f"resumed from {resumed}" in pretrain.out
-    )
+    pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}")
+    assert f"resumed from {resumed}" in pretrain.out
     assert losses(resumed) == wanted
     most[0] = 3.0
-    assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
-    assert (
-        pretrain.out.count("back at") == 2
-        and "training has gone back 2 times from about this step" in pretrain.err
-    )
+    pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}", code=3)
+    assert pretrain.out.count("back at") == 2
+    assert "training has gone back 2 times from about this step" in pretrain.err
 
 
 @pytest.mark.parametrize("blended", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -236,13 +210,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
             yield batch
 
     monkeypatch.setattr(trainer, "batches", noted)
-    base = [
-        "checkpoint.interval=2",
-        "train.eval_interval=0",
-        "log.diagnostics_interval=0",
-        "data.valid=[]",
-        "train.on_spike=rewind",
-    ]
+    base = [*REWINDABLE, "data.valid=[]", "train.on_spike=rewind"]
     if blended:
         base.append(
             f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix:"
@@ -252,8 +220,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
         # 48 samples and a last label: the data that twelve steps read.
         write_pair(tmp_path / "short", [[*range(49 * 32)]], "int32")
         base += [f"data.train=[{{prefix: {tmp_path / 'short'}}}]", "model.vocab_size=2000"]
-    base += ["checkpoint.keep_last=9", "train.spike_rewind=2"]
-    assert pretrain(*base) == 0, pretrain.err
+    pretrain(*base)
     assert "12 samples passed over so far" in pretrain.out
     assert len(set(read)) == (60 if blended else 48), (
         "of twelve steps, and three that were gone back from"
@@ -265,11 +232,9 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     assert (again in pretrain.out) is not blended
     wanted = losses(pretrain.run_dir)
     shutil.rmtree(pretrain.checkpoints / "step_00000012")
-    assert (
-        pretrain(*base) == 0
-        and losses(pretrain.run_dir) == wanted
-        and (again in pretrain.out) is not blended
-    )
+    pretrain(*base)
+    assert losses(pretrain.run_dir) == wanted
+    assert (again in pretrain.out) is not blended
 
 
 # --- changes of the meaning of loss or norm -------------------------------------------------------
@@ -282,13 +247,7 @@ TINY = [
     "data.seq_length=16",
     "train.global_batch_size=2",
 ]
-TINY += [
-    "data.valid=[]",
-    "train.eval_interval=0",
-    "log.diagnostics_interval=0",
-    "optimizer.warmup_steps=1",
-    "checkpoint.keep_last=9",
-]
+TINY += ["data.valid=[]", *QUIET, "optimizer.warmup_steps=1", "checkpoint.keep_last=9"]
 STATE = (100.0, 3.0, 0.1, 0.5, 0.2)
 
 
@@ -381,7 +340,7 @@ def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(
         "train.steps=null",
         engine,
     ]
-    assert pretrain(*base, *guard, f"stages=[{stages}]") == 0, pretrain.err
+    pretrain(*base, *guard, f"stages=[{stages}]")
     told = losses(pretrain.run_dir)
     assert told[65][0] > told[64][0] + 6 and "SPIKE" not in pretrain.out
     steps = {
@@ -390,12 +349,7 @@ def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(
     }
     assert steps == {60: 12, 64: 12, 76: 12, 88: 12}
     shutil.rmtree(pretrain.checkpoints / "step_00000088")
-    assert (
-        pretrain(
-            *base, *guard, f"stages=[{stages.replace('steps: 12, global', 'steps: 3, global')}]"
-        )
-        == 0
-    ), pretrain.err
+    pretrain(*base, *guard, f"stages=[{stages.replace('steps: 12, global', 'steps: 3, global')}]")
     assert find(pretrain.run_dir).progress.recent[0] == 3
 
 
@@ -417,7 +371,7 @@ def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measur
         "train.on_spike=skip",
         "train.spike_deviations=1e6",
     ]
-    assert pretrain(*base, "train.steps=6") == 0, pretrain.err
+    pretrain(*base, "train.steps=6")
     forks = {f"data.train={ids['high']}": 2, "optimizer.lr=2e-3": 8}
     resumes = {"train.global_batch_size=4": 2, "train.on_spike=none": 0}
     if every:
@@ -426,13 +380,10 @@ def test_forks_and_resumes_start_the_guard_anew_where_they_change_what_is_measur
     for number, (change, learned) in enumerate([*forks.items(), *resumes.items()]):
         run = tmp_path / f"run{number}"
         if number < len(forks):
-            assert (
-                pretrain("train.steps=8", change, "--fork", str(run), config=str(pretrain.run_dir))
-                == 0
-            ), pretrain.err
+            pretrain.fork(pretrain.run_dir, run, "train.steps=8", change)
         else:
             shutil.copytree(pretrain.run_dir, run)
-            assert pretrain(*base, f"run_dir={run}", "train.steps=8", change) == 0, pretrain.err
+            pretrain(*base, f"run_dir={run}", "train.steps=8", change)
         progress = find(run).progress
         assert (progress.step, (*progress.recent, 0)[0]) == (8, learned), (number, change)
 
@@ -457,12 +408,10 @@ def test_going_back_past_such_a_change_starts_the_guard_anew(
         "train.spike_rewind=4",
         "checkpoint.interval=2",
     ]
-    assert pretrain(*base, "train.steps=4") == 0, pretrain.err
-    assert pretrain(*base, "train.steps=12", "data.documents=separate") == 0, pretrain.err
-    assert (
-        "step_00000004, 8 samples passed over" in pretrain.out
-        and find(pretrain.run_dir).progress.recent[0] == 12 - 4
-    )
+    pretrain(*base, "train.steps=4")
+    pretrain(*base, "train.steps=12", "data.documents=separate")
+    assert "step_00000004, 8 samples passed over" in pretrain.out
+    assert find(pretrain.run_dir).progress.recent[0] == 12 - 4
 
 
 @pytest.mark.parametrize("how", ["staged", "forked", "staged, rewound"])
@@ -490,14 +439,9 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
     ]
     run = tmp_path / "a run"
     if how == "forked":
-        assert pretrain(*base, "train.steps=2") == 0, pretrain.err
-        code = pretrain(
-            "train.steps=12",
-            f"data.train={ids['high']}",
-            "--fork",
-            str(run),
-            config=str(pretrain.run_dir),
-        )
+        pretrain(*base, "train.steps=2")
+        other = f"data.train={ids['high']}"
+        pretrain.fork(pretrain.run_dir, run, "train.steps=12", other, code=3)
     else:
         stages = (
             "stages=[{name: low, steps: 2, seq_length: 8}, {name: my data, steps: 8, data:"
@@ -508,8 +452,7 @@ def test_the_commands_that_messages_name_print_the_samples_that_they_name(
             if "rewound" in how
             else []
         )
-        code = pretrain(*base, "train.steps=null", stages, f"run_dir={run}", *more)
-    assert code == 3
+        pretrain(*base, "train.steps=null", stages, f"run_dir={run}", *more, code=3)
     hint = (
         r"(?:its samples are (\d+) to (\d+), its documents: |from step (\d+) on: )python -m"
         r" tools.tokens ([^;\n]+)"
@@ -543,12 +486,7 @@ def test_steps_without_a_token_that_counts_are_skipped_and_leave_json_behind(
 ) -> None:
     """Documents that consist only of their end. Validation has no token to score either."""
     blends = [f"data.train={ids['ends']}", f"data.valid={ids['ends'].replace('/train', '/valid')}"]
-    assert (
-        pretrain(
-            *TINY, *blends, "data.eod_loss=false", engine, "train.steps=4", "train.on_spike=skip"
-        )
-        == 0
-    ), pretrain.err
+    pretrain(*TINY, *blends, "data.eod_loss=false", engine, "train.steps=4", "train.on_spike=skip")
 
     def refused(name: str) -> None:
         raise ValueError(f"{name} is no JSON")
@@ -573,13 +511,12 @@ def test_steps_without_a_token_that_counts_are_skipped_and_leave_json_behind(
 
 # --- several ranks --------------------------------------------------------------------------------
 
-ZERO = "engine.name=deepspeed"
 LAYOUTS = {
     "DP2": ["parallel.use_distributed_optimizer=true"],
-    "TP2": ["parallel.tensor_model_parallel_size=2"],
-    "ZeRO-1 in bf16, DP2": [ZERO, "engine.zero_stage=1", "train.precision=bf16"],
-    "ZeRO-2, DP2, offload": [ZERO, "engine.zero_stage=2", "engine.offload_optimizer=true"],
-    "ZeRO-3, TP2": [ZERO, "engine.zero_stage=3", "parallel.tensor_model_parallel_size=2"],
+    "TP2": TP2,
+    "ZeRO-1 in bf16, DP2": [*deepspeed(1), "train.precision=bf16"],
+    "ZeRO-2, DP2, offload": [*deepspeed(2), "engine.offload_optimizer=true"],
+    "ZeRO-3, TP2": deepspeed(3) + TP2,
 }
 Asked = list[tuple[float, float]]
 
@@ -619,21 +556,8 @@ def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(
     """Each rank decides by its own copy of the loss. The data of the straight run lacks the samples
     of the three steps.
     """
-    base = [
-        *settings,
-        "train.eval_interval=0",
-        "log.diagnostics_interval=0",
-        "data.valid=[]",
-        "checkpoint.interval=2",
-        *LAYOUTS[layout],
-    ]
-    base += [
-        "train.steps=9",
-        "checkpoint.keep_last=9",
-        "train.on_spike=rewind",
-        "train.spike_rewind=2",
-        "train.micro_batch_size=1",
-    ]
+    base = [*settings, *REWINDABLE, "data.valid=[]", *LAYOUTS[layout]]
+    base += ["train.steps=9", "train.on_spike=rewind", "train.micro_batch_size=1"]
 
     def run(
         name: str, bad: float = math.nan, lost: slice = slice(0)
@@ -657,7 +581,7 @@ def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(
     assert run("killed", bad=plain[7][0]) == straight, (
         "killed after step 6, it meets the spike and decides again"
     )
-    weights = [load_full_model_state(tmp_path / name)[0] for name in ("back", "straight", "killed")]
-    assert all(
-        torch.equal(weights[0][key], other[key]) for other in weights[1:] for key in weights[0]
+    ours, *others = (
+        load_full_model_state(tmp_path / name)[0] for name in ("back", "straight", "killed")
     )
+    assert all(same(ours, other) for other in others)

@@ -167,9 +167,8 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
                 for row in rows
             ]
         )
-    assert {row["source"] for row in pieces[1]} == {"train", "valid"} and len(
-        {row["sample"] for row in pieces[1]}
-    ) == 4
+    assert {row["source"] for row in pieces[1]} == {"train", "valid"}
+    assert len({row["sample"] for row in pieces[1]}) == 4
     assert [
         {**row, "id": there["id"] and row["id"]} for row, there in zip(*pieces, strict=True)
     ] == pieces[1]
@@ -179,10 +178,8 @@ def damaged(prefix: Path) -> None:
     """Flip a byte in every block, and damage the table: its second half is missing, it ends within
     a hash, and some hashes belong to others.
     """
-    content, table = (
-        bytearray(prefix.with_suffix(".bin").read_bytes()),
-        prefix.with_suffix(".bin.blocks"),
-    )
+    content = bytearray(prefix.with_suffix(".bin").read_bytes())
+    table = prefix.with_suffix(".bin.blocks")
     content[100::BLOCK] = bytes(byte ^ 1 for byte in content[100::BLOCK])
     prefix.with_suffix(".bin").write_bytes(content)
     hashes = bytearray(table.read_bytes())
@@ -374,25 +371,25 @@ def test_index_plan_and_resume_know_urls(
     pretrain = Command(
         [f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]", cache], capsys
     )
-    assert pretrain("--plan") == 0 and "512" in pretrain.out
-    assert pretrain("--check") == 0 and "the configuration and the data are right" in pretrain.out
+    pretrain("--plan")
+    assert "512" in pretrain.out
+    pretrain("--check")
+    assert "the configuration and the data are right" in pretrain.out
     heard = Heard(here)
-    assert pretrain("--index") == 0 and "built in" in pretrain.out and not heard.ranges
-    assert pretrain() == 0 and "building it" not in pretrain.out
+    pretrain("--index")
+    assert "built in" in pretrain.out
+    assert not heard.ranges
+    pretrain()
+    assert "building it" not in pretrain.out
     assert url in (tmp_path / "run/config.yaml").read_text()
-    assert pretrain("train.steps=14", *sources(tiny_data)) == 0  # the data is now at another URL
-    assert (
-        "resumed from" in pretrain.out
-        and f"data.train.0.prefix {url}/train → {tiny_data}/train" in pretrain.out
-    )
+    pretrain("train.steps=14", *sources(tiny_data))
+    assert "resumed from" in pretrain.out
+    assert f"data.train.0.prefix {url}/train → {tiny_data}/train" in pretrain.out
     # The index of another run is the same if the URL and the contents are the same.
-    assert (
-        pretrain(
-            f"run_dir={tmp_path / 'other'}",
-            f"data.index_cache={tmp_path / 'run/index_cache'}",
-            "data.store_cache=null",
-        )
-        == 0
+    pretrain(
+        f"run_dir={tmp_path / 'other'}",
+        f"data.index_cache={tmp_path / 'run/index_cache'}",
+        "data.store_cache=null",
     )
     assert "building it" not in pretrain.out and (tmp_path / "other/tokens").is_dir()
     assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
@@ -411,13 +408,9 @@ def test_a_wrong_place_is_one_line(
     )
 
     def refused_with(code: int, *settings: str) -> str:
-        assert (
-            pretrain(*settings) == code
-            and pretrain.err.count("\n") == 1
-            and "Traceback" not in pretrain.err
-        ), pretrain.err
-        assert SECRET not in pretrain.err
-        return pretrain.err
+        said = pretrain.refused(*settings, code=code)
+        assert SECRET not in said
+        return said
 
     assert "data.train.0.prefix = s3://no-such-bucket/data/train: " in refused_with(
         2, "data.train.0.prefix=s3://no-such-bucket/data/train"
@@ -440,7 +433,7 @@ def test_a_wrong_place_is_one_line(
     monkeypatch.setattr("pretrain.data.store_cache._PATIENCE", 0.3)
     assert f"{url}/train cannot be read: " in refused_with(1)
     here.proxy.fault = lambda client, data: data
-    assert pretrain("--index") == 0
+    pretrain("--index")
     here.flip("data/train.bin")
     assert f"data.train.0.prefix = {url}/train: its .bin is not the file that" in refused_with(
         2, "--index"
@@ -452,12 +445,13 @@ def test_a_wrong_place_is_one_line(
         refused_with(2),
     )
     here.upload(tiny_data)
-    assert pretrain("--index") == 0
+    pretrain("--index")
     shutil.rmtree(tmp_path / "run")
     for name in here.names():  # only other commands read the tokenizer
         if "/tokenizer/" in name:
             here.client.delete_object(Bucket=here.name, Key=name)
-    assert pretrain("--index") == 0 and "trying again" not in pretrain.err
+    pretrain("--index")
+    assert "trying again" not in pretrain.err
     here.flip("data/train.idx")
     assert "its .idx is not the one that the manifest.json next to it records" in refused_with(
         2, "--index"
@@ -493,7 +487,8 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(
         # These bytes are between two blocks of the sample.
         read.append((contents.key, reader.read((0, 140_000, 4))))
         reader.close()
-    assert read[0][0] != read[1][0] and [content for _, content in read] == [
+    assert read[0][0] != read[1][0]
+    assert [content for _, content in read] == [
         bytes(4),
         b"\x08\0\x08\0",
     ]

@@ -12,11 +12,23 @@ import pytest
 import torch
 
 from pretrain.report.tensor_norms import KINDS, PREFIX, TensorNorms
-from tests.pretrain.conftest import SMALL
-from tests.pretrain.jobs import Done, Job, asked, engine_of, micro_batches, quick_or_slow, run_jobs
-from tests.pretrain.test_muon import MUON, PLAIN, TP2, deepspeed
+from tests.pretrain.conftest import SMALL, data_of
+from tests.pretrain.jobs import (
+    MUON,
+    OVERLAP,
+    PLAIN,
+    SP,
+    TP2,
+    Done,
+    Job,
+    asked,
+    deepspeed,
+    engine_of,
+    micro_batches,
+    quick_or_slow,
+    run_all,
+)
 from tests.pretrain.test_sharded_checkpoints import everything
-from tests.ranks import answer
 
 STEPS = 3  # the last step is compared
 CLIP = 0.5  # the gradient of every step exceeds it
@@ -26,8 +38,8 @@ BF16 = "train.precision=bf16"
 LAYOUTS: dict[str, list[str]] = {
     "DP2": [],
     "DP2, plain": PLAIN,
-    "TP2 + SP": [*TP2, "parallel.sequence_parallel=true"],
-    "DP2, overlapped": ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
+    "TP2 + SP": TP2 + SP,
+    "DP2, overlapped": OVERLAP,
     **{f"stage {stage}": deepspeed(stage) for stage in range(4)},
     "stage 2, offload": [*deepspeed(2), "engine.offload_optimizer=true"],
     "muon, DP2": [MUON],
@@ -65,9 +77,8 @@ def results(
         "model.mlp=swiglu",
         "model.tie_embeddings=true",
     ]
-    data = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"]
     base = [
-        *data,
+        *data_of(tiny_data, "train"),
         *SMALL,
         *model,
         "train.precision=fp32",
@@ -84,7 +95,6 @@ def results(
         for steps in (2, 3)
     ]
     alone.append(job("plain", PLAIN))
-    found = answer(1, run_jobs, alone, str(folder / "cache"), output=folder / "one", patience=300)
     noticed = asked(request, "test_training_does_not_notice", "name")
     told = {
         *asked(request, "test_every_layout_and_engine_tells_what_one_process_does", "name"),
@@ -94,11 +104,7 @@ def results(
     several += [
         replace(job(name, LAYOUTS[name]), name=f"{name}, unseen", norms=False) for name in noticed
     ]
-    if not several:
-        return found, folder
-    return found | answer(
-        2, run_jobs, several, str(folder / "cache"), output=folder / "two", patience=600
-    ), folder
+    return run_all([(1, alone), (2, several)], folder), folder
 
 
 def named(done: Done) -> dict[str, dict[str, float]]:

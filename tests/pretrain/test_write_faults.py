@@ -94,52 +94,14 @@ def of_a_file_of_tensors(found: list[Outcome]) -> None:
         *hashed,
         "fsync",
         "unlinkat",
-    ] and writes >= 5
+    ]
+    assert writes >= 5
 
 
 def in_order(found: list[str]) -> None:
     """Check that the calls of `ORDER` occur in this order among others."""
     rest = iter(found)
     assert [call for call in ORDER if call not in rest] == [], found
-
-
-@pytest.mark.slow
-def test_a_call_that_fails_costs_no_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """All calls on files without tensors, and some of the about 27 writes of a file of tensors."""
-    (found,) = failing_saves(
-        [Plan(1, False, {"*/__0_0.distcp*": 20, OTHERS: 1})], folder, tmp_path / "faults.so"
-    )
-    told_where_it_matters(found)
-    in_order(calls(found))
-    assert {one.call for one in found} == {
-        "mkdir",
-        "open",
-        "write",
-        "fsync",
-        "close",
-        "rename",
-        "unlinkat",
-        "rmdir",
-    }
-    assert [call for call in calls(found) if "distcp" in call][:2] == [
-        "open .writing_step/__0_0.distcp",
-        "write .writing_step/__0_0.distcp",
-    ]
-
-
-@pytest.mark.slow
-def test_a_call_that_fails_in_an_asynchronous_save_costs_no_checkpoint(
-    folder: Path, tmp_path: Path
-) -> None:
-    """A selection of all calls."""
-    (found,) = failing_saves(
-        [Plan(1, True, {"*/__0_1.distcp*": 15, OTHERS: 12})], folder, tmp_path / "faults.so"
-    )
-    told_where_it_matters(found)
-    assert [call for call in calls(found) if "distcp" in call][:2] == [
-        "open .writing_step/__0_1.distcp",
-        "write .writing_step/__0_1.distcp",
-    ]
 
 
 @pytest.mark.slow

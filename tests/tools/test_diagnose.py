@@ -70,7 +70,7 @@ def test_of_a_run(
         "optimizer.warmup_steps=0",
         "checkpoint.interval=0",
     )
-    assert pretrain_command(*mixers) == 0
+    pretrain_command(*mixers)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     try:
