@@ -13,6 +13,7 @@ from PIL import Image
 
 from fem_common.errors import UserError
 from tools.papers import catalogue, images, masked, running
+from tools.papers.experiment import Outcome
 
 
 def test_files_of_images_are_cut_to_the_middle_and_trained_on(
@@ -47,9 +48,9 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
             (labels[:, None, None, None] * 100 / 127.5 - 1).expand(-1, 3, 28, 28),
             atol=0.02,
         )
-    (record,) = running.run(
-        experiment, "full", replace(size, rows=("Hyper-SET",)), tmp_path / "results.jsonl", 1
-    ).values()
+    outcome = Outcome(experiment, "full", replace(size, rows=("Hyper-SET",)), {})
+    running.run(outcome, tmp_path / "results.jsonl", 1)
+    (record,) = outcome.results.values()
     assert math.isfinite(record["loss"]) and {"accuracy", "twice_accuracy"} <= {*record}
     # The same pictures from parquet files, as on the Hub.
     every = torch.arange(10)
