@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from fem_common.config import read_values
 from fem_common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,6 +105,16 @@ class Experiment:
     def cases(self) -> tuple[str, ...]:
         """Cases of all sizes: any may be run at any size."""
         return tuple(dict.fromkeys(case for size in self.sizes.values() for case in size.cases))
+
+
+def published(name: str) -> dict[tuple[str, str], float]:
+    """Return (case, row) -> the paper's number, from published.yaml. name: of the experiment."""
+    found = read_values(Path(__file__).with_name("published.yaml"))[name]
+    return {
+        (case, row): value
+        for row, values in found["rows"].items()
+        for case, value in zip(found["cases"], values, strict=True)
+    }
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,16 @@ of numbers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Generator, Tensor, nn
 
 from tools.papers.experiment import Claim, Experiment, Size
+from tools.papers.language import SECOND as ROWS
 from tools.papers.network import Last, Network, Positions, model_of
 from tools.papers.training import Examples, Problem, classification
 
 LARGEST = 2
 """Number of different values, as a multiple of the length of the sequence."""
-ROWS: dict[str, dict[str, Any]] = {
-    "MHA": {"mixer": "transformer"},
-    "MHA2nd1st": {"mixer": "mha2nd1st"},
-    "MHA2nd": {"mixer": "mha2nd"},
-    "Att2nd1st": {"mixer": "mha2nd1st", "num_attention_heads": 1},
-}
 ATTENTION, MLP = "alone", "with MLP"
 
 
