@@ -228,7 +228,9 @@ def _ask(
             f"--limit {given.limit}: scores of a part of the examples, not of the complete tasks",
             file=sys.stderr,
         )
-    runner = run.Runner(out, tasks, settings, given, sys.stderr)
+    runner = run.Runner(
+        out, tasks, settings, given.device, given.tokenizer, given.batch_size, sys.stderr
+    )
     runner.run(plan)
     for line in runner.skipped:
         print(f"skipped: {line}", file=sys.stderr)
