@@ -98,7 +98,6 @@ QUICK = Size(
 )
 EXPERIMENT = Experiment(
     name="argmax",
-    title="FEM, appendix P: the largest value in every channel",
     metric="index",
     rows=ROWS,
     sizes={
@@ -107,16 +106,6 @@ EXPERIMENT = Experiment(
     },
     problem=problem,
     scale=100.0,
-    told=(
-        "Share of the channels, in percent, for which the position of the largest value is "
-        "found. The paper shows a figure and no table: FEM reaches about 100 %, and softmax "
-        "attention stays near 1 / T. Our copy of the paper lacks its sizes, margin and noise; "
-        "this experiment uses normally distributed values and raises the largest one by "
-        f"{MARGIN:g}. C and G are off, as in the paper. A mean can be scaled by T, so softmax "
-        "attention finds more than 1 / T. The means of AFT and Mamba find about as much as F: "
-        "their weights differ by channel and depend on the token, so they can select. With "
-        "this little training no row reaches 100 % at T = 16."
-    ),
     claims=tuple(
         Claim(f"{prior} {read}", f"{prior} mean") for prior in PRIORS for read in ("F", "F λ")
     ),

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -75,23 +76,20 @@ class Claim:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table of a paper.
+    """One table of a paper; its title and remarks are in experiments.yaml.
 
     metric: the reported score, on test data unless its name begins with ``train_``. falls: smaller
     is better. scale: factor for tables. also: further scores with separate tables, name ->
     description. curves: values recorded per iteration, likewise. published: (case, row) -> the
     paper's number in the units of the table. chance: case -> score of guessing. enough: mean score
     from which two rows count as equal. problem: (case, row, size, seed) -> the training problem.
-    told: remarks for the reader of the report, Markdown.
     """
 
     name: str
-    title: str
     metric: str
     rows: Mapping[str, Any]
     sizes: Mapping[str, Size]
     problem: Callable[[str, str, Size, int], Problem]
-    told: str
     falls: bool = False
     scale: float = 1.0
     also: Mapping[str, str] = field(default_factory=dict)
@@ -107,9 +105,15 @@ class Experiment:
         return tuple(dict.fromkeys(case for size in self.sizes.values() for case in size.cases))
 
 
+@cache
+def texts() -> dict[str, Any]:
+    """Return experiment -> title, remarks and published numbers, from experiments.yaml."""
+    return read_values(Path(__file__).with_name("experiments.yaml"))
+
+
 def published(name: str) -> dict[tuple[str, str], float]:
-    """Return (case, row) -> the paper's number, from published.yaml. name: of the experiment."""
-    found = read_values(Path(__file__).with_name("published.yaml"))[name]
+    """Return (case, row) -> the paper's number. name: of the experiment."""
+    found = texts()[name]
     return {
         (case, row): value
         for row, values in found["rows"].items()

@@ -163,7 +163,6 @@ QUICK = Size(
 )
 EXPERIMENT = Experiment(
     name="gp",
-    title="CEM, table 3: samples of Gaussian processes",
     metric="rmse",
     also={"train_rmse": "Root mean squared error on training data:"},
     rows=ROWS,
@@ -180,16 +179,6 @@ EXPERIMENT = Experiment(
     },
     problem=problem,
     falls=True,
-    told=(
-        "Root mean squared error. The paper does not state its number of points, inputs, "
-        "length scales, noise or width. This experiment uses points from the unit cube, "
-        "length scale 1, no noise, and widths that give the paper's numbers of parameters "
-        "(33.98K, 33.94K, 22.66K). The number of points determines what the test data show. "
-        "With 4,096 points, test errors are 1.1 to 1.9 times the training errors (1.1 to 1.5 "
-        "in the paper) and fall with them. With 256 points every row fits its points, and "
-        "more steps help little. The paper does not define its non-stationary kernel, so that "
-        "kernel is left out."
-    ),
     published=published("gp"),
     claims=(
         Claim("CEM-T2", "CEM-T1", tuple(KERNELS)),

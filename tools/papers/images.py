@@ -202,7 +202,6 @@ CIFAR = replace(
 )
 HYPERSET_IMAGES = Experiment(
     name="hyperset-images",
-    title="Hyper-SET, tables 1 and 3: images by one shared layer",
     metric="accuracy",
     rows=HYPERSET,
     sizes={"quick": QUICK, "full": CIFAR},
@@ -215,16 +214,6 @@ HYPERSET_IMAGES = Experiment(
         "mean_angle": "mean angle, radians",
     },
     published=published("hyperset-images"),
-    told=(
-        "Accuracy in percent. The digits are the 8 x 8 images of scikit-learn, with 1,200 for "
-        "training and a new split for each seed. The layer is applied six times, and the "
-        "positions are learned. With the sinusoidal positions of the paper, which are larger "
-        "than the patches of these digits while Hyper-SET does not normalise its tokens, "
-        "Hyper-SET reached 38 to 78 at rate 0.01 over three seeds, the Transformer 82 to 96, "
-        "and linear attention no more than guessing. At the better rate the feed-forward "
-        "energy falls over the iterations used in training, and the attention energy rises "
-        "before it falls. The paper uses more iterations and more steps."
-    ),
     claims=tuple(Claim("Hyper-SET", row) for row in tuple(HYPERSET)[:8] if row != "Hyper-SET"),
     chance=lambda case, size: 1 / CASES[case][2],
 )
@@ -232,7 +221,6 @@ ROWS_100 = ("Transformer", "Hyper-SET", "LoRA of rank 4")
 IMAGENET_100 = replace(
     HYPERSET_IMAGES,
     name="imagenet-100",
-    title="Hyper-SET, tables 1 and 4: ImageNet-100 by one shared layer",
     rows={row: HYPERSET[row] for row in ROWS_100},
     # 200 epochs of 121,689 images: 126,689 less 5,000 for validation.
     sizes={
@@ -248,15 +236,10 @@ IMAGENET_100 = replace(
         )
     },
     published=published("imagenet-100"),
-    told=(
-        "Accuracy in percent on the central square of each image. The paper does not describe "
-        "its augmentation. Its Transformer has width 384."
-    ),
     claims=(Claim("Hyper-SET", "Transformer"), Claim("LoRA of rank 4", "Hyper-SET")),
 )
 FEM_IMAGES = Experiment(
     name="fem-images",
-    title="FEM, table 3: images with the DeiT architecture",
     metric="accuracy",
     rows=STACKED,
     sizes={
@@ -267,10 +250,6 @@ FEM_IMAGES = Experiment(
     },
     problem=stacked_problem,
     scale=100.0,
-    told=(
-        "Accuracy in percent of bidirectional models on the same digits as Hyper-SET's. The "
-        "paper uses ImageNet, where DeiT-Tiny has 72.2."
-    ),
     claims=(Claim("FEM-SM", "softmax"), Claim("FEM-GLA", "GLA")),
     chance=lambda case, size: 1 / CASES[case][2],
 )

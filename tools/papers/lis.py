@@ -105,19 +105,11 @@ FULL = Size(
 )
 EXPERIMENT = Experiment(
     name="lis",
-    title="Second-order attention, section 5: longest increasing subsequence",
     metric="accuracy",
     rows=ROWS,
     sizes={"quick": QUICK, "full": FULL},
     problem=problem,
     scale=100.0,
-    told=(
-        "Share of the sequences, in percent, for which the length of the longest increasing "
-        "subsequence is predicted correctly. The paper shows figures and no table. Numbers "
-        "are drawn uniformly from a range that is twice as long as the sequence; the paper "
-        "states neither its range nor its number of heads. Dropout (0.1 in the paper) is left "
-        "out. MHA2nd1st has three quarters of the parameters of attention."
-    ),
     claims=(Claim("MHA2nd1st", "MHA"),),
     chance=most_frequent,
 )

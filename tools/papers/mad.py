@@ -324,31 +324,11 @@ def guessing(case: str, size: Size) -> float:
 
 EXPERIMENT = Experiment(
     name="mad",
-    title="FEM, table 1: MAD",
     metric="accuracy",
     rows=ROWS,
     sizes={"quick": QUICK, "full": FULL},
     problem=problem,
     scale=100.0,
-    told=(
-        "Accuracy in percent on the requested tokens. The paper's numbers are means that "
-        "include the benchmark's harder variants, with less training data or longer "
-        "sequences. The Mamba rows use our non-negative, normalised prior. In compression "
-        "FEM-SM is below softmax because training is short and data are plentiful: no row "
-        "overfits, and the row that learns faster has the higher accuracy. L helps, with and "
-        "without C; C, and most of all G, slow down the start of training. With 4 heads and "
-        "one seed: softmax 69.5, +LT 73.4, +LTG 55.5. T and G make the values narrower; with "
-        "values of full width, and thus more parameters, +LTG reaches 67.6. After three times "
-        "the steps FEM-SM reaches 87.2 and softmax 90.4. With 800 training sequences every "
-        "row fits at least 78 % of them, so that generalisation decides: +L is above softmax, "
-        "and FEM-SM is no longer below it. The quick recall tasks have 32 tokens, and a trial "
-        "stops when 99.9 % of the validation data are answered correctly: FEM-SM stops after "
-        "200 to 500 steps on in-context and noisy recall, softmax and GLA do not stop within "
-        "their 1,500 steps. On noisy recall C alone is sufficient, because its convolution "
-        "reads the previous token; L alone is not. Fuzzy recall is hardly learned in 1,500 "
-        "steps. Memorization is too easy at this size: every row knows all pairs after 100 to "
-        "300 steps."
-    ),
     published=PUBLISHED
     | {(FEW, row): number for (case, row), number in PUBLISHED.items() if case == "compression"},
     claims=(

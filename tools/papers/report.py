@@ -28,6 +28,7 @@ from tools.papers.experiment import (
     interval,
     line_of,
     read_results,
+    texts,
 )
 
 TITLE = "# The papers' experiments"
@@ -128,6 +129,7 @@ def wrapped(text: str, first: str = "") -> str:
 def section(outcome: Outcome) -> str:
     """Return the report's section on one experiment at one size, as Markdown."""
     experiment, size, results = outcome.experiment, outcome.size, outcome.results
+    title, remarks = texts()[experiment.name]["title"], texts()[experiment.name]["told"]
     minutes = sum(record["seconds"] for record in results.values()) / 60
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
     made = (
@@ -138,14 +140,14 @@ def section(outcome: Outcome) -> str:
     tables = [table(outcome, experiment.metric)]
     for name, said in experiment.also.items():
         tables += [wrapped(said), table(outcome, name)]
-    shown = f"![{experiment.title}](papers/{outcome.name}.png)"
+    shown = f"![{title}](papers/{outcome.name}.png)"
     if experiment.curves:
         shown += (
             "\n![Values by iteration; dotted: the number of iterations in"
             f" training](papers/{outcome.name}-iterations.png)"
         )
-    told = wrapped(f"{experiment.told} {made}")
-    return "\n\n".join([f"## {experiment.title}", told, *tables, shown, *orders(outcome)])
+    told = wrapped(f"{remarks} {made}")
+    return "\n\n".join([f"## {title}", told, *tables, shown, *orders(outcome)])
 
 
 def table(outcome: Outcome, metric: str) -> str:
