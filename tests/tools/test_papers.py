@@ -32,17 +32,7 @@ from tools.papers import (
     training,
 )
 from tools.papers.__main__ import main
-from tools.papers.experiment import (
-    Experiment,
-    Size,
-    Trial,
-    best_rate,
-    chosen,
-    gather,
-    interval,
-    line_of,
-    read_results,
-)
+from tools.papers.experiment import Outcome, Results, Trial, gather, interval, line_of, read_results
 from tools.papers.training import IGNORED, schedule
 
 TINY: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -67,7 +57,8 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def tiny(name: str, **changed: Any) -> tuple[Experiment, Size]:
+def tiny(name: str, **changed: Any) -> Outcome:
+    """Return the outcome, still without results, of an experiment with very small trials."""
     experiment = catalogue.experiment_of(name)
     cases, smaller = TINY[name]
     given = {
@@ -79,9 +70,15 @@ def tiny(name: str, **changed: Any) -> tuple[Experiment, Size]:
         "rates": (1e-3,),
         "seeds": 1,
     }
-    return experiment, replace(
-        experiment.sizes["quick"], cases=cases, **{**given, **smaller, **changed}
-    )
+    size = replace(experiment.sizes["quick"], cases=cases, **{**given, **smaller, **changed})
+    return Outcome(experiment, "quick", size, {})
+
+
+def trained(outcome: Outcome, file: Path, task: Task | None = None) -> Results:
+    """Train what has no result in the folder of ``file``, and return all results."""
+    outcome = replace(outcome, results=gather(file.parent))
+    running.run(outcome, file, 1, task)
+    return outcome.results
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def test_energies_fall_where_steps_are_small(
     tokens: figures 5 and 6.
     """
     monkeypatch.chdir(tmp_path)
-    _, size = tiny("sudoku", width=32, heads=4)
+    size = tiny("sudoku", width=32, heads=4).size
     for alpha, gamma, falling, rising in (
         (0.005, 0.0, ["attention_energy"], ["effective_rank", "mean_angle"]),
         (0.0, 0.005, ["feed_forward_energy"], []),
@@ -263,7 +260,7 @@ def test_energies_fall_where_steps_are_small(
 
 
 def test_forecasts_never_see_what_they_are_asked_for() -> None:
-    _, size = tiny("fem-forecast", train=0, test=0, length=32)
+    size = tiny("fem-forecast", train=0, test=0, length=32).size
     training, validation, test = forecast.windows("synthetic 96", size)
     whole = forecast.series("synthetic")
     whole = (whole - whole[:2880].mean(0)) / whole[:2880].std(0)
@@ -316,7 +313,7 @@ def test_the_parts_of_a_set_are_the_benchmark_s() -> None:
 
 
 def test_language_data_are_of_three_parts() -> None:
-    _, size = tiny("cem-language", length=16)
+    size = tiny("cem-language", length=16).size
     text = bytes(language.corpus().tolist())
     for (inputs, targets), begin, end in zip(
         language.windows(size, 0), (0, 8, 9), (8, 9, 10), strict=True
@@ -337,9 +334,10 @@ def test_every_experiment_trains_and_goes_on(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # Sudoku's boards are stored below runs
-    experiment, size = tiny(name)
+    outcome = tiny(name)
+    experiment, size = outcome.experiment, outcome.size
     file = tmp_path / "results.jsonl"
-    results = running.run(experiment, "quick", size, file, 1)
+    results = trained(outcome, file)
     assert len(results) == len(size.cases) * len(size.rows)
     assert all(
         math.isfinite(record[key])
@@ -350,15 +348,15 @@ def test_every_experiment_trains_and_goes_on(
     whole = file.read_text()
     file.write_text(whole[:-20])
     assert len(read_results(file)) == len(results) - 1
-    again = running.run(experiment, "quick", size, file, 1)
+    again = trained(outcome, file)
     assert read_results(file) == again and again.keys() == results.keys()
     last = list(results)[-1]
     # The same trial gives the same numbers.
     assert {**again[last], "seconds": 0} == {**results[last], "seconds": 0}
-    picture = report.picture(experiment, size, results)
-    assert [axes.get_title() for axes in picture.axes] == list(size.cases)
+    outcome = replace(outcome, results=results)
+    assert [axes.get_title() for axes in report.picture(outcome).axes] == list(size.cases)
     if experiment.curves:
-        assert len(report.iterations(experiment, size, results).axes) == len(experiment.curves)
+        assert len(report.iterations(outcome).axes) == len(experiment.curves)
 
 
 @pytest.mark.slow
@@ -378,7 +376,8 @@ def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     quick = experiment.sizes["quick"]
     rows = (experiment.claims[0].above, experiment.claims[0].below)
     size = replace(quick, rows=rows, cases=quick.cases[:1], rates=quick.rates[:1], seeds=1)
-    for record in running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1).values():
+    outcome = Outcome(experiment, "quick", size, {})
+    for record in trained(outcome, tmp_path / "results.jsonl").values():
         if experiment.metric == "psnr":  # decibels: 0.3 correspond to 7 % less error
             assert record["psnr"] > experiment.chance(size.cases[0], size) + 0.3
         elif experiment.chance:
@@ -388,22 +387,18 @@ def test_quick_forms_learn(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_array_shares_the_rows(tmp_path: Path) -> None:
-    experiment, size = tiny("gp", rows=("Plain", "Gated", "CEM-T1"))
+    outcome = tiny("gp", rows=("Plain", "Gated", "CEM-T1"))
     for index in range(2):
-        results = running.run(
-            experiment, "quick", size, tmp_path / f"results-{index}.jsonl", 1, Task(index, 2, "")
-        )
+        results = trained(outcome, tmp_path / f"results-{index}.jsonl", Task(index, 2, ""))
     assert [trial.row for trial in results] == ["Plain", "CEM-T1", "Gated"]
     assert [trial.row for trial in read_results(tmp_path / "results-1.jsonl")] == ["Gated"]
-    assert (
-        gather(tmp_path) == results
-        and len(running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1)) == 3
-    )
+    assert gather(tmp_path) == results
+    assert len(trained(outcome, tmp_path / "results.jsonl")) == 3
 
 
 def test_a_row_that_can_learn_does() -> None:
     """FEM's read finds the largest value, a mean does not, from the same start and data."""
-    _, size = tiny("argmax", steps=150, batch=32, train=2000, test=256, width=16, heads=2)
+    size = tiny("argmax", steps=150, batch=32, train=2000, test=256, width=16, heads=2).size
     mean, free = (
         running.train_one("argmax", size, Trial("T = 4", row, 3e-2, 0, ""))
         for row in ("softmax mean", "softmax F")
@@ -412,14 +407,14 @@ def test_a_row_that_can_learn_does() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_kept_as_diverged(tmp_path: Path) -> None:
-    experiment, size = tiny("argmax", rows=("softmax mean",), rates=(1e-3, 1e30), steps=4)
-    results = running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1)
+    outcome = tiny("argmax", rows=("softmax mean",), rates=(1e-3, 1e30), steps=4)
+    results = trained(outcome, tmp_path / "results.jsonl")
     assert [record["validation"] is None for record in results.values()] == [False, True]
-    assert best_rate(experiment, results, "T = 4", "softmax mean", size) == 1e-3
+    assert replace(outcome, results=results).best_rate("T = 4", "softmax mean") == 1e-3
 
 
 def test_a_trial_ends_where_enough_is_answered() -> None:
-    _, size = tiny("mad", steps=30)
+    size = tiny("mad", steps=30).size
     for enough, steps in ((0.0, 2), (1.1, 30)):
         task = replace(
             mad.problem("compression of 800 examples", "softmax", size, 0), enough=enough
@@ -429,7 +424,7 @@ def test_a_trial_ends_where_enough_is_answered() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    _, size = tiny("argmax", steps=100, warmup=0.1)
+    size = tiny("argmax", steps=100, warmup=0.1).size
     rates = [schedule(step, size) for step in range(100)]
     assert rates[0] == 0.1 and max(rates) == rates[9] == rates[10] == 1 and 0 < rates[-1] < 0.001
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -438,11 +433,10 @@ def test_the_rate_rises_and_falls() -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
-def made_up(
-    experiment: Experiment, size: Size, values: dict[str, list[float]]
-) -> dict[Trial, dict[str, Any]]:
-    """Return results whose first rate is best: row -> one value per seed."""
-    results = {}
+def made_up(name: str, values: dict[str, list[float]]) -> Outcome:
+    """Return quick results whose first rate is best: row -> one value per seed."""
+    experiment, results = catalogue.experiment_of(name), {}
+    size = experiment.sizes["quick"]
     for case, (row, found) in itertools.product(size.cases, values.items()):
         for seed, value in enumerate(found):
             record = {
@@ -453,12 +447,9 @@ def made_up(
             }
             results[Trial(case, row, size.rates[0], seed, size.key())] = record
         for rate in size.rates[1:]:
-            results[Trial(case, row, rate, 0, size.key())] = {
-                **record,
-                "validation": min(found) - 1,
-                experiment.metric: 0.0,
-            }
-    return results
+            worse = {**record, "validation": min(found) - 1, experiment.metric: 0.0}
+            results[Trial(case, row, rate, 0, size.key())] = worse
+    return Outcome(experiment, "quick", size, results)
 
 
 def test_intervals_and_verdicts() -> None:
@@ -466,37 +457,25 @@ def test_intervals_and_verdicts() -> None:
     mean, half = interval([1, 2, 3])
     assert mean == 2 and half == pytest.approx(4.303 / math.sqrt(3))
     assert interval([1]) == (1, math.inf)
-    experiment, size = catalogue.experiment_of("lis"), catalogue.experiment_of("lis").sizes["quick"]
     for ours, said in (
         ([0.71, 0.81, 0.9], "agrees"),
         ([0.9, 0.71, 0.81], "tends to agree"),
         ([0.5, 0.9, 0.6], "tends to disagree"),
         ([0.5, 0.61, 0.7], "disagrees"),
+        # The differences leave out seeds that only one row has. They are 0.1 and 0.2; the interval
+        # of their mean contains zero.
+        ([0.7, 0.9], "tends to agree"),
     ):
-        results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": ours})
-        assert (
-            report.verdict(experiment, size, results, experiment.claims[0], size.cases[0]) == said
-        )
-        assert len(chosen(experiment, results, size.cases[0], "MHA", size)) == 3
-    # The differences leave out seeds that only one row has. They are 0.1 and 0.2; the interval of
-    # their mean contains zero.
-    results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": [0.7, 0.9]})
-    assert (
-        report.verdict(experiment, size, results, experiment.claims[0], size.cases[0])
-        == "tends to agree"
-    )
-    assert (
-        report.verdict(
-            replace(experiment, enough=0.6), size, results, experiment.claims[0], size.cases[0]
-        )
-        == report.LEVEL
-    )
+        outcome = made_up("lis", {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": ours})
+        (claim,), case = outcome.experiment.claims, outcome.size.cases[0]
+        assert report.verdict(outcome, claim, case) == said
+        assert len(outcome.values(case, "MHA")) == 3
+    solved = replace(outcome, experiment=replace(outcome.experiment, enough=0.6))
+    assert report.verdict(solved, claim, case) == report.LEVEL
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    experiment = catalogue.experiment_of("mad")
-    size = experiment.sizes["quick"]
-    results = made_up(experiment, size, {"softmax": [0.4, 0.41, 0.42], "FEM-SM": [0.5, 0.52, 0.51]})
+    results = made_up("mad", {"softmax": [0.4, 0.41, 0.42], "FEM-SM": [0.5, 0.52, 0.51]}).results
     stray = Trial("compression", "softmax", 0.5, 0, "another size")
     folder = tmp_path / "runs" / "mad-quick"
     folder.mkdir(parents=True)
@@ -524,12 +503,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json"]) == 0
     listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {entry["paper"] for entry in listed} == {
-        catalogue.FEM,
-        catalogue.SECOND,
-        catalogue.CEM,
-        catalogue.HYPERSET,
-    }
+    assert len({entry["paper"] for entry in listed}) == 4
     assert all(bool(entry["why"]) != entry["runs"] for entry in listed)
     for name in catalogue.NAMES:
         experiment = catalogue.experiment_of(name)

@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,15 @@ from PIL import Image
 
 from fem_common.errors import UserError
 from tools.papers import catalogue, images, masked, running
+from tools.papers.experiment import Outcome
+
+
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Work in ``folder``, with the cache of the library of data sets in it; return the library."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    return datasets
 
 
 def test_files_of_images_are_cut_to_the_middle_and_trained_on(
@@ -21,8 +31,7 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
     """One folder per class, wide, high and grey files; the colour at the centre of an image
     identifies its class.
     """
-    experiment = catalogue.experiment_of("imagenet-100")
-    monkeypatch.chdir(tmp_path)
+    experiment, datasets = catalogue.experiment_of("imagenet-100"), in_folder(tmp_path, monkeypatch)
     monkeypatch.setitem(images.CASES, images.FILES, (32, 3, 3, 16))
     size = replace(
         experiment.sizes["full"], width=16, heads=2, steps=2, batch=4, test=2, rates=(1e-3,)
@@ -47,15 +56,13 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
             (labels[:, None, None, None] * 100 / 127.5 - 1).expand(-1, 3, 28, 28),
             atol=0.02,
         )
-    (record,) = running.run(
-        experiment, "full", replace(size, rows=("Hyper-SET",)), tmp_path / "results.jsonl", 1
-    ).values()
+    outcome = Outcome(experiment, "full", replace(size, rows=("Hyper-SET",)), {})
+    running.run(outcome, tmp_path / "results.jsonl", 1)
+    (record,) = outcome.results.values()
     assert math.isfinite(record["loss"]) and {"accuracy", "twice_accuracy"} <= {*record}
     # The same pictures from parquet files, as on the Hub.
     every = torch.arange(10)
     whole, asked = inputs[every], test[every[:3]]
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     kept = folder.parents[1].rename(tmp_path / "files")
     folder.parents[1].mkdir()
     for part, kind in (("train", "train"), ("val", "validation")):
@@ -85,7 +92,7 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
         test[torch.tensor([4])]
     shutil.rmtree(folder)
     with pytest.raises(
-        UserError, match=r"imagenet-100/val: 2 folders of classes, expected 3.*clane9"
+        UserError, match=r"imagenet-100, or clane9/.*: 2 classes from 0 to 1; expected 3"
     ):
         images.divided(images.FILES, size, 0)
 
@@ -95,9 +102,7 @@ def test_cifar_is_read_from_a_folder(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every form gives the same pixels and classes; the fine label is used if two exist."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets = in_folder(tmp_path, monkeypatch)
     folder = catalogue.DATA / "cifar-100"
     monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 3, 8))
     parts = {}
@@ -141,8 +146,7 @@ def test_cifar_is_read_from_a_folder(
 
 
 def test_cifar_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
+    datasets = in_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(

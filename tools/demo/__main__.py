@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from fem_common.cli import Parser, run
 from fem_common.files import write_whole
@@ -74,26 +75,19 @@ def _demo(out: Path, settings: list[str], readme: bool) -> None:
         say(f"rewritten: {', '.join(pages.PAGES.values())}, docs/demo.png, docs/evaluation.png")
 
 
-def _publish(found: dict[str, object], demo: steps.Demo) -> None:
+def _publish(found: dict[str, Any], demo: steps.Demo) -> None:
     """Print the table and write report.json and report.png.
 
     Raises DemoError after that if the model learned too little.
     """
-    pages.draw(
-        History.read(demo.out / "fem"),
-        History.read(demo.out / "transformer"),
-        found,
-        demo.out / "report.png",
-    )
+    fem, transformer = (History.read(demo.out / name) for name in report.NAMES)
+    pages.draw(fem, transformer, found, demo.out / "report.png")
     write_whole(demo.out / "report.json", json.dumps(found, indent=1) + "\n")
-    seconds = found["seconds"]
-    assert isinstance(seconds, dict)
+    times = [f"{name} {report.minutes(value)}" for name, value in found["seconds"].items()]
     say("\n" + report.table(found) + "\n")
     for line in report.verdict(found):
         say(line)
-    say(
-        "\ntime: " + ", ".join(f"{name} {report.minutes(value)}" for name, value in seconds.items())
-    )
+    say(f"\ntime: {', '.join(times)}")
     say(
         f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, "
         f"the model in {demo.path('hf', 'fem')}"

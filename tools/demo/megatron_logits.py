@@ -17,6 +17,8 @@ import torch
 
 from tools.diagnose.from_checkpoint import megatron_model
 
+SEQUENCES = 4
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the logits of every model to OUT and return the exit code.
@@ -37,19 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         help="checkpoints, or run directories (their newest checkpoints)",
     )
-    parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     given = parser.parse_args(arguments)
-    ids = np.fromfile(given.tokens, dtype=np.uint16, count=given.sequences * given.length).astype(
-        np.int64
-    )
-    tokens = torch.from_numpy(ids).view(given.sequences, given.length)
+    ids = np.fromfile(given.tokens, dtype=np.uint16, count=SEQUENCES * given.length)
+    tokens = torch.from_numpy(ids.astype(np.int64)).view(SEQUENCES, given.length)
     given.out.mkdir(parents=True, exist_ok=True)
     for checkpoint in given.checkpoints:
         with megatron_model(checkpoint, given.length) as (chunk, model, _):
-            result = chunk(tokens, torch.arange(given.length).expand_as(tokens), None)[
-                ..., : model.vocab_size
-            ].float()
+            logits = chunk(tokens, torch.arange(given.length).expand_as(tokens), None)
+            result = logits[..., : model.vocab_size].float()
         np.save(given.out / f"{checkpoint.name}.npy", result.numpy())
         print(
             f"Megatron-core, one process: logits of {ids.size} held-out tokens over "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from collections.abc import Sequence
 from datetime import date
@@ -20,7 +21,7 @@ import numpy as np
 
 from fem_common.errors import ConfigError
 from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, save
-from tools.demo.report import History
+from tools.demo.report import NAMES, History
 
 FEM, TRANSFORMER = COLOURS[:2]
 
@@ -32,137 +33,55 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
     Unlike a moving average, this adds no lag and does not bend the ends of the curve.
     """
-    steps = np.arange(len(values))
-    result = np.empty(len(values))
+    if len(values) < 3:
+        return values
+    steps, result = np.arange(len(values)), np.empty(len(values))
     for step in steps:
-        weight = np.exp(-0.5 * ((steps - step) / width) ** 2)
-        _, level = (
-            np.polyfit(steps - step, values, 1, w=np.sqrt(weight))
-            if len(values) > 2
-            else (0.0, values[step])
-        )
-        result[step] = level
+        roots = np.exp(-0.25 * ((steps - step) / width) ** 2)  # polyfit squares its weights
+        result[step] = np.polyfit(steps - step, values, 1, w=roots)[-1]
     return result
 
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
-    """Write ``file`` as PNG: the losses of both models and their difference.
+    """Write ``file`` as PNG: the losses of both models, and the step at which FEM was stopped.
 
     found: contents of report.json.
     """
-    figure = new_figure((9, 6.6))
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
-    width = max(1.0, fem.last_step / 40)
-    curves = (
-        ("transformer", "Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))),
-        ("fem", "FEM-softmax", fem, FEM, "o", "-"),
-    )
-    for key, name, history, colour, marker, style in curves:
+    figure = new_figure((9, 5.2))
+    axes = figure.subplots()
+    models, run, entropy = found["models"], found["run"], found["unigram"]["heldout_entropy"]
+    curves = (("transformer", transformer, TRANSFORMER, "s"), ("fem", fem, FEM, "o"))
+    for key, history, colour, marker in curves:
+        name, whole = NAMES[key], models[key]["heldout_nats_per_token"]
         steps, losses = np.array(list(history.losses().items())).T
-        above.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
+        axes.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
+        smoothed = smooth(losses, max(1.0, fem.last_step / 40))
         label = f"{name}, training (smoothed; faint: each step)"
-        above.plot(
-            steps, smooth(losses, width), color=colour, linewidth=1.9, linestyle=style, label=label
-        )
-        if history.validations:
-            where, values = zip(*history.validations, strict=True)
-            look = {
-                "linestyle": "",
-                "marker": marker,
-                "color": colour,
-                "markeredgecolor": "white",
-                "markersize": 8,
-            }
-            above.plot(
-                where, values, label=f"{name}, held-out: a sample (open: the whole split)", **look
-            )
+        axes.plot(steps, smoothed, color=colour, linewidth=1.9, label=label)
+        look = {"linestyle": "", "marker": marker, "color": colour, "markersize": 8}
+        where, values = np.reshape(history.validations, (-1, 2)).T
+        label = f"{name}, held-out: a sample (open: the whole split, {whole:.3f})"
+        axes.plot(where, values, label=label, **look)
         # Slightly to the right of the last step, so that it does not cover the sample's markers.
-        whole = found["models"][key]["heldout_nats_per_token"]
-        open_marker = {"color": "white", "markeredgecolor": colour}
-        above.plot(
-            [1.02 * steps[-1]],
-            [whole],
-            linestyle="",
-            marker=marker,
-            markeredgewidth=1.8,
-            markersize=8,
-            **open_marker,
-        )
-    _mark(above, below, found)
-    _difference(below, fem, transformer, width)
-    plain_axes(above, "", "loss, nats per token", grid="y")
-    plain_axes(
-        below,
-        f"step ({found['run']['batch_tokens']:,} tokens each)",
-        "FEM − Transformer,\nsame batch",
-        grid="y",
+        axes.plot(1.02 * steps[-1], whole, markerfacecolor="white", **look)
+    label = f"unigram entropy of the held-out text, {entropy:.2f}"
+    axes.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":", label=label)
+    label = "FEM stopped by SIGTERM (TP 2 × PP 2, 4 ranks), resumed at DP 2"
+    axes.axvline(run["stopped_at"], color=QUIET, linewidth=1.2, label=label)
+    x = f"step ({run['batch_tokens']:,} tokens each)"
+    plain_axes(axes, x, "loss, nats per token", grid="y")
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    title = (
+        "Pretraining on Python's standard library:"
+        f" {models['fem']['parameters'] / 1e6:.1f}M parameters,"
+        f" {models['fem']['tokens_trained'] / 1e3:.0f}k tokens, {run['steps']} steps"
     )
-    above.legend(frameon=False, loc="upper right", fontsize=9)
-    models, run = found["models"], found["run"]
-    above.set_title(
-        "Pretraining on Python's standard library: "
-        f"{models['fem']['parameters'] / 1e6:.1f}M parameters, "
-        f"{models['fem']['tokens_trained'] / 1e3:.0f}k tokens, {run['steps']} steps\n"
-        "Loss on the whole held-out split at the end: "
-        f"FEM-softmax {models['fem']['heldout_nats_per_token']:.3f}, "
-        f"Transformer {models['transformer']['heldout_nats_per_token']:.3f} nats per token",
-        loc="left",
-        fontsize=10.5,
-    )
+    axes.set_title(title, loc="left", fontsize=10.5)
     save(figure, file)
-
-
-def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
-    """Mark the unigram entropy of the held-out text, and the step at which FEM was stopped.
-
-    above, below: axes of the losses and of their difference.
-    """
-    run, entropy = found["run"], found["unigram"]["heldout_entropy"]
-    look = {"textcoords": "offset points", "fontsize": 9, "color": QUIET, "ha": "right"}
-    above.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":")
-    above.annotate(
-        f"unigram entropy of the held-out text {entropy:.2f}",
-        (run["steps"], entropy),
-        xytext=(0, 4),
-        **look,
-    )
-    for axes in (above, below):
-        axes.axvline(run["stopped_at"], color=QUIET, linewidth=1.2)
-    stop = (
-        f"FEM stopped by SIGTERM at step {run['stopped_at']}\n"
-        "(TP 2 × PP 2, 4 ranks), resumed at DP 2"
-    )
-    above.annotate(
-        stop,
-        (run["stopped_at"], 0.03),
-        xycoords=("data", "axes fraction"),
-        xytext=(-6, 0),
-        va="bottom",
-        **look,
-    )
-
-
-def _difference(axes: Any, fem: History, transformer: History, width: float) -> None:
-    """Draw FEM's training loss minus the Transformer's on the same batch."""
-    ours, theirs = fem.losses(), transformer.losses()
-    steps = sorted(ours.keys() & theirs.keys())
-    gaps = np.array([ours[step] - theirs[step] for step in steps])
-    axes.axhline(0.0, color=QUIET, linewidth=0.9)
-    axes.plot(steps, gaps, color=FEM, alpha=0.22, linewidth=0.8)
-    axes.plot(steps, smooth(gaps, width), color=FEM, linewidth=1.9)
-    axes.annotate(
-        "below 0: FEM is better",
-        (0.995, 0.04),
-        xycoords="axes fraction",
-        fontsize=9,
-        color=QUIET,
-        ha="right",
-    )
 
 
 COMMAND = "python -m tools.demo --readme"
 PAGES = {"demo": "README.md", "evaluation": "docs/evaluation.md"}
-NAMES = {"fem": "FEM-softmax", "transformer": "Transformer"}
 IDLE = 0.5  # load per core above which other programs would change the demo's tokens/s
 
 
@@ -211,41 +130,41 @@ def demo_text(found: dict[str, Any]) -> str:
     run, models, parity, alone, machine = (
         found[key] for key in ("run", "models", "parity", "unigram", "machine")
     )
+    fem, difference = models["fem"], max(parity["logit_difference"].values())
     rows = [
         f"| {name} | {models[key]['heldout_nats_per_token']:.3f} | "
         f"{models[key]['heldout_bits_per_byte']:.3f} | "
         f"{models[key]['parameters'] / 1e6:.2f}M | {models[key]['tokens_per_second']:,.0f} |"
         for key, name in NAMES.items()
     ]
-    difference = max(parity["logit_difference"].values())
-    tokens, heldout = models["fem"]["tokens_trained"], models["fem"]["heldout_tokens"]
-    return "\n".join(
-        [
-            "![Training and held-out loss of the demo's two models](docs/demo.png)",
-            "",
-            f"| {run['steps']} steps of {run['batch_tokens']:,} tokens, "
-            f"{heldout:,} tokens held out | nats per token | bits per byte | "
-            "parameters | tokens/s |",
-            "|---|---|---|---|---|",
-            *rows,
-            f"| the text's own unigram entropy | {alone['heldout_entropy']:.3f} | "
-            f"{alone['bits_per_byte']:.3f} | | |",
-            "",
-            fill(
-                f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, "
-                f"{machine['cores']} CPU cores ({platform.machine()}), Python {machine['python']}, "
-                f"torch {machine['torch']}. tokens/s: the median step of both models at DP 2 with "
-                "one thread per rank, on an idle machine. One seed and "
-                f"{tokens / 1e6:.2f}M tokens: this shows that both train, not which is better at "
-                f"scale. Losses of the {parity['resume_steps']} steps after the change of layout "
-                "agree with the old layout's to "
-                f"{parity['resume_relative_loss_difference']:.1e}; "
-                "exported logits equal Megatron's "
-                + (f"to {difference:.1e}." if difference else "to the last bit."),
-                100,
-            ),
-        ]
+    table = [
+        f"| {run['steps']} steps of {run['batch_tokens']:,} tokens, {fem['heldout_tokens']:,} "
+        "tokens held out | nats per token | bits per byte | parameters | tokens/s |",
+        "|---|---|---|---|---|",
+        *rows,
+        f"| the text's own unigram entropy | {alone['heldout_entropy']:.3f} | "
+        f"{alone['bits_per_byte']:.3f} | | |",
+    ]
+    conditions = (
+        f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, "
+        f"{machine['cores']} CPU cores ({platform.machine()}), Python {machine['python']}, "
+        f"torch {machine['torch']}. tokens/s: the median step of both models at DP 2 with "
+        "one thread per rank, on an idle machine. One seed and "
+        f"{fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train, not which is "
+        f"better at scale. Losses of the {parity['resume_steps']} steps after the change of layout "
+        f"agree with the old layout's to {parity['resume_relative_loss_difference']:.1e}; "
+        "exported logits equal Megatron's "
+        + (f"to {difference:.1e}." if difference else "to the last bit.")
     )
+    return _block(
+        "![Training and held-out loss of the demo's two models](docs/demo.png)",
+        "\n".join(table),
+        conditions,
+    )
+
+
+def _block(picture: str, table: str, conditions: str) -> str:
+    return f"{picture}\n\n{table}\n\n{fill(conditions, 100)}"
 
 
 def evaluation_text(report: str) -> str:
@@ -253,25 +172,14 @@ def evaluation_text(report: str) -> str:
 
     report: Markdown report of ``tools.evaluate``.
     """
-    lines = report.splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
-    last = next(
-        (number for number in range(first, len(lines)) if not lines[number].startswith("|")),
-        len(lines),
-    )
-    return "\n".join(
-        [
-            "![The quick suite on the demo's two models](evaluation.png)",
-            "",
-            *lines[first:last],
-            "",
-            fill(
-                f"*Six small tasks for the demo's two models: `{COMMAND}`, "
-                f"{date.today().isoformat()}. ± and whiskers are one standard error; vermilion: "
-                "better by more than the standard error of the difference.*",
-                100,
-            ),
-        ]
+    table = re.search(r"(^\|.*\n)+", report, re.MULTILINE)
+    assert table is not None
+    return _block(
+        "![The quick suite on the demo's two models](evaluation.png)",
+        table[0].rstrip(),
+        f"*Six small tasks for the demo's two models: `{COMMAND}`, {date.today().isoformat()}. "
+        "± and whiskers are one standard error; vermilion: better by more than the standard error "
+        "of the difference.*",
     )
 
 

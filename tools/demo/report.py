@@ -102,6 +102,7 @@ def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> tupl
     return len(shared), max(abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in shared)
 
 
+NAMES = {"fem": "FEM-softmax", "transformer": "Transformer"}
 MARGIN = 1.1  # the model must be this far below the unigram entropy, in nats per token
 
 
@@ -143,15 +144,13 @@ def model_findings(
 
     found: results of `tools.demo.stock_transformers`.
     """
+    kept = ("heldout_nats_per_token", "heldout_tokens", "parameters", "sample")
     return {
-        "heldout_nats_per_token": found["heldout_nats_per_token"],
+        **{key: found[key] for key in kept},
         "heldout_bits_per_byte": bits_per_byte(found["heldout_nats_per_token"], heldout),
-        "heldout_tokens": found["heldout_tokens"],
-        "parameters": found["parameters"],
         "tokens_trained": history.steps[-1]["consumed_tokens"],
         "tokens_per_second": history.tokens_per_second(),
         "peak_memory_bytes": history.peak_memory_bytes(),
-        "sample": found["sample"],
     }
 
 
@@ -161,7 +160,7 @@ def table(found: dict[str, Any]) -> str:
         ("", "held-out loss", "bits per", "parameters", "training", "peak memory"),
         ("", "nats per token", "byte", "", "tokens/s", "per rank"),
     ]
-    for key, name in (("fem", "FEM-softmax"), ("transformer", "Transformer")):
+    for key, name in NAMES.items():
         model = found["models"][key]
         rows.append(
             (
@@ -173,20 +172,10 @@ def table(found: dict[str, Any]) -> str:
                 f"{model['peak_memory_bytes'] / 2**30:.2f} GiB",
             )
         )
-    alone = found["unigram"]
-    rows.append(
-        (
-            "unigram (held-out text's own)",
-            f"{alone['heldout_entropy']:.3f}",
-            f"{alone['bits_per_byte']:.3f}",
-            "",
-            "",
-            "",
-        )
-    )
-    rows.append(
-        ("unigram (from training text)", f"{alone['train_cross_entropy']:.3f}", "", "", "", "")
-    )
+    alone, empty = found["unigram"], ("", "", "")
+    own = (f"{alone['heldout_entropy']:.3f}", f"{alone['bits_per_byte']:.3f}", *empty)
+    learned = (f"{alone['train_cross_entropy']:.3f}", "", *empty)
+    rows += [("unigram (held-out text's own)", *own), ("unigram (from training text)", *learned)]
     lines = aligned(rows, left=(0,))
     return "\n".join([*lines[:2], "-" * max(map(len, lines)), *lines[2:], "", *notes(found)])
 

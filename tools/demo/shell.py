@@ -56,40 +56,33 @@ class Shell:
 
     @property
     def torchrun(self) -> list[str]:
-        """Command of this environment's torchrun as a list, with a free port and no host name
-        lookup.
-        """
-        beside = Path(sys.executable).with_name("torchrun")
-        program = (
-            [self.shown(beside)]
-            if beside.is_file()
-            else [self.python, "-m", "torch.distributed.run"]
-        )
-        return [*program, "--standalone", "--local-addr", "127.0.0.1"]
+        """Command of torchrun as a list, with a free port and no host name lookup."""
+        return [
+            *(self.python, "-m", "torch.distributed.run"),
+            *("--standalone", "--local-addr", "127.0.0.1"),
+        ]
 
     def shown(self, path: Path) -> str:
         """Return ``path`` relative to ``root``, or the full path if it is outside ``root``."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
-    def together(self, commands: Sequence[tuple[Sequence[str], str]], limit: float) -> None:
+    def together(self, commands: dict[str, list[str]], limit: float) -> None:
         """Run several commands at once, each on its own core, in at most ``limit`` seconds.
 
-        commands: (command, description for error messages). Their outputs are printed one after the
+        commands: description for error messages -> command. Their outputs are printed one after the
         other, in this order.
 
         Raises:
             DemoError: a command failed (see `run`). It is raised for the first one, after all have
             ended.
         """
-        told: list[list[str]] = [[] for _ in commands]
-
-        def one(place: int) -> None:
-            command, what = commands[place]
-            self.run(command, what, limit, output=told[place].append)
-
+        told: dict[str, list[str]] = {what: [] for what in commands}
         with ThreadPoolExecutor(len(commands)) as pool:
-            ends = [pool.submit(one, place) for place in range(len(commands))]
-        for end, lines in zip(ends, told, strict=True):
+            ends = [
+                pool.submit(self.run, command, what, limit, output=told[what].append)
+                for what, command in commands.items()
+            ]
+        for end, lines in zip(ends, told.values(), strict=True):
             say("\n".join(lines))
             end.result()
 

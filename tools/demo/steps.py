@@ -15,11 +15,10 @@ from typing import Any
 
 from pretrain.config import RunConfig
 from tools.demo import report
-from tools.demo.report import History, checkpoint_step, largest_difference
+from tools.demo.report import NAMES, History, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, say, terminate_children
 
 VOCABULARY = 4096
-PROMPT = "def read(self"
 STOPPED_LAYOUT = "TP 2 x PP 2 with sequence parallelism, 4 ranks"
 RESUMED_LAYOUT = "TP 1 x PP 1, DP 2 with the distributed optimizer, 2 ranks"
 SPLIT = [
@@ -27,6 +26,7 @@ SPLIT = [
     "parallel.pipeline_model_parallel_size=2",
     "parallel.sequence_parallel=true",
 ]
+DISTRIBUTED = "parallel.use_distributed_optimizer=true"
 # Share of the run's steps. It is small because this layout is slower: four ranks share two cores.
 STOP_AT = 0.25
 COMPARED_STEPS = 3
@@ -73,12 +73,13 @@ class Demo:
         """Return a path below the output folder, in the form for a command line."""
         return self.shell.shown(self.out.joinpath(*parts))
 
-    def python(self, what: str, *arguments: str) -> None:
-        """Run this interpreter with ``arguments``.
+    def run(self, what: str, *command: str) -> None:
+        """Run a short command. what: its description for error messages."""
+        self.shell.run(command, what, COMMAND_LIMIT)
 
-        what: description of the command for error messages.
-        """
-        self.shell.run([self.shell.python, *arguments], what, COMMAND_LIMIT)
+    def data_prep(self, what: str, *arguments: str) -> None:
+        """Run ``python -m data_prep`` with ``arguments``. what: see `run`."""
+        self.run(what, self.shell.python, "-m", "data_prep", *arguments)
 
     def overrides(self, name: str) -> list[str]:
         """Return the ``section.key=value`` overrides of the run ``name``.
@@ -109,26 +110,11 @@ class Demo:
         arguments: additional overrides.
         watch: see `Shell.run`.
         """
-        recipe = (
-            "configs/run/demo_transformer.yaml"
-            if name == "transformer"
-            else "configs/run/demo.yaml"
-        )
+        recipe = "demo_transformer" if name == "transformer" else "demo"
+        launcher = [*self.shell.torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain"]
         settings = (*self.overrides(name), *self.settings, *arguments)
-        self.shell.run(
-            [
-                *self.shell.torchrun,
-                "--nproc-per-node",
-                str(ranks),
-                "-m",
-                "pretrain",
-                recipe,
-                *settings,
-            ],
-            what,
-            TRAINING_LIMIT,
-            watch,
-        )
+        command = [*launcher, f"configs/run/{recipe}.yaml", *settings]
+        self.shell.run(command, what, TRAINING_LIMIT, watch)
 
     def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
         """Train with the SPLIT layout and send the workers SIGTERM after step ``after``.
@@ -158,50 +144,25 @@ class Demo:
 
         Before that, delete the products of an earlier demo in the output folder.
         """
-        known = {"corpus", "tokenizer", "data", *PRODUCTS}
-        if (
-            self.out.is_dir()
-            and any(self.out.iterdir())
-            and not any((self.out / name).exists() for name in known)
-        ):
+        there = set(os.listdir(self.out)) if self.out.is_dir() else set()
+        if there and not there & {"corpus", "tokenizer", "data", *PRODUCTS}:
             raise DemoError(
                 f"{self.out} is not empty and not from an earlier demo: choose another --out"
             )
-        old = [self.path(name) for name in PRODUCTS if os.path.lexists(self.out / name)]
+        old = [self.path(name) for name in PRODUCTS if name in there]
         if old:
-            self.shell.run(["rm", "-rf", *old], "deleting the earlier demo", COMMAND_LIMIT)
-        corpus = self.path("corpus", "stdlib.parquet")
-        tokenizer = self.path("tokenizer")
-        data = self.path("data")
-        prepare = ("-m", "data_prep")
-        self.python("gathering text", *prepare, "stdlib", corpus, "--overwrite")
-        vocabulary = ("--vocab-size", str(VOCABULARY))
-        self.python(
-            "training the tokenizer",
-            *prepare,
-            "train-tokenizer",
-            corpus,
-            *vocabulary,
-            "--out",
-            tokenizer,
-            "--overwrite",
-        )
-        self.python(
-            "encoding",
-            *prepare,
-            "run",
-            corpus,
-            "--tokenizer",
-            tokenizer,
-            "--out",
-            data,
-            "--valid-percent",
-            "10",
-            "--overwrite",
-        )
-        python = [self.shell.python, *prepare]
-        stats = [*python, "stats", data, "--picture", self.path("lengths.png")]
-        self._together({"checking the data": [*python, "verify", data], "counting": stats})
+            self.run("deleting the earlier demo", "rm", "-rf", *old)
+        corpus, tokenizer = self.path("corpus", "stdlib.parquet"), self.path("tokenizer")
+        data, again = self.path("data"), "--overwrite"
+        self.data_prep("gathering text", "stdlib", corpus, again)
+        vocabulary = ("--vocab-size", str(VOCABULARY), "--out", tokenizer)
+        self.data_prep("training the tokenizer", "train-tokenizer", corpus, *vocabulary, again)
+        split = ("--tokenizer", tokenizer, "--out", data, "--valid-percent", "10")
+        self.data_prep("encoding", "run", corpus, *split, again)
+        data_prep = [self.shell.python, "-m", "data_prep"]
+        stats = [*data_prep, "stats", data, "--picture", self.path("lengths.png")]
+        commands = {"checking the data": [*data_prep, "verify", data], "counting": stats}
+        self.shell.together(commands, COMMAND_LIMIT)
 
     def pretrain_until_sigterm(self) -> None:
         """Train FEM on four ranks and stop it before its end."""
@@ -223,28 +184,27 @@ class Demo:
         steps.
         """
         say(f"  first a copy continues at the old layout ({STOPPED_LAYOUT}), to compare with:")
-        self.shell.run(
-            ["cp", "-r", self.path("fem"), self.path("fem_same_layout")],
-            "copying the run",
-            COMMAND_LIMIT,
-        )
+        self.run("copying the run", "cp", "-r", self.path("fem"), self.path("fem_same_layout"))
         self.pretrain_and_stop(
             "continuing the copy", "fem_same_layout", self.stopped_at + COMPARED_STEPS
         )
         say(f"  now the run itself, at another layout ({RESUMED_LAYOUT}), to its end:")
-        self.pretrain("resuming", "fem", 2, "parallel.use_distributed_optimizer=true")
-        after = History.read(self.out / "fem").part(after=self.stopped_at)
-        same = History.read(self.out / "fem_same_layout").part(after=self.stopped_at)
-        if after.last_step != self.config.train.steps:
+        self.pretrain("resuming", "fem", 2, DISTRIBUTED)
+        resumed, copy = (
+            History.read(self.out / name).part(after=self.stopped_at)
+            for name in ("fem", "fem_same_layout")
+        )
+        if resumed.last_step != self.config.train.steps:
             raise DemoError(
-                f"resuming: the run ended at step {after.last_step} of {self.config.train.steps}"
+                f"resuming: the run ended at step {resumed.last_step} of {self.config.train.steps}"
             )
-        steps, difference = self.resume = largest_difference(after.losses(), same.losses())
+        new, old = resumed.losses(), copy.losses()
+        steps, difference = self.resume = largest_difference(new, old)
         say(f"  the next {steps} losses at both layouts:")
-        for step in sorted(after.losses().keys() & same.losses().keys()):
+        for step in sorted(new.keys() & old.keys()):
             say(
-                f"    step {step}: {same.losses()[step]:.7f} at the old layout, "
-                f"{after.losses()[step]:.7f} at the new one"
+                f"    step {step}: {old[step]:.7f} at the old layout, "
+                f"{new[step]:.7f} at the new one"
             )
         say(f"  largest relative difference {difference:.1e} (allowed {RESUME_TOLERANCE:.0e})")
         if difference > RESUME_TOLERANCE:
@@ -252,74 +212,35 @@ class Demo:
                 f"resuming: the losses after the resume differ by {difference:.1e} "
                 "from those without it"
             )
-        self.shell.run(
-            ["ln", "-s", "fem/checkpoints", self.path("checkpoints")],
-            "naming the model",
-            COMMAND_LIMIT,
-        )
+        self.run("naming the model", "ln", "-s", "fem/checkpoints", self.path("checkpoints"))
         say(f"  every tool now accepts {self.shell.shown(self.out)} as this model")
 
     def twin(self) -> None:
         """Train the Transformer with the same budget and the same layout as the resumed run."""
-        self.pretrain(
-            "pretraining the Transformer",
-            "transformer",
-            2,
-            "parallel.use_distributed_optimizer=true",
-        )
+        self.pretrain("pretraining the Transformer", "transformer", 2, DISTRIBUTED)
 
     def export(self) -> None:
         """Export both models to Hugging Face's format and compare their logits with Megatron's.
 
         The exports and comparisons run in separate processes, several at once.
         """
-        valid = self.path("data", "valid.bin")
-        length = ("--length", str(self.config.data.seq_length))
-        names = ("fem", "transformer")
-        python, check = self.shell.python, self.path("check")
-        exports = {
-            f"exporting {name}": [
-                python,
-                "-m",
-                "tools.hf",
-                "export",
-                self.path(name),
-                self.path("hf", name),
-            ]
-            for name in names
+        python, check, valid = self.shell.python, self.path("check"), self.path("data", "valid.bin")
+        length, models = ("--length", str(self.config.data.seq_length)), map(self.path, NAMES)
+        export = (python, "-m", "tools.hf", "export")
+        logits = [python, "-m", "tools.demo.megatron_logits", check, valid, *models, *length]
+        commands = {
+            f"exporting {name}": [*export, self.path(name), self.path("hf", name)] for name in NAMES
         }
-        ours = [
-            python,
-            "-m",
-            "tools.demo.megatron_logits",
-            check,
-            valid,
-            *(self.path(name) for name in names),
-            *length,
-        ]
-        self._together({**exports, "Megatron's logits": ours})
-        given = ("--tokens", valid, *length, "--prompt", PROMPT)
-        files = {
-            name: ("--megatron-logits", f"{check}/{name}.npy", "--out", f"{check}/{name}.json")
-            for name in names
-        }
-        stock = {
-            name: [
-                python,
-                "tools/demo/stock_transformers.py",
-                self.path("hf", name),
-                *given,
-                *files[name],
-            ]
-            for name in names
-        }
-        self._together(
-            {f"stock transformers of {name}": command for name, command in stock.items()}
-        )
-        for name in names:
-            found = self.models[name] = json.loads(
-                (self.out / "check" / f"{name}.json").read_text()
-            )
+        self.shell.together({**commands, "Megatron's logits": logits}, COMMAND_LIMIT)
+        stock = {}
+        for name in NAMES:
+            files = ("--megatron-logits", f"{check}/{name}.npy", "--out", f"{check}/{name}.json")
+            script = (python, "tools/demo/stock_transformers.py", self.path("hf", name))
+            stock[f"stock transformers of {name}"] = [*script, "--tokens", valid, *length, *files]
+        self.shell.together(stock, COMMAND_LIMIT)
+        for name in NAMES:
+            file = self.out / "check" / f"{name}.json"
+            found = self.models[name] = json.loads(file.read_text())
             for key, what in (
                 ("logit_difference", "to Megatron's logits"),
                 ("cache_difference", "between generating with and without cache"),
@@ -330,13 +251,6 @@ class Demo:
                         f"allowed is {LOGIT_TOLERANCE:.0e}"
                     )
 
-    def _together(self, commands: dict[str, list[str]]) -> None:
-        """Run several commands at once.
-
-        commands: description for error messages -> command.
-        """
-        self.shell.together([(command, what) for what, command in commands.items()], COMMAND_LIMIT)
-
     def evaluate(self) -> None:
         """Evaluate both models with the quick suite."""
         models = [self.path("fem"), self.path("transformer")]
@@ -346,45 +260,40 @@ class Demo:
 
     def findings(self) -> dict[str, Any]:
         """Return all measurements as the contents of ``report.json``."""
-        manifest = json.loads((self.out / "data" / "manifest.json").read_text())
-        valid = manifest["splits"]["valid"]
-        unigram = report.unigram(
-            self.out / "data" / "train.bin",
-            self.out / "data" / "valid.bin",
-            manifest["tokenizer"]["vocab_size"],
-        )
-        fem, plain = History.read(self.out / "fem"), History.read(self.out / "transformer")
+        data = self.out / "data"
+        manifest = json.loads((data / "manifest.json").read_text())
+        valid, vocabulary = manifest["splits"]["valid"], manifest["tokenizer"]["vocab_size"]
+        unigram = report.unigram(data / "train.bin", data / "valid.bin", vocabulary)
+        unigram["bits_per_byte"] = report.bits_per_byte(unigram["heldout_entropy"], valid)
+        fem, plain = (History.read(self.out / name) for name in NAMES)
         resumed, stopped = fem.part(after=self.stopped_at), fem.part(up_to=self.stopped_at)
         models = {
-            "fem": report.model_findings(self.models["fem"], resumed, valid),
-            "transformer": report.model_findings(self.models["transformer"], plain, valid),
+            name: report.model_findings(self.models[name], history, valid)
+            for name, history in zip(NAMES, (resumed, plain), strict=True)
         }
         models["fem"] |= {
             "tokens_per_second_stopped_layout": stopped.tokens_per_second(),
             "peak_memory_bytes_stopped_layout": stopped.peak_memory_bytes(),
         }
+        steps, difference = self.resume
+        train, seq_length = self.config.train, self.config.data.seq_length
         found = {
             "format": 1,
             "models": models,
-            "unigram": {
-                **unigram,
-                "bits_per_byte": report.bits_per_byte(unigram["heldout_entropy"], valid),
-            },
+            "unigram": unigram,
             "parity": {
-                "resume_steps": self.resume[0],
-                "resume_relative_loss_difference": self.resume[1],
-                "logit_difference": {
-                    name: self.models[name]["logit_difference"] for name in models
-                },
-                "cache_difference": {
-                    name: self.models[name]["cache_difference"] for name in models
+                "resume_steps": steps,
+                "resume_relative_loss_difference": difference,
+                **{
+                    key: {name: self.models[name][key] for name in NAMES}
+                    for key in ("logit_difference", "cache_difference")
                 },
             },
             "run": {
-                "steps": self.config.train.steps,
+                "steps": train.steps,
                 "stopped_at": self.stopped_at,
-                "batch_tokens": self.config.train.global_batch_size * self.config.data.seq_length,
-                "seq_length": self.config.data.seq_length,
+                "batch_tokens": train.global_batch_size * seq_length,
+                "seq_length": seq_length,
                 "stopped_layout": STOPPED_LAYOUT,
                 "resumed_layout": RESUMED_LAYOUT,
             },

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools")
+PROMPT, NEW_TOKENS = "def read(self", 64
 
 
 def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> float:
@@ -59,19 +60,19 @@ def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -
     return total / (len(ids) - 1), len(ids) - 1
 
 
-def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[str, float, float]:
-    """Continue ``prompt`` and return (text, seconds, largest difference of the logits).
+def sample(model: Any, tokenizer: Any) -> tuple[str, float, float]:
+    """Continue PROMPT and return (text, seconds, largest difference of the logits).
 
     The difference is that between the logits computed with the cache and those of one pass over the
     complete text without the cache.
     """
     torch.manual_seed(0)
-    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
     started = time.monotonic()
     answer = model.generate(
         **inputs,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
         do_sample=True,
         temperature=0.7,
         top_k=40,
@@ -81,7 +82,7 @@ def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[st
     )
     seconds = time.monotonic() - started
     with torch.no_grad():
-        whole = model(input_ids=answer.sequences[:, :-1], use_cache=False).logits[:, -new_tokens:]
+        whole = model(input_ids=answer.sequences[:, :-1], use_cache=False).logits[:, -NEW_TOKENS:]
     difference = float((torch.stack(answer.logits, dim=1) - whole).abs().max())
     return str(tokenizer.decode(answer.sequences[0], skip_special_tokens=True)), seconds, difference
 
@@ -104,8 +105,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--length", type=int, default=256, help="window of the held-out loss")
-    parser.add_argument("--prompt", default="def read(self")
-    parser.add_argument("--new-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
     # Imported after parsing, since this takes seconds that --help need not wait for.
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -141,9 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"held-out loss {loss:.4f} nats per token over {predicted} tokens, the whole split",
         flush=True,
     )
-    text, seconds, cache_difference = sample(model, tokenizer, given.prompt, given.new_tokens)
+    text, seconds, cache_difference = sample(model, tokenizer)
     print(
-        f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; "
+        f"generated {NEW_TOKENS} tokens with the cache in {seconds:.1f} s; "
         f"largest difference to the logits without it {cache_difference:.1e}:"
     )
     print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)

@@ -190,14 +190,11 @@ def _with_averages(
     folder = out / ".averages"
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     try:
-        yield [
-            each
-            for name, path in models
-            for each in (
-                (name, path),
-                (f"{name}-last_{count}", average(newest(path.parent, count, path), folder / name)),
-            )
-        ]
+        found = []
+        for name, path in models:
+            merged = average(newest(path.parent, count, path), folder / name)
+            found += [(name, path), (f"{name}-last_{count}", merged)]
+        yield found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -216,32 +213,31 @@ def _ask(
     settings = Settings(given.limit, given.seed, given.dtype, given.max_length, harness)
     keyed = [run.Model(name, path, fingerprint(path, given.tokenizer)) for name, path in models]
     plan = run.plan(suite, keyed, out, settings, tasks, given.retry)
-    print(
-        f"{suite.name}: {plan.done} of {plan.done + len(plan.jobs)} tasks have results in {out}",
-        file=sys.stderr,
-    )
+    total = plan.done + len(plan.jobs)
+    _say(f"{suite.name}: {plan.done} of {total} tasks have results in {out}")
     if given.dry_run:
         print("".join(f"{job.model.name}: {job.columns[0].task}\n" for job in plan.jobs), end="")
         return 0
     if given.limit is not None:
-        print(
-            f"--limit {given.limit}: scores of a part of the examples, not of the complete tasks",
-            file=sys.stderr,
-        )
-    runner = run.Runner(out, tasks, settings, given, sys.stderr)
+        _say(f"--limit {given.limit}: scores of a part of the examples, not of the complete tasks")
+    runner = run.Runner(
+        out, tasks, settings, given.device, given.tokenizer, given.batch_size, sys.stderr
+    )
     runner.run(plan)
     for line in runner.skipped:
-        print(f"skipped: {line}", file=sys.stderr)
+        _say(f"skipped: {line}")
     if any(out.glob("*/*.json")):
         report(out, suite)
     for line in runner.failed:
-        print(f"failed: {line}", file=sys.stderr)
-    if runner.failed:
-        print(
-            "tools.evaluate: some tasks failed; the same command evaluates them again",
-            file=sys.stderr,
-        )
-    return Exit.FAULT if runner.failed else 0
+        _say(f"failed: {line}")
+    if not runner.failed:
+        return 0
+    _say("tools.evaluate: some tasks failed; the same command evaluates them again")
+    return Exit.FAULT
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def named(words: list[str]) -> list[tuple[str, Path]]:
@@ -287,23 +283,10 @@ def listing(suite: Suite) -> str:
     rows = [("column", "task", "examples", "metric", "chance", "rescaled")]
     for task in suite.tasks:
         shots = "set by the task" if task.fewshot is None else str(task.fewshot)
-        chance = (
-            "per sub-task"
-            if task.subtask_chance
-            else ""
-            if task.chance is None
-            else f"{task.chance:g}"
-        )
-        rows.append(
-            (
-                task.label,
-                task.task,
-                "" if task.kind == "heldout" else shots,
-                task.metric,
-                chance,
-                task.rescale,
-            )
-        )
+        shots = "" if task.kind == "heldout" else shots
+        chance = "" if task.chance is None else f"{task.chance:g}"
+        chance = "per sub-task" if task.subtask_chance else chance
+        rows.append((task.label, task.task, shots, task.metric, chance, task.rescale))
     title = f"{suite.name}: {suite.title}\n" if suite.title else f"{suite.name}\n"
     return title + "".join(f"{line}\n" for line in aligned(rows))
 

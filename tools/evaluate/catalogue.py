@@ -105,27 +105,17 @@ class Tasks:
 
         The YAML files are included and, for tasks outside the harness, all files in their folders.
         """
-        content: list[Any] = []
+        content = []
         for leaf in self.leaves[name]:
-            own = not leaf.folder.is_relative_to(self.folder)
-            content.append(
-                [
-                    leaf.name,
-                    json.dumps(leaf.config, sort_keys=True, default=str)
-                    .replace(str(leaf.folder), "")
-                    .replace(str(self.folder), ""),
-                ]
-            )
-            beside = (
-                sorted(
-                    file
-                    for file in leaf.folder.iterdir()
-                    if file.is_file() and not file.name.startswith(".")
-                )
-                if own
-                else []
-            )
-            content += [[file.name, sha256(file)] for file in beside]
+            config = json.dumps(leaf.config, sort_keys=True, default=str)
+            for folder in (leaf.folder, self.folder):
+                config = config.replace(str(folder), "")
+            content.append([leaf.name, config])
+            if leaf.folder.is_relative_to(self.folder):
+                continue
+            for file in sorted(leaf.folder.iterdir()):
+                if file.is_file() and not file.name.startswith("."):
+                    content.append([file.name, sha256(file)])
         return sha256_json(content, sort_keys=False)[:16]
 
 
@@ -171,15 +161,11 @@ def find_tasks(suite: Suite) -> Tasks:
         if places[name].is_relative_to(theirs)
     }
     manager = manager_of([*sorted(of_harness), *own])
-    if any(
-        child not in manager.task_index
-        for name in wanted
-        for child in children(manager.task_index, name)
-    ):
+    index = manager.task_index
+    if not all(child in index for name in wanted for child in children(index, name)):
         manager = manager_of([theirs, *own])
-    tasks = Tasks(
-        manager, {name: tuple(_leaves(manager.task_index, name)) for name in wanted}, theirs
-    )
+    leaves = {name: tuple(_leaves(manager.task_index, name)) for name in wanted}
+    tasks = Tasks(manager, leaves, theirs)
     for task in suite.tasks:
         if task.kind == "harness":
             _check(task, tasks)
@@ -362,37 +348,30 @@ def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
         for leaf in leaves:
             if leaf.data is not None:
                 wanted.setdefault(leaf.data, {})[name] = None
-    found: dict[tuple[str, str], dict[str | None, dict[str, None]]] = {}
+    # Data set, reason, configuration, task.
+    lost: list[tuple[str, str, str | None, str]] = []
     with quiet():
         for data, names in wanted.items():
             if data.path in LOCAL_FORMATS:
                 gone = [file for file in local_files(data) if not Path(file).is_file()]
                 if gone:
-                    key = (
-                        f"the file {gone[0]}",
-                        "a relative path is relative to the working directory",
-                    )
-                    found.setdefault(key, {}).setdefault(None, {}).update(names)
-            elif (why := why_not_loaded(data, stream)) is not None:
-                found.setdefault((data.path, why), {}).setdefault(data.config, {}).update(names)
-        sentences = {
-            name: None
+                    why = "a relative path is relative to the working directory"
+                    lost += [(f"the file {gone[0]}", why, None, name) for name in names]
+            elif (reason := why_not_loaded(data, stream)) is not None:
+                lost += [(data.path, reason, data.config, name) for name in names]
+        counting = [
+            name
             for name, leaves in tasks.leaves.items()
             if any(leaf.folder.name == "ifeval" for leaf in leaves)
-        }
-        if sentences and not sentences_counted():
-            found[f"nltk's {PUNKT_NAME}", ""] = {None: sentences}
+        ]
+        if counting and not sentences_counted():
+            lost += [(f"nltk's {PUNKT_NAME}", "", None, name) for name in counting]
     entries = []
-    for (what, why), configurations in found.items():
-        named = [name for name in configurations if name is not None]
-        suffix = f" ({first_few(list(named), 3)})" if len(named) == len(configurations) else ""
-        entries.append(
-            (
-                what + suffix,
-                list({name: None for names in configurations.values() for name in names}),
-                why,
-            )
-        )
+    for what, why in dict.fromkeys(entry[:2] for entry in lost):
+        own = [entry[2:] for entry in lost if entry[:2] == (what, why)]
+        configurations = [name for name in dict.fromkeys(name for name, _ in own) if name]
+        suffix = f" ({first_few(configurations, 3)})" if all(name for name, _ in own) else ""
+        entries.append((what + suffix, list(dict.fromkeys(task for _, task in own)), why))
     return entries
 
 

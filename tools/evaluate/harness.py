@@ -37,7 +37,7 @@ from fem_common.files import locked, sha256_json
 from fem_common.progress import Progress
 
 from .catalogue import Tasks, harness_version, quiet
-from .perplexity import training_length
+from .perplexity import check_length, training_length
 from .suite import SuiteTask
 
 
@@ -165,20 +165,7 @@ class Adaptor(HFLM):
             missing = "it has no tokenizer: name its folder with --tokenizer DIR"
             raise ConfigError(f"{opened.name}: {opened.no_tokenizer or missing}")
         if opened.config is not None:
-            if not opened.config.causal:
-                raise ConfigError(
-                    f"{opened.name} is not causal (model.causal = false): it cannot predict the"
-                    " next token"
-                )
-            if (
-                max_length is not None
-                and opened.max_length is not None
-                and max_length > opened.max_length
-            ):
-                raise ConfigError(
-                    f"--max-length {max_length} is more than {opened.name} accepts:"
-                    f" {opened.max_length} tokens at most"
-                )
+            check_length(opened, "--max-length", max_length)
         ours = opened.trained_here
         self._encode = opened.encode if ours else None
         with quiet():

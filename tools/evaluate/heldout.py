@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,8 @@ class Sums:
         documents. A document may begin with tokens that are not scored, between the last added
         token and ``first``.
         """
-        begun = (
-            starts[
-                np.searchsorted(starts, self.position) : np.searchsorted(
-                    starts, first + len(losses)
-                )
-            ]
-            - first
-        )
+        first_begun, end = np.searchsorted(starts, (self.position, first + len(losses)))
+        begun = starts[first_begun:end] - first
         for number, piece in enumerate(np.split(losses, np.maximum(begun, 0))):
             if number:
                 self._close()
@@ -200,12 +195,9 @@ class Text:
         order = np.argsort(np.arange(self.documents) * GOLDEN % 1.0)
         ends = np.minimum(np.cumsum(np.diff(self.starts)[order]), tokens)
         starts = np.concatenate([[0], ends[: np.searchsorted(ends, tokens) + 1]])
-        taken = [
-            self.ids[first : first + size]
-            for first, size in zip(
-                self.starts[order].tolist(), np.diff(starts).tolist(), strict=False
-            )
-        ]
+        sizes = np.diff(starts)
+        firsts = self.starts[order[: len(sizes)]]
+        taken = [self.ids[i : i + size] for i, size in zip(firsts, sizes, strict=True)]
         return replace(self, ids=np.concatenate(taken), starts=starts, whole_bytes=None)
 
     def text_bytes(self, tokenizer: Any | None) -> int | None:
@@ -223,11 +215,8 @@ class Text:
         ids = self.ids[start:end].tolist()
         ended = bool(ids) and ids[-1] == self.eod_of(tokenizer)
         text = tokenizer.decode(ids[:-1] if ended else ids, clean_up_tokenization_spaces=False)
-        return len(
-            (text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")).encode(
-                "utf-8", "surrogatepass"
-            )
-        )
+        text = text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        return len(text.encode("utf-8", "surrogatepass"))
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield the span [start, end) of every document, in order."""
@@ -383,16 +372,14 @@ class Kept:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.sums = path, {}
-        try:
-            raw = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
-            self.sums = (
-                {key: Sums(**value) for key, value in raw["sums"].items()}
-                if raw.get("format") == FORMAT
-                else {}
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self.sums = {}  # costs only time: the measurement starts from the first token
+        self.path, self.sums = path, dict[str, Sums]()
+        if path is None:
+            return
+        # A file that cannot be read costs only time: the measurement starts from the first token.
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            raw = json.loads(path.read_bytes())
+            if raw["format"] == FORMAT:
+                self.sums = {key: Sums(**value) for key, value in raw["sums"].items()}
 
     def keep(self, key: str, sums: Sums) -> None:
         """Store the sums of a measurement; the file is replaced atomically."""

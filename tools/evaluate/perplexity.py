@@ -96,24 +96,15 @@ def measure(
     Raises:
         ConfigError: a token is not in the model's vocabulary, or a loss is not finite.
     """
-    key = sha256_json(
-        [
-            model_key,
-            str(opened.dtype),
-            text.identity(),
-            settings.context,
-            settings.stride,
-            settings.per_document,
-        ]
-    )
+    windowed = [settings.context, settings.stride, settings.per_document]
+    key = sha256_json([model_key, str(opened.dtype), text.identity(), *windowed])
     sums = kept.sums.get(key, Sums())
     eod = text.eod_of(opened.tokenizer)
     size = batch_size or _batch_size(settings.context, vocabulary(opened))
     cut = windows(text.sections(settings.per_document, eod), settings.context, settings.stride)
     before, saved = sums.position, time.monotonic()
-    line = Progress(
-        len(text.ids) - before, "tokens", f"{text.prefix.name} @{settings.context}", stream=stream
-    )
+    title = f"{text.prefix.name} @{settings.context}"
+    line = Progress(len(text.ids) - before, "tokens", title, stream=stream)
     try:
         for batch in batched((window for window in cut if window.end >= sums.position), size):
             # A copy, so that an interruption leaves the sums of complete batches.
@@ -337,15 +328,22 @@ def _check(opened: OpenModel, settings: Settings) -> None:
             f"--stride {settings.stride}: must be from 1 to the context length {settings.context},"
             " else some tokens are never scored"
         )
+    check_length(opened, "--context", settings.context)
+
+
+def check_length(opened: OpenModel, option: str, length: int | None) -> None:
+    """Raise ConfigError if the model is not causal or does not accept ``length`` tokens.
+
+    option: the option that sets the length, for the message.
+    """
     if opened.config is not None and not opened.config.causal:
         raise ConfigError(
             f"{opened.name} is not causal (model.causal = false): it cannot predict the next token"
         )
     longest = opened.max_length
-    if longest is not None and settings.context > longest:
+    if length is not None and longest is not None and length > longest:
         raise ConfigError(
-            f"--context {settings.context} is more than {opened.name} accepts: {longest} tokens at"
-            " most"
+            f"{option} {length} is more than {opened.name} accepts: {longest} tokens at most"
         )
 
 
@@ -464,14 +462,9 @@ def _command(given: argparse.Namespace) -> None:
     dtype = None if given.dtype is None else getattr(torch, given.dtype)
     opened = open_model(given.model, dtype=dtype, device=given.device, tokenizer=given.tokenizer)
     stem = Path(given.data).name if given.data else "valid"
-    print(
-        f"{opened.name}:"
-        f" {given.data or ', '.join(map(str, heldout_data(opened.manifest, opened.name)))}"
-    )
-    print(
-        f"{'context':>8} {'stride':>8} {'nats/token':>11} {'stderr':>8} {'bits/byte':>10}"
-        f" {'tokens':>12}"
-    )
+    data = [given.data] if given.data else heldout_data(opened.manifest, opened.name)
+    print(f"{opened.name}: {', '.join(map(str, data))}")
+    print(" context   stride  nats/token   stderr  bits/byte       tokens")
     for context in sorted(set(given.context)) or [training_length(opened)]:
         task = SuiteTask(
             task=f"{stem}_{context}",
@@ -486,30 +479,26 @@ def _command(given: argparse.Namespace) -> None:
             max_tokens=given.max_tokens,
         )
         folder = None if given.out is None else given.out / opened.name
-        result = heldout_result(
-            opened,
-            task,
-            folder,
-            fingerprint(opened),
-            per_document=given.per_document,
-            batch_size=given.batch_size,
-            stream=sys.stderr,
-        )
+        options = {"per_document": given.per_document, "batch_size": given.batch_size}
+        result = heldout_result(opened, task, folder, fingerprint(opened), **options)
         if folder is not None:
             write_whole(folder / f"{task.name}.json", json_bytes(result))
-        raw, stderr = result["raw"], "-" if result["stderr"] is None else f"{result['stderr']:.4f}"
-        bits = "-" if raw["bits_per_byte"] is None else f"{raw['bits_per_byte']:.4f}"
+        raw = result["raw"]
+        stderr, bits = (
+            "-" if number is None else f"{number:.4f}"
+            for number in (result["stderr"], raw["bits_per_byte"])
+        )
         print(
             f"{context:>8} {raw['stride']:>8} {result['value']:>11.4f} {stderr:>8} {bits:>10}"
             f" {raw['tokens']:>12,}",
             flush=True,
         )
     if raw["unscored"]:
-        why = (
-            f"{raw['unscored']:,} documents have no end-of-document token before them, so that"
-            " their first tokens are not scored"
+        print(
+            f"tools.evaluate.perplexity: no bits/byte: {raw['unscored']:,} documents have no"
+            " end-of-document token before them, so that their first tokens are not scored",
+            file=sys.stderr,
         )
-        print(f"tools.evaluate.perplexity: no bits/byte: {why}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from .table import Column, Point, Table, printed
 
 BEST, OTHER = COLOURS[1], COLOURS[0]
 ACROSS = 6  # panels side by side, at most
+CENTRED = {"ha": "center", "va": "center", "color": QUIET}
 ROW, HEAD = 0.24, 0.95  # inches per model in a panel, and for the title and axis of a panel
 
 
@@ -41,22 +42,12 @@ def scores(table: Table) -> Any:
     heights = [count * panel + 0.3 for count in lines]
     figure = new_figure((max(6.4, left + 2.35 * across), sum(heights) + 0.55))
     title = f"Evaluation: {table.suite}" if table.suite else "Evaluation"
-    one = (
-        f"{title}, {table.rows[0].model}"
-        if len(table.rows) == 1
-        else f"{title}, {len(table.rows)} models"
-    )
-    best = (
-        "; vermilion: best by more than the standard error of a difference"
-        if len(table.rows) > 1
-        else ""
-    )
-    figure.suptitle(
-        f"{one}: score ± one standard error; dashed: guessing{best}",
-        x=0.01,
-        ha="left",
-        fontsize=10.5,
-    )
+    models, best = table.rows[0].model, ""
+    if len(table.rows) > 1:
+        models = f"{len(table.rows)} models"
+        best = "; vermilion: best by more than the standard error of a difference"
+    said = f"{title}, {models}: score ± one standard error; dashed: guessing{best}"
+    figure.suptitle(said, x=0.01, ha="left", fontsize=10.5)
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (name, columns), count in zip(parts, groups, lines, strict=True):
         if name:
@@ -80,46 +71,23 @@ def _order(table: Table) -> list[int]:
 
 
 def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, named: bool) -> None:
-    ahead = table.ahead(column)
+    ahead, cells = table.ahead(column), table.cells(column)
     low, high = [], []
     for place, index in enumerate(order):
-        result = table.rows[index].results.get(column.name)
+        result = cells[index]
         if result is None:
-            axes.annotate(
-                "–",
-                (0.5, place),
-                xycoords=("axes fraction", "data"),
-                ha="center",
-                va="center",
-                color=QUIET,
-            )
+            axes.annotate("–", (0.5, place), xycoords=("axes fraction", "data"), **CENTRED)
             continue
         value, error = result.score.value, result.score.stderr or 0.0
-        colour = BEST if index == ahead else OTHER
-        axes.errorbar(
-            value, place, xerr=error, color=colour, marker="o", markersize=4.5, linewidth=1.3
-        )
-        side = axes.get_yaxis_transform()
-        axes.text(
-            1.02,
-            place,
-            str(printed(value)),
-            transform=side,
-            fontsize=7.5,
-            color=colour if colour == BEST else QUIET,
-            va="center",
-        )
+        colour, quiet = (BEST, BEST) if index == ahead else (OTHER, QUIET)
+        look = {"color": colour, "marker": "o", "markersize": 4.5, "linewidth": 1.3}
+        axes.errorbar(value, place, xerr=error, **look)
+        look = {"transform": axes.get_yaxis_transform(), "fontsize": 7.5, "va": "center"}
+        axes.text(1.02, place, str(printed(value)), color=quiet, **look)
         low.append(value - error)
         high.append(value + error)
-    floor = (
-        0.0
-        if all(
-            row.results[column.name].score.value >= 0
-            for row in table.rows
-            if column.name in row.results
-        )
-        else None
-    )
+    negative = any(result and result.score.value < 0 for result in cells)
+    floor = None if negative else 0.0
     _limits(axes, column, low, high, floor, alone=len(order) == 1)
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_yticks(
@@ -211,33 +179,23 @@ def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
         return None
     models = list(dict.fromkeys(model for by_model in shown.values() for model in by_model))
     figure = new_figure((0.6 + 5.6 * len(shown), 4.2 + 0.08 * len(models)))
-    for axes, (text, by_model) in zip(
-        figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axes, (text, by_model) in zip(panels, shown.items(), strict=True):
         for model, points in by_model.items():
-            number = models.index(model)
-            again, colour = divmod(number, len(COLOURS))
+            again, colour = divmod(models.index(model), len(COLOURS))
             look = {
                 "color": COLOURS[colour],
                 "marker": MARKERS[colour],
                 "linestyle": ("-", "--", ":")[again % 3],
+                "linewidth": 1.6,
+                "markersize": 5,
+                "capsize": 2,
+                "elinewidth": 0.9,
             }
-            lengths, values = (
-                [point.context for point in points],
-                [point.nats.value for point in points],
-            )
+            values = [point.nats.value for point in points]
             errors = [point.nats.stderr or 0.0 for point in points]
-            axes.errorbar(
-                lengths,
-                values,
-                yerr=errors,
-                label=_short(model),
-                linewidth=1.6,
-                markersize=5,
-                capsize=2,
-                elinewidth=0.9,
-                **look,
-            )
+            lengths = [point.context for point in points]
+            axes.errorbar(lengths, values, yerr=errors, label=_short(model), **look)
         lengths = sorted({point.context for points in by_model.values() for point in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

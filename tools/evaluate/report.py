@@ -41,9 +41,8 @@ def number(score: Score | None, places: int = 3) -> str:
     """
     if score is None:
         return MISSING
-    return f"{printed(score.value, places)}" + (
-        "" if score.stderr is None else f" ± {printed(score.stderr, places)}"
-    )
+    error = "" if score.stderr is None else f" ± {printed(score.stderr, places)}"
+    return f"{printed(score.value, places)}{error}"
 
 
 def markdown(table: Table) -> str:
@@ -75,17 +74,18 @@ def _scores(table: Table) -> str:
     ]
     rows = [[_escaped(row.model)] for row in table.rows]
     for column in table.columns:
-        marks = table.marks(column)
-        for cells, row, mark in zip(rows, table.rows, marks, strict=True):
-            result = row.results.get(column.name)
+        found = zip(table.cells(column), table.marks(column), strict=True)
+        for cells, (result, mark) in zip(rows, found, strict=True):
             value, *error = number(result.score if result else None).split(" ", 1)
             marked = {1: f"**{value}**", 2: f"<u>{value}</u>"}.get(mark or 0, value)
             cells.append(" ".join([marked, *error]))
     if len(table.rows) > 1:
         heads += ["Avg Rank", "#Top1"]
-        for cells, found in zip(rows, table.summary(), strict=True):
+        for cells, ranked in zip(rows, table.summary(), strict=True):
             cells += (
-                [MISSING, MISSING] if found is None else [str(printed(found[0], 2)), str(found[1])]
+                [MISSING, MISSING]
+                if ranked is None
+                else [f"{printed(ranked[0], 2)}", f"{ranked[1]}"]
             )
     return _grid_markdown(heads, rows)
 
@@ -130,9 +130,8 @@ def _heldout(table: Table) -> list[str]:
 
 
 def _loss(point: Point) -> str:
-    return number(point.nats) + (
-        "" if point.bits_per_byte is None else f" ({printed(point.bits_per_byte)})"
-    )
+    bits = "" if point.bits_per_byte is None else f" ({printed(point.bits_per_byte)})"
+    return number(point.nats) + bits
 
 
 def _columns(table: Table) -> str:
@@ -216,15 +215,11 @@ def _grid(table: Table) -> list[list[str]]:
         if column.group != group:
             group = column.group
             grid += [["", *empty], [group, *empty]] if group else [["", *empty]]
-        found = [row.results.get(column.name) for row in table.rows]
-        cells = [number(result.score if result else None).replace(" ", "") for result in found]
-        stars = ["*" if mark == 1 else " " for mark in table.marks(column)]
-        grid.append(
-            [
-                f"{column.label} ({column.asked})",
-                *(cell + star for cell, star in zip(cells, stars, strict=True)),
-            ]
-        )
+        cells = [f"{column.label} ({column.asked})"]
+        for result, mark in zip(table.cells(column), table.marks(column), strict=True):
+            score = number(result.score if result else None).replace(" ", "")
+            cells.append(score + ("*" if mark == 1 else " "))
+        grid.append(cells)
     if any(row.average for row in table.rows):
         grid += [
             ["", *empty],

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -105,33 +104,30 @@ def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
     """
     groups: dict[Any, list[SuiteTask]] = {}
     for column in suite.tasks:
-        groups.setdefault(
-            column.name if column.kind == "heldout" else (column.task, column.fewshot), []
-        ).append(column)
+        key = column.name if column.kind == "heldout" else (column.task, column.fewshot)
+        groups.setdefault(key, []).append(column)
     return [tuple(columns) for columns in groups.values()]
 
 
+@dataclass
 class Runner:
     """Runs the jobs of a plan.
 
-    options: device, dtype, tokenizer and batch_size of the command line. failed: messages of
-    failures. skipped: messages of tasks that this machine cannot run.
+    failed: messages of failures. skipped: messages of tasks that this machine cannot run. The other
+    fields are options of the command line.
     """
 
-    def __init__(
-        self, out: Path, tasks: Tasks | None, settings: Settings, options: Namespace, stream: TextIO
-    ) -> None:
-        self.out, self.tasks, self.settings, self.options, self.stream = (
-            out,
-            tasks,
-            settings,
-            options,
-            stream,
-        )
-        self.failed: list[str] = []
-        self.skipped: list[str] = []
-        self._opened: Any = None
-        self._adaptor: Any = None
+    out: Path
+    tasks: Tasks | None
+    settings: Settings
+    device: str
+    tokenizer: Path | None
+    batch_size: int | None
+    stream: TextIO
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    _opened: Any = None
+    _adaptor: Any = None
 
     def run(self, plan: Plan) -> None:
         """Run all jobs; a model that cannot be opened does not stop the others.
@@ -162,10 +158,8 @@ class Runner:
 
         # Free the memory of the previous model before the next one is loaded.
         self._opened = self._adaptor = None
-        dtype = None if self.options.dtype is None else getattr(torch, self.options.dtype)
-        opened = open_model(
-            model.path, dtype=dtype, device=self.options.device, tokenizer=self.options.tokenizer
-        )
+        dtype = None if self.settings.dtype is None else getattr(torch, self.settings.dtype)
+        opened = open_model(model.path, dtype=dtype, device=self.device, tokenizer=self.tokenizer)
         self._opened = replace(opened, name=model.name)
         self._say(
             f"{model.name}: {opened.kind} {opened.source},"
@@ -176,24 +170,19 @@ class Runner:
         started = time.monotonic()
         trace = self.out / job.model.name / f".{job.columns[0].name}.failed.txt"
         try:
-            contents = (
-                self._heldout(job)
-                if job.columns[0].kind == "heldout"
-                else self._harness(job, count)
-            )
+            heldout = job.columns[0].kind == "heldout"
+            contents = self._heldout(job) if heldout else self._harness(job, count)
         except (StorageError, KeyboardInterrupt):
             raise
         # The task's code and the libraries raise errors of any class; the other tasks still run.
         except Exception as error:
-            first = " ".join(str(error).split())[:300] or "no message"
-            kind = (
-                "" if isinstance(error, CommandError | NotANumber) else f"{type(error).__name__}: "
-            )
-            if kind:
+            said, where = " ".join(str(error).split())[:300] or "no message", ""
+            if not isinstance(error, CommandError | NotANumber):
+                said, where = f"{type(error).__name__}: {said}", f" ({trace})"
                 trace.parent.mkdir(parents=True, exist_ok=True)
                 trace.write_text(traceback.format_exc(), encoding="utf-8")
-            self.failed.append(f"{job.title}: {kind}{first}{f' ({trace})' if kind else ''}")
-            self._say(f"{count} {job.title}: FAILED: {kind}{first}")
+            self.failed.append(f"{job.title}: {said}{where}")
+            self._say(f"{count} {job.title}: FAILED: {said}")
             return
         trace.unlink(missing_ok=True)
         for column, content in zip(job.columns, contents, strict=False):
@@ -201,15 +190,15 @@ class Runner:
                 "model": job.model.name,
                 "model_key": job.model.key,
                 "settings": job.settings,
+                "seconds": round(time.monotonic() - started, 3),
             }
-            content["seconds"] = round(time.monotonic() - started, 3)
             results.write(self.out, job.model.name, column, content)
             error_bar = "" if content["stderr"] is None else f" ± {content['stderr']:.4f}"
             self._say(
                 f"{count} {job.model.name} {column.label}: {column.metric}"
                 f" {content['value']:.4f}{error_bar}{_cut(content)}"
             )
-        if contents and job.columns[0].kind == "harness":
+        if not heldout:
             self._answers(job).remove()
 
     def _answers(self, job: Job, count: str = "") -> Answers:
@@ -229,19 +218,13 @@ class Runner:
             small = self._opened.model.device.type == "cpu"
             self._adaptor = Adaptor(
                 self._opened,
-                self.options.batch_size or (CPU_BATCH if small else "auto"),
+                self.batch_size or (CPU_BATCH if small else "auto"),
                 self.settings.max_length,
             )
         with self._answers(job, count) as answers, answers.progress:
             self._adaptor.keep_in(answers)
-            asked = ask(
-                self._adaptor,
-                self.tasks,
-                job.columns[0],
-                self.settings.limit,
-                self.settings.seed,
-                answers,
-            )
+            limit, seed = self.settings.limit, self.settings.seed
+            asked = ask(self._adaptor, self.tasks, job.columns[0], limit, seed, answers)
         return [results.harness_result(column, asked) for column in job.columns]
 
     def _heldout(self, job: Job) -> list[dict[str, Any]]:
@@ -249,30 +232,20 @@ class Runner:
 
         (column,) = job.columns
         if column.data is None:
+            why = ""
             try:
-                prefixes = heldout_data(self._opened.manifest, self._opened.name)
-                absent = [
-                    prefix
-                    for prefix in prefixes
-                    if not prefix.with_name(f"{prefix.name}.idx").is_file()
-                ]
-                why = (
-                    f"the validation data of its run, {absent[0]}, does not exist" if absent else ""
-                )
+                for prefix in heldout_data(self._opened.manifest, self._opened.name):
+                    if not prefix.with_name(f"{prefix.name}.idx").is_file():
+                        why = why or f"the validation data of its run, {prefix}, does not exist"
             except ConfigError as error:
                 why = str(error)
             if why:
                 self.skipped.append(f"{job.title}: {why}")
                 return []
-        folder = self.out / job.model.name
+        folder, size = self.out / job.model.name, self.batch_size
         return [
             heldout_result(
-                self._opened,
-                column,
-                folder,
-                job.model.key,
-                batch_size=self.options.batch_size,
-                stream=self.stream,
+                self._opened, column, folder, job.model.key, batch_size=size, stream=self.stream
             )
         ]
 
@@ -284,9 +257,9 @@ class Runner:
 def _cut(content: dict[str, Any]) -> str:
     """Return a note on the prompts of a result that were too long; empty if all fitted."""
     cut = content.get("truncated")
+    if not cut:
+        return ""
     return (
         f" ({cut} of {content['requests']} prompts were longer than the context and were cut at the"
         " beginning)"
-        if cut
-        else ""
     )

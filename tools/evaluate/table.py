@@ -13,11 +13,13 @@ scores (tests/tools/evaluate/test_table.py):
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,10 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
+    def cells(self, column: Column) -> list[Result | None]:
+        """Return the result of each row in a column, or None."""
+        return [row.results.get(column.name) for row in self.rows]
+
     @property
     def ranked(self) -> tuple[Column, ...]:
         """Columns that have comparable results of every model; empty for a single model."""
@@ -92,19 +98,18 @@ class Table:
         return tuple(
             column
             for column in self.columns
-            if all(column.name in row.results for row in self.rows)
-            and column.name not in self.unlike
+            if None not in self.cells(column) and column.name not in self.unlike
         )
 
-    @property
+    @cached_property
     def unlike(self) -> dict[str, str]:
         """Name of each held-out column whose numbers are not comparable between the models -> the
         reason.
         """
         found = {}
         for column in self.columns:
-            here = [row.results[column.name] for row in self.rows if column.name in row.results]
-            if column.metric != HELDOUT or not here:
+            here = [result for result in self.cells(column) if result is not None]
+            if column.metric != HELDOUT:
                 continue
             if len({repr(_cut(result)) for result in here}) > 1:
                 found[column.name] = (
@@ -120,11 +125,10 @@ class Table:
 
     def ranks(self, column: Column) -> list[int | None]:
         """Return the rank of each row in a column; None for a row without a result."""
-        here = [
-            row.results[column.name].score.value for row in self.rows if column.name in row.results
-        ]
-        found = iter(ranks(here, column.higher_is_better))
-        return [next(found) if column.name in row.results else None for row in self.rows]
+        cells = self.cells(column)
+        values = [result.score.value for result in cells if result is not None]
+        found = iter(ranks(values, column.higher_is_better))
+        return [None if result is None else next(found) for result in cells]
 
     def marks(self, column: Column) -> list[int | None]:
         """Return 1 for rows with the best printed score of a column, 2 for the second best, else
@@ -145,11 +149,8 @@ class Table:
         scores, which overestimates it if all models answer the same questions. A score without an
         error counts as exact.
         """
-        scores = {
-            index: row.results[column.name].score
-            for index, row in enumerate(self.rows)
-            if column.name in row.results
-        }
+        cells = self.cells(column)
+        scores = {index: result.score for index, result in enumerate(cells) if result is not None}
         if len(scores) < 2 or column.name in self.unlike:
             return None
         sign = 1 if column.higher_is_better else -1
@@ -271,40 +272,28 @@ def build(results: Sequence[Result], suite: Suite | None) -> Table:
     if not results:
         raise ScoreError("no results: evaluate a model first")
     by_name = {result.name: result for result in reversed(results)}
-    asked = (
-        [
+    if suite is None:
+        asked = tuple(
             SuiteTask(name=name, task=by_name[name].task, label=by_name[name].label)
             for name in sorted(by_name, key=_natural)
-        ]
-        if suite is None
-        else suite.tasks
-    )
-    if suite is not None:
-        _as_asked(results, {task.name: task for task in suite.tasks}, suite.name)
-    columns = tuple(_column(task, by_name.get(task.name)) for task in asked)
+        )
+        suite = Suite(tasks=asked)
+    else:
+        _as_asked(results, suite)
+    columns = tuple(_column(task, by_name.get(task.name)) for task in suite.tasks)
     known = {column.name for column in columns}
-    models = dict.fromkeys(result.model for result in results)
-    rows = tuple(
-        _row(
-            model,
-            [result for result in results if result.model == model and result.name in known],
-            columns,
-        )
-        for model in models
-    )
-    table = Table(
-        suite.name if suite else "",
-        suite.title if suite else "",
-        columns,
-        tuple(row for row in rows if row is not None),
-        (),
-    )
-    others = sorted({result.name for result in results} - known)
-    if not table.rows:
+    others = sorted(by_name.keys() - known)
+    by_model: dict[str, list[Result]] = {result.model: [] for result in results}
+    for result in results:
+        if result.name in known:
+            by_model[result.model].append(result)
+    rows = tuple(_row(model, own, columns) for model, own in by_model.items() if own)
+    if not rows:
         raise ScoreError(
-            f"no results of the suite {table.suite}: only results of {', '.join(others)}"
+            f"no results of the suite {suite.name}: only results of {', '.join(others)}"
         )
-    return Table(table.suite, table.title, columns, table.rows, tuple(_notes(table, others)))
+    table = Table(suite.name, suite.title, columns, rows, ())
+    return replace(table, notes=tuple(_notes(table, others)))
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -315,27 +304,29 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     ]
 
 
-def _as_asked(results: Sequence[Result], tasks: dict[str, SuiteTask], suite: str) -> None:
+def _as_asked(results: Sequence[Result], suite: Suite) -> None:
+    """Raise ScoreError if a result was made with other settings than the suite's."""
+    tasks = {task.name: task for task in suite.tasks}
     for result in results:
         task = tasks.get(result.name)
         if task is None:
             continue
-        told = {
-            "metric": (result.metric, task.metric),
-            "task": (result.settings.get("task", task.task), task.task),
-        }
+        told = [
+            ("metric", result.metric, task.metric),
+            ("task", result.settings.get("task", task.task), task.task),
+        ]
         if task.fewshot is not None:
-            told["fewshot"] = (str(result.fewshot), str(task.fewshot))
-        for what, (here, there) in told.items():
+            told.append(("fewshot", str(result.fewshot), str(task.fewshot)))
+        for what, here, there in told:
             if here != there:
                 raise ScoreError(
-                    f"{result.file}: {what} is {here}, but the suite {suite} requires {there}:"
+                    f"{result.file}: {what} is {here}, but the suite {suite.name} requires {there}:"
                     " evaluate again"
                 )
         absent = sorted(set(task.subtask_chance) - set(result.subtasks))
         if absent:
             raise ScoreError(
-                f"{result.file}: no score of the sub-task {absent[0]}, which the suite {suite}"
+                f"{result.file}: no score of the sub-task {absent[0]}, which the suite {suite.name}"
                 " contains: evaluate again"
             )
 
@@ -345,52 +336,33 @@ def _column(task: SuiteTask, result: Result | None) -> Column:
 
     If no model has a result, the column is described by the suite.
     """
-    rescaled = task.rescale == "leaderboard"
-    if result is None:
-        chance, metric = task.chance, task.metric
-        return Column(
-            task.name,
-            task.task,
-            task.label,
-            task.group,
-            metric,
-            "",
-            task.fewshot,
-            None,
-            chance,
-            task.higher_is_better,
-            rescaled,
-        )
-    score = result.score
-    described = (
-        result.metric,
-        result.version,
-        result.fewshot,
-        score.n,
-        score.chance,
-        result.higher_is_better,
+    described: SuiteTask | Result = task if result is None else result
+    return Column(
+        name=task.name,
+        task=task.task,
+        label=task.label,
+        group=task.group,
+        metric=described.metric,
+        version="" if result is None else result.version,
+        fewshot=described.fewshot,
+        n=None if result is None else result.score.n,
+        chance=task.chance if result is None else result.score.chance,
+        higher_is_better=described.higher_is_better,
+        rescaled=task.rescale == "leaderboard",
     )
-    return Column(task.name, task.task, task.label, task.group, *described, rescaled)
 
 
-def _row(model: str, results: Sequence[Result], columns: Sequence[Column]) -> Row | None:
-    if not results:
-        return None
+def _row(model: str, results: Sequence[Result], columns: Sequence[Column]) -> Row:
     by_name = {result.name: result for result in results}
     rescaled = {}
-    for column in columns:
+    wanted = [column for column in columns if column.rescaled]
+    for column in wanted:
         result = by_name.get(column.name)
-        if result and column.rescaled:
+        if result:
             # Without a known score of guessing the value is left out; a note reports it.
             with contextlib.suppress(ValueError):
                 rescaled[column.name] = leaderboard(result.score, list(result.subtasks.values()))
-    return Row(
-        model,
-        results[0].model_key,
-        by_name,
-        rescaled,
-        _average(rescaled, [column for column in columns if column.rescaled]),
-    )
+    return Row(model, results[0].model_key, by_name, rescaled, _average(rescaled, wanted))
 
 
 def _average(rescaled: dict[str, Score], columns: Sequence[Column]) -> Score | None:
@@ -416,73 +388,60 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     others: names of results that the suite does not contain.
     """
     notes = []
-    holes = {
-        row.model: [c.label for c in table.columns if c.name not in row.results]
-        for row in table.rows
-    }
-    notes += [
-        f"{model} has no result of {', '.join(labels)} (–)."
-        for model, labels in holes.items()
-        if labels
+    columns, rows = table.columns, table.rows
+    found = [
+        (row, column, row.results[column.name])
+        for row in rows
+        for column in columns
+        if column.name in row.results
     ]
-    if len(table.rows) > 1 and len(table.ranked) < len(table.columns):
+    for row in rows:
+        holes = [column.label for column in columns if column.name not in row.results]
+        if holes:
+            notes.append(f"{row.model} has no result of {', '.join(holes)} (–).")
+    if len(rows) > 1 and len(table.ranked) < len(columns):
         notes.append(
-            f"Ranks count the {len(table.ranked)} of {len(table.columns)} columns that every model"
+            f"Ranks count the {len(table.ranked)} of {len(columns)} columns that every model"
             " has and that are comparable."
         )
-    notes += [
-        f"{column.label}: {table.unlike[column.name]}."
-        for column in table.columns
-        if column.name in table.unlike
-    ]
+    for column in columns:
+        if column.name in table.unlike:
+            notes.append(f"{column.label}: {table.unlike[column.name]}.")
     unknown = [
-        c.label
-        for c in table.columns
-        if c.rescaled
-        and any(c.name in row.results and c.name not in row.rescaled for row in table.rows)
+        column.label
+        for column in columns
+        if column.rescaled
+        and any(column.name in row.results.keys() - row.rescaled.keys() for row in rows)
     ]
     if unknown:
         notes.append(
             f"Not rescaled, because the score of guessing is not known: {', '.join(unknown)}."
         )
     keys: dict[str, list[str]] = {}
-    for row in table.rows:
+    for row in rows:
         keys.setdefault(row.model_key, []).append(row.model)
-    notes += [
-        f"{' and '.join(models)} have the same weights."
-        for models in keys.values()
-        if len(models) > 1
-    ]
-    versions = {
-        row.results[c.name].version.split(",")[0]
-        for row in table.rows
-        for c in table.columns
-        if c.name in row.results and c.metric != HELDOUT
-    }
+    for models in keys.values():
+        if len(models) > 1:
+            notes.append(f"{' and '.join(models)} have the same weights.")
+    measured = [result.version for _, column, result in found if column.metric != HELDOUT]
+    versions = {version.split(",")[0] for version in measured}
     if len(versions) > 1:
         notes.append(
             f"Columns were measured with more than one version: {', '.join(sorted(versions))}."
         )
-    limits = {
-        c.label: row.results[c.name].settings.get("limit")
-        for row in table.rows
-        for c in table.columns
-        if c.name in row.results
-    }
+    limits = {column.label: result.settings.get("limit") for _, column, result in found}
     limited = [f"{label} (the first {limit} examples)" for label, limit in limits.items() if limit]
     if limited:
         notes.append(
             f"Scores of a part of the examples, not of the complete task: {', '.join(limited)}."
         )
-    for row in table.rows:
-        lost = [
-            (c.label, row.results[c.name].truncated) for c in table.columns if c.name in row.results
+    for model, own in itertools.groupby(found, key=lambda cell: cell[0].model):
+        cut = [
+            f"{column.label} {result.truncated}" for _, column, result in own if result.truncated
         ]
-        cut = [f"{label} {number}" for label, number in lost if number]
         if cut:
             notes.append(
-                f"{row.model}: prompts longer than its context, cut at the beginning:"
-                f" {', '.join(cut)}."
+                f"{model}: prompts longer than its context, cut at the beginning: {', '.join(cut)}."
             )
     if others:
         notes.append(f"Results without a column in this table are left out: {', '.join(others)}.")

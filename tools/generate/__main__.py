@@ -144,11 +144,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     def generated() -> int:
         check(given)
-        prompts = read_prompts(given.prompts, given.file)
+        options = vars(given)
+        prompts = read_prompts(options.pop("prompts"), options.pop("file"))
+        del options["greedy"]  # recorded in ``draws``
         # Importing torch and transformers takes seconds that --help or an error need not wait for.
-        from .generation import run
+        from .generation import Settings, run
 
-        return run(prompts, given)
+        return run(prompts, Settings(**options))
 
     return cli.run("tools.generate", generated, kept="no text was begun")
 

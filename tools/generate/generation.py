@@ -10,8 +10,8 @@ import contextlib
 import json
 import sys
 import time
-from argparse import Namespace
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +46,29 @@ class Clock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a generation, with the names of the command's options.
+
+    draws: True if the next token is sampled.
+    """
+
+    model: Path
+    device: str
+    dtype: str | None
+    tokenizer: Path | None
+    max_new_tokens: int
+    draws: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    beams: int
+    seed: int
+    no_cache: bool
+    compile: bool
+    json: bool
+
+
 @dataclass
 class Answer:
     """Generated texts, with the data from which `costs` are computed.
@@ -57,17 +80,18 @@ class Answer:
     interrupted: True after Ctrl-C.
     """
 
+    opened: OpenModel
+    settings: Settings
     prompts: list[str]
-    rows: list[list[int]]
     sizes: list[int]
-    texts: list[str]
-    clock: Clock
+    clock: Clock = field(default_factory=Clock)
+    rows: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     cache: Any | None = None
     interrupted: bool = False
-    costs: dict[str, Any] = field(default_factory=dict)
 
 
-def run(prompts: list[str], settings: Namespace) -> int:
+def run(prompts: list[str], settings: Settings) -> int:
     """Open the model, write texts (or JSON) to stdout and costs to stderr.
 
     Return 0, or 130 after Ctrl-C, which keeps the text that was generated before it.
@@ -83,21 +107,20 @@ def run(prompts: list[str], settings: Namespace) -> int:
         )
     except ValueError as error:  # for example a checkpoint whose parts do not fit together
         raise ConfigError(str(error)) from error
-    ids = encode(opened, prompts, settings)
-    answer = generate(opened, prompts, ids, settings)
-    answer.costs = costs(opened, answer, settings)
+    answer = generate(opened, prompts, encode(opened, prompts, settings), settings)
+    cost = costs(answer)
     if settings.json:
-        json.dump(as_json(opened, answer, settings), sys.stdout, ensure_ascii=False)
+        json.dump(as_json(answer, cost), sys.stdout, ensure_ascii=False)
         sys.stdout.write("\n")
     elif len(prompts) > 1 or settings.beams > 1:  # else the text has been streamed
         sys.stdout.write(f"\n{BETWEEN}\n".join(answer.texts) + "\n")
     sys.stdout.flush()
-    for line in told(opened, answer, settings):
+    for line in told(answer, cost):
         print(line, file=sys.stderr)
     return 130 if answer.interrupted else 0
 
 
-def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[list[int]]:
+def encode(opened: OpenModel, prompts: list[str], settings: Settings) -> list[list[int]]:
     """Return the token ids of each prompt.
 
     Raises ConfigError if the model has no tokenizer or is not causal, or if a prompt has no tokens
@@ -125,29 +148,14 @@ def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[l
     return rows
 
 
-def asked(settings: Namespace) -> dict[str, Any]:
-    """Return the arguments of transformers' ``generate`` for the command's settings.
-
-    The generation settings in the model's folder are not used, except for the special tokens.
-    """
-    how = {
-        "do_sample": settings.draws,
-        **{
-            name: getattr(settings, name)
-            for name in ("temperature", "top_k", "top_p", "max_new_tokens")
-        },
-    }
-    more = {"cache_implementation": "static"} if settings.compile else {}
-    return {**how, **more, "num_beams": settings.beams, "use_cache": not settings.no_cache}
-
-
 def generate(
-    opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Namespace
+    opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Settings
 ) -> Answer:
     """Generate the continuations.
 
     The text of a single prompt is streamed, except for JSON output and for beam search, which may
-    still change earlier tokens.
+    still change earlier tokens. The generation settings in the model's folder are not used, except
+    for the special tokens.
     """
     tokenizer, model = opened.tokenizer, opened.model
     assert tokenizer is not None
@@ -167,10 +175,10 @@ def generate(
         else None
     )
     torch.manual_seed(settings.seed)
-    clock = Clock()
-    answer = Answer(prompts, [], [len(row) for row in rows], [], clock)
+    answer = Answer(opened, settings, prompts, [len(row) for row in rows])
+    clock = answer.clock
     try:
-        with quiet_transformers(), compiled_on(model.device, settings) as more:
+        with quiet_transformers(), compiled_on(model.device, settings) as compiler:
             done = model.generate(
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
@@ -178,8 +186,14 @@ def generate(
                 stopping_criteria=[clock],
                 streamer=streamer,
                 return_dict_in_generate=True,
-                **asked(settings),
-                **more,
+                do_sample=settings.draws,
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                max_new_tokens=settings.max_new_tokens,
+                num_beams=settings.beams,
+                use_cache=not settings.no_cache,
+                **compiler,
             )
         found, answer.cache = done.sequences, getattr(done, "past_key_values", None)
     except KeyboardInterrupt:
@@ -207,7 +221,7 @@ def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 
 @contextlib.contextmanager
-def compiled_on(device: torch.device, settings: Namespace) -> Any:
+def compiled_on(device: torch.device, settings: Settings) -> Any:
     """Yield the additional arguments of ``generate`` for a compiled decoding step on this device.
 
     Raises ConfigError if the step cannot be compiled.
@@ -219,7 +233,7 @@ def compiled_on(device: torch.device, settings: Namespace) -> Any:
     # Without this transformers compiles only on accelerators; it has no public setting for it.
     how._compile_all_devices = True  # type: ignore[assignment]
     try:
-        yield {"compile_config": how}
+        yield {"compile_config": how, "cache_implementation": "static"}
     except Exception as error:  # torch's compilers raise exceptions of many types
         if "torch._" not in type(error).__module__ and "compil" not in str(error).lower():
             raise
@@ -232,9 +246,10 @@ def compiled_on(device: torch.device, settings: Namespace) -> Any:
 # --- costs --------------------------------------------------------------------------------------
 
 
-def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
+def costs(answer: Answer) -> dict[str, Any]:
     """Return JSON key -> number: seconds, tokens and bytes. Unknown numbers are None."""
     times, new = answer.clock.times, sum(map(len, answer.rows))
+    opened, settings = answer.opened, answer.settings
     skipped = min(COMPILING_STEPS if settings.compile else 0, max(0, len(times) - 1))
     found: dict[str, Any] = {
         "prompt_tokens": sum(answer.sizes),
@@ -282,9 +297,9 @@ def layer_bytes(layer: Any) -> int:
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
-def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
+def told(answer: Answer, cost: dict[str, Any]) -> list[str]:
     """Return the costs as lines of text."""
-    cost = answer.costs
+    opened, settings = answer.opened, answer.settings
     size = sum(weight.numel() for weight in opened.model.parameters())
     lines = [
         f"{opened.name}: {size:,} parameters, {str(opened.dtype).removeprefix('torch.')}, "
@@ -323,18 +338,18 @@ def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:,.1f} tokens/s" if seconds else "no time at all"
 
 
-def as_json(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
+def as_json(answer: Answer, cost: dict[str, Any]) -> dict[str, Any]:
     """Return texts and costs for the JSON output."""
     results = [
         {"prompt": prompt, "text": text, "new_tokens": row}
         for prompt, text, row in zip(answer.prompts, answer.texts, answer.rows, strict=True)
     ]
-    seed = settings.seed if settings.draws else None
-    about = {
+    return {
         "format": 1,
-        "model": opened.name,
-        "source": str(opened.source),
-        "seed": seed,
+        "model": answer.opened.name,
+        "source": str(answer.opened.source),
+        "seed": answer.settings.seed if answer.settings.draws else None,
         "interrupted": answer.interrupted,
+        "results": results,
+        "costs": cost,
     }
-    return {**about, "results": results, "costs": answer.costs}

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from fem_megatron.config import ModelConfig
 from fem_megatron.state import Context
 from tools.papers.experiment import Claim, Experiment, Size
-from tools.papers.network import layer, model_of, start
+from tools.papers.network import fem, layer, model_of, start
 from tools.papers.training import Examples, Problem, regression
 
 MARGIN = 1.0
@@ -26,20 +26,11 @@ PRIORS = {
     "AFT": "aft",
     "Mamba": "mamba",
 }
-READS = {"mean": (False, False), "F": (True, False), "F λ": (True, True)}
+READS = {"mean": "", "F": "L", "F λ": "LT"}
 ROWS: dict[str, dict[str, Any]] = {
-    f"{prior} {read}": {
-        "mixer": f"fem_{mixer}",
-        "mlp": "none",
-        "fem": {
-            "conditioner": False,
-            "gate": False,
-            "free_energy": free_energy,
-            "temperature": temperature,
-        },
-    }
+    f"{prior} {read}": {**fem(mixer, letters), "mlp": "none"}
     for prior, mixer in PRIORS.items()
-    for read, (free_energy, temperature) in READS.items()
+    for read, letters in READS.items()
 }
 CASES = ("T = 4", "T = 16", "T = 64")
 
@@ -107,35 +98,14 @@ QUICK = Size(
 )
 EXPERIMENT = Experiment(
     name="argmax",
-    title="FEM, appendix P: the largest value in every channel",
     metric="index",
     rows=ROWS,
     sizes={
         "quick": QUICK,
-        "full": Size(
-            **{
-                **vars(QUICK),
-                "cases": CASES,
-                "rows": tuple(ROWS),
-                "steps": 10_000,
-                "train": 64000,
-                "width": 64,
-                "test": 2048,
-            }
-        ),
+        "full": replace(QUICK, cases=CASES, steps=10_000, train=64000, width=64, test=2048),
     },
     problem=problem,
     scale=100.0,
-    told=(
-        "Share of the channels, in percent, for which the position of the largest value is "
-        "found. The paper shows a figure and no table: FEM reaches about 100 %, and softmax "
-        "attention stays near 1 / T. Our copy of the paper lacks its sizes, margin and noise; "
-        "this experiment uses normally distributed values and raises the largest one by "
-        f"{MARGIN:g}. C and G are off, as in the paper. A mean can be scaled by T, so softmax "
-        "attention finds more than 1 / T. The means of AFT and Mamba find about as much as F: "
-        "their weights differ by channel and depend on the token, so they can select. With "
-        "this little training no row reaches 100 % at T = 16."
-    ),
     claims=tuple(
         Claim(f"{prior} {read}", f"{prior} mean") for prior in PRIORS for read in ("F", "F λ")
     ),

@@ -8,10 +8,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from fem_common.config import read_values
 from fem_common.errors import ConfigError
 from fem_common.files import sha256_json
 
@@ -74,23 +76,20 @@ class Claim:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table of a paper.
+    """One table of a paper; its title and remarks are in experiments.yaml.
 
     metric: the reported score, on test data unless its name begins with ``train_``. falls: smaller
     is better. scale: factor for tables. also: further scores with separate tables, name ->
     description. curves: values recorded per iteration, likewise. published: (case, row) -> the
     paper's number in the units of the table. chance: case -> score of guessing. enough: mean score
     from which two rows count as equal. problem: (case, row, size, seed) -> the training problem.
-    told: remarks for the reader of the report, Markdown.
     """
 
     name: str
-    title: str
     metric: str
     rows: Mapping[str, Any]
     sizes: Mapping[str, Size]
     problem: Callable[[str, str, Size, int], Problem]
-    told: str
     falls: bool = False
     scale: float = 1.0
     also: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +103,22 @@ class Experiment:
     def cases(self) -> tuple[str, ...]:
         """Cases of all sizes: any may be run at any size."""
         return tuple(dict.fromkeys(case for size in self.sizes.values() for case in size.cases))
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """Return experiment -> title, remarks and published numbers, from experiments.yaml."""
+    return read_values(Path(__file__).with_name("experiments.yaml"))
+
+
+def published(name: str) -> dict[tuple[str, str], float]:
+    """Return (case, row) -> the paper's number. name: of the experiment."""
+    found = texts()[name]
+    return {
+        (case, row): value
+        for row, values in found["rows"].items()
+        for case, value in zip(found["cases"], values, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -159,52 +174,67 @@ def line_of(trial: Trial, record: Mapping[str, Any]) -> str:
     return json.dumps({**asdict(trial), **record}) + "\n"
 
 
-def best_rate(
-    experiment: Experiment, results: Results, case: str, row: str, size: Size
-) -> float | None:
-    """Return the learning rate that is best on validation data with the first seed.
+@dataclass(frozen=True)
+class Outcome:
+    """Results of one experiment at one size. kind: name of the size, ``quick`` or ``full``."""
 
-    Returns None until all rates were tried. A diverged trial counts as the worst.
-    """
-    tried = [results.get(Trial(case, row, rate, 0, size.key())) for rate in size.rates]
-    if any(record is None for record in tried):
-        return None
-    worst = float("inf") if experiment.falls else -float("inf")
-    found = [
-        worst if record is None or record["validation"] is None else record["validation"]
-        for record in tried
-    ]
-    return size.rates[found.index(min(found) if experiment.falls else max(found))]
+    experiment: Experiment
+    kind: str
+    size: Size
+    results: Results
 
+    @property
+    def name(self) -> str:
+        """Name of the experiment and of the size, as in the names of files."""
+        return f"{self.experiment.name}-{self.kind}"
 
-def by_seed(
-    experiment: Experiment, results: Results, case: str, row: str, size: Size
-) -> dict[int, dict[str, Any]]:
-    """Return seed -> record of the trials with the best rate, in order of the seeds.
+    @property
+    def rows(self) -> list[str]:
+        """Rows of the experiment that have a result."""
+        return [row for row in self.experiment.rows if any(row == one.row for one in self.results)]
 
-    Diverged trials are omitted. The result is empty if `best_rate` is None.
-    """
-    rate = best_rate(experiment, results, case, row, size)
-    records = (
-        {}
-        if rate is None
-        else {
-            seed: results.get(Trial(case, row, rate, seed, size.key()))
-            for seed in range(size.seeds)
-        }
-    )
-    return {
-        seed: record
-        for seed, record in records.items()
-        if record is not None and record["validation"] is not None
-    }
+    @property
+    def cases(self) -> list[str]:
+        """Cases of the experiment that have a result."""
+        known = self.experiment.cases
+        return [case for case in known if any(case == one.case for one in self.results)]
 
+    def best_rate(self, case: str, row: str) -> float | None:
+        """Return the learning rate that is best on validation data with the first seed.
 
-def chosen(
-    experiment: Experiment, results: Results, case: str, row: str, size: Size
-) -> list[dict[str, Any]]:
-    """Return the records of `by_seed`."""
-    return list(by_seed(experiment, results, case, row, size).values())
+        Returns None until all rates were tried. A diverged trial counts as the worst.
+        """
+        rates, falls = self.size.rates, self.experiment.falls
+        tried = [self.results.get(Trial(case, row, rate, 0, self.size.key())) for rate in rates]
+        found = []
+        for record in tried:
+            if record is None:
+                return None
+            value = record["validation"]
+            found.append((math.inf if falls else -math.inf) if value is None else value)
+        return rates[found.index(min(found) if falls else max(found))]
+
+    def by_seed(self, case: str, row: str) -> dict[int, dict[str, Any]]:
+        """Return seed -> record of the trials with the best rate, in order of the seeds.
+
+        Diverged trials are omitted. The result is empty if `best_rate` is None.
+        """
+        rate = self.best_rate(case, row)
+        if rate is None:
+            return {}
+        found = {}
+        for seed in range(self.size.seeds):
+            record = self.results.get(Trial(case, row, rate, seed, self.size.key()))
+            if record is not None and record["validation"] is not None:
+                found[seed] = record
+        return found
+
+    def values(self, case: str, row: str, metric: str | None = None) -> list[float]:
+        """Return a score of `by_seed` in the units of the table, by default the experiment's."""
+        metric = metric or self.experiment.metric
+        return [
+            self.experiment.scale * record[metric] for record in self.by_seed(case, row).values()
+        ]
 
 
 # Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom.

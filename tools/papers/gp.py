@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fem_megatron.mixers.cem.shape import CemMlpShape
 from fem_megatron.shape import SwiGluShape
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
-from tools.papers.experiment import Claim, Experiment, Size
+from tools.papers.experiment import Claim, Experiment, Size, published
 from tools.papers.network import layer, model_of, start
 from tools.papers.training import Examples, Problem, regression
 
@@ -143,19 +144,9 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     return regression(Mlp(size, row), *made)
 
 
-def _cem(steps: int) -> dict[str, Any]:
-    return {"cem": {"steps_mlp": steps, "preconditioner": "diagonal"}}
-
-
-STEPS = (1, 2, 4, 8)
 ROWS: dict[str, dict[str, Any]] = {"Plain": {}, "Gated": {}} | {
-    f"CEM-T{steps}": _cem(steps) for steps in STEPS
-}
-PUBLISHED = {
-    "RBF": (0.0158, 0.0122, 0.0119, 0.0092, 0.0086, 0.0088),
-    "Matern": (0.2308, 0.2162, 0.2194, 0.2166, 0.2168, 0.2161),
-    "Periodic": (0.0614, 0.0445, 0.0421, 0.0342, 0.0340, 0.0344),
-    "Rational Quadratic": (0.0885, 0.0715, 0.0709, 0.0596, 0.0606, 0.0606),
+    f"CEM-T{steps}": {"cem": {"steps_mlp": steps, "preconditioner": "diagonal"}}
+    for steps in (1, 2, 4, 8)
 }
 QUICK = Size(
     (*KERNELS, "RBF of 256 points"),
@@ -172,41 +163,23 @@ QUICK = Size(
 )
 EXPERIMENT = Experiment(
     name="gp",
-    title="CEM, table 3: samples of Gaussian processes",
     metric="rmse",
     also={"train_rmse": "Root mean squared error on training data:"},
     rows=ROWS,
     sizes={
         "quick": QUICK,
-        "full": Size(
-            **{
-                **vars(QUICK),
-                "rows": tuple(ROWS),
-                "steps": 50_000,
-                "seeds": 5,
-                "cases": tuple(KERNELS),
-                "train": 65536,
-                "test": 8192,
-            }
+        "full": replace(
+            QUICK,
+            cases=tuple(KERNELS),
+            steps=50_000,
+            seeds=5,
+            train=65536,
+            test=8192,
         ),
     },
     problem=problem,
     falls=True,
-    told=(
-        "Root mean squared error. The paper does not state its number of points, inputs, "
-        "length scales, noise or width. This experiment uses points from the unit cube, "
-        "length scale 1, no noise, and widths that give the paper's numbers of parameters "
-        "(33.98K, 33.94K, 22.66K). The number of points determines what the test data show. "
-        "With 4,096 points, test errors are 1.1 to 1.9 times the training errors (1.1 to 1.5 "
-        "in the paper) and fall with them. With 256 points every row fits its points, and "
-        "more steps help little. The paper does not define its non-stationary kernel, so that "
-        "kernel is left out."
-    ),
-    published={
-        (kernel, row): value
-        for kernel, values in PUBLISHED.items()
-        for row, value in zip(ROWS, values, strict=True)
-    },
+    published=published("gp"),
     claims=(
         Claim("CEM-T2", "CEM-T1", tuple(KERNELS)),
         Claim("CEM-T1", "Plain", tuple(KERNELS)),

@@ -18,8 +18,8 @@ from torch.nn.functional import unfold
 from fem_common.errors import UserError
 from tools.papers import pictures
 from tools.papers.catalogue import DATA
-from tools.papers.experiment import Claim, Experiment, Size
-from tools.papers.network import Last, Network, Positions, model_of
+from tools.papers.experiment import Claim, Experiment, Size, published
+from tools.papers.network import Last, Network, Positions, fem, model_of
 from tools.papers.sudoku import iterated
 from tools.papers.training import Examples, Problem, classification
 
@@ -166,15 +166,10 @@ HYPERSET: dict[str, dict[str, Any]] = {
     "steps 0.1": _hyperset(step_size="fixed", alpha=0.1, gamma=0.1, step_condition="origin"),
     "LoRA of rank 4": _hyperset(lora_rank=4),
 }
-PUBLISHED = {
-    "CIFAR-10": (89.90, 90.11, 85.93, 84.88, 88.20, 84.99, 25.81, 81.45),
-    "CIFAR-100": (61.89, 63.41, 59.72, 56.97, 62.44, 59.29, 57.92, 58.29),
-}
-PLAIN = dict.fromkeys(("conditioner", "free_energy", "temperature", "gate"), False)
 STACKED: dict[str, dict[str, Any]] = {
     "softmax": {"mixer": "transformer"},
     "FEM-SM": {"mixer": "fem_softmax"},
-    "GLA": {"mixer": "fem_gla", "fem": PLAIN},
+    "GLA": fem("gla", ""),
     "FEM-GLA": {"mixer": "fem_gla"},
 }
 QUICK = Size(
@@ -207,7 +202,6 @@ CIFAR = replace(
 )
 HYPERSET_IMAGES = Experiment(
     name="hyperset-images",
-    title="Hyper-SET, tables 1 and 3: images by one shared layer",
     metric="accuracy",
     rows=HYPERSET,
     sizes={"quick": QUICK, "full": CIFAR},
@@ -219,36 +213,21 @@ HYPERSET_IMAGES = Experiment(
         "feed_forward_energy": "feed-forward energy",
         "mean_angle": "mean angle, radians",
     },
-    published={
-        (case, row): value
-        for case, values in PUBLISHED.items()
-        for row, value in zip(HYPERSET, values, strict=False)
-    },
-    told=(
-        "Accuracy in percent. The digits are the 8 x 8 images of scikit-learn, with 1,200 for "
-        "training and a new split for each seed. The layer is applied six times, and the "
-        "positions are learned. With the sinusoidal positions of the paper, which are larger "
-        "than the patches of these digits while Hyper-SET does not normalise its tokens, "
-        "Hyper-SET reached 38 to 78 at rate 0.01 over three seeds, the Transformer 82 to 96, "
-        "and linear attention no more than guessing. At the better rate the feed-forward "
-        "energy falls over the iterations used in training, and the attention energy rises "
-        "before it falls. The paper uses more iterations and more steps."
-    ),
+    published=published("hyperset-images"),
     claims=tuple(Claim("Hyper-SET", row) for row in tuple(HYPERSET)[:8] if row != "Hyper-SET"),
     chance=lambda case, size: 1 / CASES[case][2],
 )
-PUBLISHED_100 = {"Transformer": 69.44, "Hyper-SET": 70.16, "LoRA of rank 4": 70.36}
+ROWS_100 = ("Transformer", "Hyper-SET", "LoRA of rank 4")
 IMAGENET_100 = replace(
     HYPERSET_IMAGES,
     name="imagenet-100",
-    title="Hyper-SET, tables 1 and 4: ImageNet-100 by one shared layer",
-    rows={row: HYPERSET[row] for row in PUBLISHED_100},
+    rows={row: HYPERSET[row] for row in ROWS_100},
     # 200 epochs of 121,689 images: 126,689 less 5,000 for validation.
     sizes={
         "full": replace(
             CIFAR,
             cases=(FILES,),
-            rows=tuple(PUBLISHED_100),
+            rows=ROWS_100,
             steps=95_070,
             batch=256,
             train=0,
@@ -256,16 +235,11 @@ IMAGENET_100 = replace(
             seeds=1,
         )
     },
-    published={(FILES, row): value for row, value in PUBLISHED_100.items()},
-    told=(
-        "Accuracy in percent on the central square of each image. The paper does not describe "
-        "its augmentation. Its Transformer has width 384."
-    ),
+    published=published("imagenet-100"),
     claims=(Claim("Hyper-SET", "Transformer"), Claim("LoRA of rank 4", "Hyper-SET")),
 )
 FEM_IMAGES = Experiment(
     name="fem-images",
-    title="FEM, table 3: images with the DeiT architecture",
     metric="accuracy",
     rows=STACKED,
     sizes={
@@ -276,10 +250,6 @@ FEM_IMAGES = Experiment(
     },
     problem=stacked_problem,
     scale=100.0,
-    told=(
-        "Accuracy in percent of bidirectional models on the same digits as Hyper-SET's. The "
-        "paper uses ImageNet, where DeiT-Tiny has 72.2."
-    ),
     claims=(Claim("FEM-SM", "softmax"), Claim("FEM-GLA", "GLA")),
     chance=lambda case, size: 1 / CASES[case][2],
 )

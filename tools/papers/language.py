@@ -123,21 +123,13 @@ FULL = replace(
     length=512,
     seeds=5,
 )
-TOLD = "Nats per byte of Python's standard library; test data are other files. "
 CEM_LANGUAGE = Experiment(
     name="cem-language",
-    title="CEM, section 4: language models compared with Llama",
     metric="nats",
     rows=CEM,
     sizes={"quick": QUICK, "full": FULL},
     problem=problem,
     falls=True,
-    told=TOLD
-    + (
-        "All rows have the same width, so CEM has fewer parameters. In the paper, with rates "
-        "tuned for each model, CEM attention with T = 2 is better than Llama's, the CEM MLP "
-        "is nearly as good, and the complete CEM is slightly better."
-    ),
     claims=(
         Claim("CEM attention T = 2", "Llama"),
         Claim("CEM T = 2", "Llama"),
@@ -148,7 +140,6 @@ CEM_LANGUAGE = Experiment(
 )
 SECOND_LANGUAGE = Experiment(
     name="second-language",
-    title="Second-order attention: language models at a small size",
     metric="nats",
     rows=SECOND,
     sizes={
@@ -157,6 +148,5 @@ SECOND_LANGUAGE = Experiment(
     },
     problem=problem,
     falls=True,
-    told=TOLD + "The paper has no language models. Att2nd1st has one head.",
     claims=(Claim("MHA2nd1st", "MHA"), Claim("MHA2nd1st", "Att2nd1st")),
 )

@@ -4,23 +4,16 @@ of numbers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Generator, Tensor, nn
 
 from tools.papers.experiment import Claim, Experiment, Size
+from tools.papers.language import SECOND as ROWS
 from tools.papers.network import Last, Network, Positions, model_of
 from tools.papers.training import Examples, Problem, classification
 
 LARGEST = 2
 """Number of different values, as a multiple of the length of the sequence."""
-ROWS: dict[str, dict[str, Any]] = {
-    "MHA": {"mixer": "transformer"},
-    "MHA2nd1st": {"mixer": "mha2nd1st"},
-    "MHA2nd": {"mixer": "mha2nd"},
-    "Att2nd1st": {"mixer": "mha2nd1st", "num_attention_heads": 1},
-}
 ATTENTION, MLP = "alone", "with MLP"
 
 
@@ -112,19 +105,11 @@ FULL = Size(
 )
 EXPERIMENT = Experiment(
     name="lis",
-    title="Second-order attention, section 5: longest increasing subsequence",
     metric="accuracy",
     rows=ROWS,
     sizes={"quick": QUICK, "full": FULL},
     problem=problem,
     scale=100.0,
-    told=(
-        "Share of the sequences, in percent, for which the length of the longest increasing "
-        "subsequence is predicted correctly. The paper shows figures and no table. Numbers "
-        "are drawn uniformly from a range that is twice as long as the sequence; the paper "
-        "states neither its range nor its number of heads. Dropout (0.1 in the paper) is left "
-        "out. MHA2nd1st has three quarters of the parameters of attention."
-    ),
     claims=(Claim("MHA2nd1st", "MHA"),),
     chance=most_frequent,
 )

@@ -133,22 +133,12 @@ def mean_image(case: str, size: Size) -> float:
 
 EXPERIMENT = Experiment(
     name="masked-digits",
-    title="Hyper-SET, table 2: masked parts of images",
     metric="psnr",
     rows=ROWS,
     sizes={
         "quick": replace(IMAGES, cases=(DIGITS,), rows=tuple(ROWS), steps=400, weight_decay=0.1)
     },
     problem=problem,
-    told=(
-        "Peak signal-to-noise ratio in decibels over the complete image; the peak is the "
-        "range of the pixels. In test data 40 % of the patches are masked, in training up to "
-        "40 %. The paper uses ImageNet-100 in the code of a VQ-GAN with iterative decoding: "
-        "15.95 for the Transformer (width D, MLP width 4 D), 15.71 for Hyper-SET (M = D), "
-        "15.96 with M = 8 D and twice the iterations. This experiment uses the pixels of 8 x "
-        "8 digits, one pass of decoding and six iterations. Guessing is the mean training "
-        "image. The wide row was tried only with this short training."
-    ),
     also={"ssim": "Structural similarity (SSIM) in one window over the complete image:"},
     chance=mean_image,
     claims=(

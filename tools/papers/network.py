@@ -40,6 +40,15 @@ def model_of(size: Size, given: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**{**sizes, **given, **sections})
 
 
+def fem(prior: str, letters: str) -> dict[str, Any]:
+    """Return the settings of a FEM row. letters: its switches that are on, of C, L, T and G."""
+    switches = {"conditioner": "C", "free_energy": "L", "temperature": "T", "gate": "G"}
+    return {
+        "mixer": f"fem_{prior}",
+        "fem": {switch: letter in letters for switch, letter in switches.items()},
+    }
+
+
 class Network(nn.Module):
     """Inputs, the blocks of ``model``, head: [b, s, ...] -> inputs -> [b, s, D] -> blocks -> [b, s,
     D] -> head.

@@ -1,4 +1,4 @@
-"""Lazily decoded image data: from a `datasets.Dataset`, or from files in one folder per class."""
+"""Image data that are decoded lazily, from a `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Pictures:
     """Inputs of `training.Examples`: [n, 3, side, side], float32 from -1 to 1, the central square
     of each image.
 
-    source: files, or a `datasets.Dataset` whose column image is not decoded; places: a selection of
-    them (default: all). ImageNet-100 would need 76 GB as numbers. Decoding releases Python's lock,
+    source: a `datasets.Dataset` whose column image is not decoded; places: a selection of its rows
+    (default: all). ImageNet-100 would need 76 GB as numbers. Decoding releases Python's lock,
     so threads share it.
     """
 
@@ -63,19 +63,16 @@ class Pictures:
         )
 
     def _numbers(self, places: Sequence[int]) -> Tensor:
-        if isinstance(self.source, list):
-            given = [self.source[place] for place in places]
-        else:
-            given = [
-                BytesIO(image["bytes"]) if image["bytes"] else image["path"]
-                for image in self.source[list(places)]["image"]
-            ]
+        given = [
+            BytesIO(image["bytes"]) if image["bytes"] else image["path"]
+            for image in self.source[list(places)]["image"]
+        ]
         with ThreadPoolExecutor() as threads:
             squares = list(threads.map(self._square, given, places))
         return torch.from_numpy(np.stack(squares)).to(self.where).permute(0, 3, 1, 2) / 127.5 - 1
 
     def _square(
-        self, given: Path | BytesIO | str, place: int
+        self, given: BytesIO | str, place: int
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         try:
             with Image.open(given) as image:
@@ -93,35 +90,15 @@ class Pictures:
 
 
 def found(folder: Path, side: int, classes: int, name: str) -> list[tuple[Pictures, Tensor]]:
-    """Return the images and their classes [n] of the training and the test part.
+    """Return the images and their classes [n] of the training and the test part (see `dataset`).
 
-    They come from ``folder``/train and /val, with one folder per class, numbered in alphabetical
-    order; else from `dataset`, by ``name`` on the Hub.
-
-    Raises UserError if the parts have another number of classes, or different classes.
+    Raises UserError if a part does not have exactly these classes.
     """
-    if not any((folder / "val").glob("*/")):
-        parts = dataset(folder, name, ("label",), decoded=False)
-        made = [(Pictures(part, side), torch.tensor(list(part["label"]))) for part in parts]
-        for _, numbers in made:
-            check_classes(f"{folder}, or {name} on the Hub", numbers, classes)
-        return made
-    made, names = [], None
-    for part in ("train", "val"):
-        here = sorted(path.name for path in (folder / part).glob("*/"))
-        if len(here) != classes or (names is not None and here != names):
-            wanted = (
-                f"expected {classes}, the same in train and val; their names are in {name} on"
-                " the Hub"
-            )
-            raise UserError(f"{folder / part}: {len(here)} folders of classes, {wanted}")
-        names = here
-        files = [
-            sorted(path for path in (folder / part / name).iterdir() if path.is_file())
-            for name in here
-        ]
-        numbers = torch.tensor([number for number, some in enumerate(files) for _ in some])
-        made.append((Pictures([file for some in files for file in some], side), numbers))
+    made = []
+    for part in dataset(folder, name, ("label",), decoded=False):
+        numbers = torch.tensor(list(part["label"]))
+        check_classes(f"{folder}, or {name} on the Hub", numbers, classes)
+        made.append((Pictures(part, side), numbers))
     return made
 
 

@@ -10,6 +10,7 @@ it: OUT/papers.md and OUT/papers/NAME-quick.jsonl, with a picture.
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,12 @@ from fem_common.text import count, counted, markdown_table
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
 from tools.papers.experiment import (
     Claim,
-    Experiment,
-    Results,
-    Size,
-    by_seed,
-    chosen,
+    Outcome,
     gather,
     interval,
     line_of,
     read_results,
+    texts,
 )
 
 TITLE = "# The papers' experiments"
@@ -44,6 +42,7 @@ ABOUT = (
     " over the seeds excludes zero; otherwise it *tends to agree* or *tends to disagree*."
 )
 LEVEL = "both solve the task"
+DOTTED: dict[str, Any] = {"color": QUIET, "linewidth": 0.8, "linestyle": ":"}
 VERDICTS = ("agrees", "tends to agree", "tends to disagree", "disagrees", LEVEL)
 
 
@@ -67,68 +66,51 @@ def add_arguments(parser: Parser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the page and return 0. Raises UserError without results, ConfigError, StorageError."""
+    page, folder = arguments.out / "papers.md", arguments.out / "papers"
     with files_told():
-        found = found_results(arguments.runs, arguments.out)
+        found = found_results(arguments.runs, folder)
         if not found:
             raise UserError(
-                f"no results in {arguments.runs} or {arguments.out / 'papers'}: python -m"
+                f"no results in {arguments.runs} or {folder}: python -m"
                 " tools.papers run argmax --quick creates some"
             )
-        make_folder(arguments.out / "papers")
-        parts = [TITLE, wrapped(ABOUT)]
-        for (name, kind), results in found.items():
-            experiment, size = experiment_of(name), experiment_of(name).sizes[kind]
-            write_whole(
-                arguments.out / "papers" / f"{name}-{kind}.jsonl",
-                "".join(line_of(*item) for item in results.items()),
-            )
-            write_whole(
-                arguments.out / "papers" / f"{name}-{kind}.png",
-                png(picture(experiment, size, results)),
-            )
-            if experiment.curves:
-                write_whole(
-                    arguments.out / "papers" / f"{name}-{kind}-iterations.png",
-                    png(iterations(experiment, size, results)),
-                )
-            parts.append(section(experiment, kind, size, results))
-        write_whole(arguments.out / "papers.md", "\n\n".join(parts) + "\n")
-    print(
-        f"wrote {arguments.out / 'papers.md'}:"
-        f" {', '.join(f'{name} ({kind})' for name, kind in found)}"
-    )
+        make_folder(folder)
+        for outcome in found:
+            lines = [line_of(*item) for item in outcome.results.items()]
+            write_whole(folder / f"{outcome.name}.jsonl", "".join(lines))
+            write_whole(folder / f"{outcome.name}.png", png(picture(outcome)))
+            if outcome.experiment.curves:
+                write_whole(folder / f"{outcome.name}-iterations.png", png(iterations(outcome)))
+        parts = [TITLE, wrapped(ABOUT), *map(section, found)]
+        write_whole(page, "\n\n".join(parts) + "\n")
+    names = [f"{outcome.experiment.name} ({outcome.kind})" for outcome in found]
+    print(f"wrote {page}: {', '.join(names)}")
     return 0
 
 
-def found_results(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
-    """Return (experiment, size) -> results of its trials, in a fixed order.
+def found_results(runs: Path, page: Path) -> list[Outcome]:
+    """Return the experiments and sizes that have results, with these in a fixed order.
 
-    Results are read from the page's folder ``out`` and from ``runs``. Trials that were made with
+    Results are read from the page's folder ``page`` and from ``runs``. Trials that were made with
     other settings than the current sizes are omitted.
     """
-    found = {}
-    for name in NAMES:
-        for kind, size in experiment_of(name).sizes.items():
-            both = read_results(out / "papers" / f"{name}-{kind}.jsonl") | gather(
-                runs / f"{name}-{kind}"
-            )
-            rows, cases = list(experiment_of(name).rows), list(experiment_of(name).cases)
-            kept = {
-                trial: record
-                for trial, record in both.items()
+    found = []
+    for experiment in map(experiment_of, NAMES):
+        rows, cases = list(experiment.rows), list(experiment.cases)
+        for kind, size in experiment.sizes.items():
+            name = f"{experiment.name}-{kind}"
+            both = read_results(page / f"{name}.jsonl") | gather(runs / name)
+            kept = [
+                trial
+                for trial in both
                 if trial.size == size.key() and trial.case in cases and trial.row in rows
-            }
-            order = sorted(
-                kept,
-                key=lambda trial: (
-                    cases.index(trial.case),
-                    rows.index(trial.row),
-                    trial.seed,
-                    trial.rate,
-                ),
+            ]
+            kept.sort(
+                key=lambda one: (cases.index(one.case), rows.index(one.row), one.seed, one.rate)
             )
-            if order:
-                found[name, kind] = {trial: kept[trial] for trial in order}
+            if kept:
+                results = {trial: both[trial] for trial in kept}
+                found.append(Outcome(experiment, kind, size, results))
     return found
 
 
@@ -144,64 +126,50 @@ def wrapped(text: str, first: str = "") -> str:
     )
 
 
-def section(experiment: Experiment, kind: str, size: Size, results: Results) -> str:
+def section(outcome: Outcome) -> str:
     """Return the report's section on one experiment at one size, as Markdown."""
-    seconds = sum(record["seconds"] for record in results.values())
+    experiment, size, results = outcome.experiment, outcome.size, outcome.results
+    title, remarks = texts()[experiment.name]["title"], texts()[experiment.name]["told"]
+    minutes = sum(record["seconds"] for record in results.values()) / 60
     rates = ", ".join(f"{rate:g}" for rate in size.rates)
-    sizes = (
-        f"{size.steps:,} steps with batches of {size.batch}, width {size.width},"
-        f" {counted(size.layers, 'layer')}, rates {rates}"
+    made = (
+        f"{outcome.kind.capitalize()} form: {size.steps:,} steps with batches of {size.batch},"
+        f" width {size.width}, {counted(size.layers, 'layer')}, rates {rates};"
+        f" {len(results)} trials, {minutes:.0f} minutes in total."
     )
-    made = f"{kind} form: {sizes}; {len(results)} trials, {seconds / 60:.0f} minutes in total."
-    tables = [table(experiment, size, results, experiment.metric)]
+    tables = [table(outcome, experiment.metric)]
     for name, said in experiment.also.items():
-        tables += [wrapped(said), table(experiment, size, results, name)]
-    shown = f"![{experiment.title}](papers/{experiment.name}-{kind}.png)"
+        tables += [wrapped(said), table(outcome, name)]
+    shown = f"![{title}](papers/{outcome.name}.png)"
     if experiment.curves:
         shown += (
             "\n![Values by iteration; dotted: the number of iterations in"
-            f" training](papers/{experiment.name}-{kind}-iterations.png)"
+            f" training](papers/{outcome.name}-iterations.png)"
         )
-    return "\n\n".join(
-        [
-            f"## {experiment.title}",
-            wrapped(f"{experiment.told} {made[0].upper()}{made[1:]}"),
-            *tables,
-            shown,
-            *orders(experiment, size, results),
-        ]
-    )
+    told = wrapped(f"{remarks} {made}")
+    return "\n\n".join([f"## {title}", told, *tables, shown, *orders(outcome)])
 
 
-def table(experiment: Experiment, size: Size, results: Results, metric: str) -> str:
+def table(outcome: Outcome, metric: str) -> str:
     """Return a Markdown table of ``metric``, one row per model variant and one column per case.
 
     A cell contains the mean ± half the width of its interval, and the paper's number in brackets.
     """
-    rows = [row for row in experiment.rows if any(trial.row == row for trial in results)]
-    cases = [case for case in experiment.cases if any(trial.case == case for trial in results)]
+    experiment, cases = outcome.experiment, outcome.cases
+    main = metric == experiment.metric
     lines = [["", "parameters", *cases]]
-    for row in rows:
-        known = [record["parameters"] for trial, record in results.items() if trial.row == row]
-        cells = [row, count(known[0]) if known else ""]
-        for case in cases:
-            values = [
-                experiment.scale * record[metric]
-                for record in chosen(experiment, results, case, row, size)
-            ]
-            published = (
-                experiment.published.get((case, row)) if metric == experiment.metric else None
-            )
-            cells.append(cell(values, published))
-        lines.append(cells)
-    if experiment.chance is not None and metric == experiment.metric:
-        lines.append(
-            [
-                "guessing",
-                "",
-                *(f"{experiment.scale * experiment.chance(case, size):.3g}" for case in cases),
-            ]
+    for row in outcome.rows:
+        size = next(
+            record["parameters"] for one, record in outcome.results.items() if one.row == row
         )
+        cells = [row, count(size)]
+        for case in cases:
+            published = experiment.published.get((case, row)) if main else None
+            cells.append(cell(outcome.values(case, row, metric), published))
+        lines.append(cells)
+    if experiment.chance is not None and main:
+        chances = [experiment.scale * experiment.chance(case, outcome.size) for case in cases]
+        lines.append(["guessing", "", *(f"{chance:.3g}" for chance in chances)])
     return markdown_table(lines[0], lines[1:])
 
 
@@ -218,36 +186,31 @@ def cell(values: list[float], published: float | None) -> str:
     return said + ("" if published is None else f" ({published:g})")
 
 
-def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
+def orders(outcome: Outcome) -> list[str]:
     """Return one line for each order that the paper claims, with the cases in which it is
     confirmed.
     """
     lines = []
-    for claim in experiment.claims:
-        found: dict[str, list[str]] = {}
-        for case in claim.cases or experiment.cases:
-            said = verdict(experiment, size, results, claim, case)
-            if said is not None:
-                found.setdefault(said, []).append(case)
-        if found:
-            parts = [f"{said} for {', '.join(found[said])}" for said in VERDICTS if said in found]
+    for claim in outcome.experiment.claims:
+        found: dict[str | None, list[str]] = {}
+        for case in claim.cases or outcome.experiment.cases:
+            found.setdefault(verdict(outcome, claim, case), []).append(case)
+        parts = [f"{said} for {', '.join(found[said])}" for said in VERDICTS if said in found]
+        if parts:
             lines.append(
                 wrapped(f"{claim.above} better than {claim.below}: {'; '.join(parts)}.", "- ")
             )
     return ["\n".join(lines)] if lines else []
 
 
-def verdict(
-    experiment: Experiment, size: Size, results: Results, claim: Claim, case: str
-) -> str | None:
+def verdict(outcome: Outcome, claim: Claim, case: str) -> str | None:
     """Return whether one claim holds in a case, as one of VERDICTS.
 
     It is computed from the differences between the two rows over the seeds that both have. The
     result is None if fewer than two seeds are common.
     """
-    above, below = (
-        by_seed(experiment, results, case, row, size) for row in (claim.above, claim.below)
-    )
+    experiment = outcome.experiment
+    above, below = outcome.by_seed(case, claim.above), outcome.by_seed(case, claim.below)
     both = [
         (above[seed][experiment.metric], below[seed][experiment.metric])
         for seed in above
@@ -261,45 +224,31 @@ def verdict(
     return VERDICTS[(0 if mean > half else 1) if mean > 0 else (3 if -mean > half else 2)]
 
 
-def picture(experiment: Experiment, size: Size, results: Results) -> Any:
+def picture(outcome: Outcome) -> Any:
     """Return a figure with one panel per case: mean and interval of each row, and the paper's
     number as an open diamond.
     """
-    rows = [row for row in experiment.rows if any(trial.row == row for trial in results)]
-    cases = [case for case in experiment.cases if any(trial.case == case for trial in results)]
+    experiment, rows, cases = outcome.experiment, outcome.rows, outcome.cases
+    percent = experiment.scale == 100
     figure = new_figure((1.6 + 1.7 * len(cases), 1.0 + 0.24 * len(rows)))
     panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
     for case, axes in zip(cases, panels, strict=True):
         for place, row in enumerate(rows):
-            values = [
-                experiment.scale * record[experiment.metric]
-                for record in chosen(experiment, results, case, row, size)
-            ]
+            values = outcome.values(case, row)
             if values:
                 mean, half = interval(values)
-                axes.errorbar(
-                    mean,
-                    place,
-                    xerr=half if half < float("inf") else 0,
-                    fmt="o",
-                    color=COLOURS[0],
-                    markersize=4,
-                    linewidth=1.2,
-                )
+                error = half if half < math.inf else 0
+                look = {"color": COLOURS[0], "markersize": 4, "linewidth": 1.2}
+                axes.errorbar(mean, place, xerr=error, fmt="o", **look)
             published = experiment.published.get((case, row))
             if published is not None:
-                axes.plot(
-                    published, place, "D", color=COLOURS[1], markerfacecolor="none", markersize=5
-                )
+                look = {"color": COLOURS[1], "markersize": 5, "markerfacecolor": "none"}
+                axes.plot(published, place, "D", **look)
         if experiment.chance is not None:
-            axes.axvline(
-                experiment.scale * experiment.chance(case, size),
-                color=QUIET,
-                linewidth=0.8,
-                linestyle=":",
-            )
-        plain_axes(axes, experiment.metric + (", %" if experiment.scale == 100 else ""), grid="x")
-        if experiment.scale == 100:
+            chance = experiment.scale * experiment.chance(case, outcome.size)
+            axes.axvline(chance, **DOTTED)
+        plain_axes(axes, experiment.metric + (", %" if percent else ""), grid="x")
+        if percent:
             low, high = axes.get_xlim()
             axes.set_xlim(max(low, -3), min(high, 103))
         axes.set_title(case, fontsize=8)
@@ -309,43 +258,33 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
     return figure
 
 
-def iterations(experiment: Experiment, size: Size, results: Results) -> Any:
+def iterations(outcome: Outcome) -> Any:
     """Return a figure of values recorded per iteration of the repeated layer, one panel per curve.
 
     It shows the first case, means over the seeds, and marks the number of iterations in training.
     """
-    figure = new_figure((2.6 * len(experiment.curves) + 1.2, 2.4))
-    panels = figure.subplots(1, len(experiment.curves), squeeze=False)[0]
-    for (name, said), axes in zip(experiment.curves.items(), panels, strict=True):
-        kept = {
-            row: chosen(experiment, results, size.cases[0], row, size) for row in experiment.rows
-        }
-        lines = {
-            row: [record[name] for record in records]
-            for row, records in kept.items()
-            if records and name in records[0]
-        }
-        means = {
-            row: [sum(values) / len(values) for values in zip(*found, strict=True)]
-            for row, found in lines.items()
-        }
+    curves = outcome.experiment.curves
+    figure = new_figure((2.6 * len(curves) + 1.2, 2.4))
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    for (name, said), axes in zip(curves.items(), panels, strict=True):
+        means = {}
+        for row in outcome.experiment.rows:
+            records = outcome.by_seed(outcome.size.cases[0], row).values()
+            found = [record[name] for record in records if name in record]
+            if found:
+                means[row] = [sum(values) / len(values) for values in zip(*found, strict=True)]
         sizes = [abs(mean[0]) for mean in means.values()]
         # With very different sizes, the largest curve would flatten the others.
         if sizes and max(sizes) > 10 * min(sizes) > 0:
             means = {row: [value / abs(mean[0]) for value in mean] for row, mean in means.items()}
             said += ", relative to the start"
         for number, (row, mean) in enumerate(means.items()):
-            axes.plot(
-                range(len(mean)), mean, label=row, markersize=2, linewidth=1, **colour_of(number)
-            )
-            axes.axvline(len(mean) / 2, color=QUIET, linewidth=0.8, linestyle=":")
+            look = {"markersize": 2, "linewidth": 1, **colour_of(number)}
+            axes.plot(range(len(mean)), mean, label=row, **look)
+            axes.axvline(len(mean) / 2, **DOTTED)
         plain_axes(axes, "iteration", grid="y")
         axes.set_title(said, fontsize=8)
         axes.tick_params(labelsize=7)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(),
-        loc="outside right center",
-        fontsize=7,
-        frameon=False,
-    )
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center", fontsize=7, frameon=False)
     return figure

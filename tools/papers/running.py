@@ -13,6 +13,7 @@ file.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,12 +31,9 @@ from fem_common.progress import Progress
 from fem_common.text import counted, did_you_mean, duration
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
 from tools.papers.experiment import (
-    Experiment,
-    Results,
+    Outcome,
     Size,
     Trial,
-    best_rate,
-    chosen,
     gather,
     interval,
     line_of,
@@ -83,14 +81,15 @@ def main(arguments: argparse.Namespace) -> int:
     cases = picked("--cases", arguments.cases, experiment.cases) or size.cases
     size = replace(size, rows=rows, cases=cases, seeds=arguments.seeds or size.seeds)
     task = task_of(None, None, os.environ)
-    name = f"results-{task.index:04}" if task else "results"
     with files_told():
         folder = arguments.runs / f"{experiment.name}-{kind}"
         make_folder(folder)
-        with locked(folder / f"{name}.lock", f"{folder}: another process runs this experiment"):
-            results = run(experiment, kind, size, folder / f"{name}.jsonl", arguments.workers, task)
-    print(*summary(experiment, results, size), sep="\n")
-    print(f"results: {folder / f'{name}.jsonl'}; python -m tools.papers report writes the page")
+        file = folder / (f"results-{task.index:04}.jsonl" if task else "results.jsonl")
+        with locked(file.with_suffix(".lock"), f"{folder}: another process runs this experiment"):
+            outcome = Outcome(experiment, kind, size, gather(folder))
+            run(outcome, file, arguments.workers, task)
+    print(*summary(outcome), sep="\n")
+    print(f"results: {file}; python -m tools.papers report writes the page")
     return Exit.DONE
 
 
@@ -108,59 +107,48 @@ def picked(option: str, given: str | None, known: Sequence[str]) -> tuple[str, .
     return tuple(name for name in known if name in found)
 
 
-def run(
-    experiment: Experiment,
-    kind: str,
-    size: Size,
-    file: Path,
-    workers: int,
-    task: Task | None = None,
-) -> Results:
-    """Train the trials that have no result in the folder of ``file``, and return all results.
+def run(outcome: Outcome, file: Path, workers: int, task: Task | None = None) -> None:
+    """Train the trials that have no result, write them to ``file`` and add them to ``outcome``.
 
     Each learning rate is tried with the first seed before other seeds are trained. ``task`` is this
     process's place in a job array, and only its share of the cases and rows is trained.
     """
-    results = gather(file.parent)
+    size, results, title = (
+        outcome.size,
+        outcome.results,
+        f"{outcome.experiment.name} {outcome.kind}",
+    )
     mend(file)
     pairs = [(case, row) for case in size.cases for row in size.rows]
     pairs = pairs[task.index :: task.tasks] if task else pairs
     key, total = size.key(), len(pairs) * (len(size.rates) + size.seeds - 1)
 
     def missing(case: str, row: str) -> list[Trial]:
-        rate = best_rate(experiment, results, case, row, size)
+        rate = outcome.best_rate(case, row)
         tried = [Trial(case, row, each, 0, key) for each in size.rates]
         if rate is not None:
             tried += [Trial(case, row, rate, seed, key) for seed in range(1, size.seeds)]
         return [trial for trial in tried if trial not in results]
 
-    def found() -> int:
-        return sum(trial.size == key and (trial.case, trial.row) in pairs for trial in results)
-
-    kept = found()
+    kept = sum(trial.size == key and (trial.case, trial.row) in pairs for trial in results)
+    made = 0
     with (
-        Progress(total - kept, "trials", f"{experiment.name} {kind}") as progress,
+        Progress(total - kept, "trials", title) as progress,
         file.open("a", encoding="utf-8") as stream,
     ):
         if kept:
-            progress.show(
-                f"{experiment.name} {kind}: {counted(kept, 'trial')} of {total} already done"
-            )
-        for trial, record in finished(experiment.name, size, pairs, missing, workers):
+            progress.show(f"{title}: {counted(kept, 'trial')} of {total} already done")
+        for trial, record in finished(outcome.experiment.name, size, pairs, missing, workers):
             results[trial] = record
+            made += 1
             stream.write(line_of(trial, record))
             stream.flush()
             value = record["validation"]
-            progress.advance(
-                note=(
-                    f"{trial.case} · {trial.row} ·"
-                    f" {'diverged' if value is None else f'{value:.3g}'}"
-                )
-            )
+            score = "diverged" if value is None else f"{value:.3g}"
+            progress.advance(note=f"{trial.case} · {trial.row} · {score}")
         took = progress.elapsed
-    if found() > kept:
-        print(f"{experiment.name} {kind}: {counted(found() - kept, 'trial')} in {duration(took)}")
-    return results
+    if made:
+        print(f"{title}: {counted(made, 'trial')} in {duration(took)}")
 
 
 def mend(file: Path) -> None:
@@ -217,22 +205,17 @@ def train_one(name: str, size: Size, trial: Trial) -> dict[str, Any]:
     return train(problem, size, trial.rate, trial.seed)
 
 
-def summary(experiment: Experiment, results: Results, size: Size) -> list[str]:
+def summary(outcome: Outcome) -> list[str]:
     """Return one line per case and row: mean and interval over the seeds of the best rate."""
     lines = []
-    for case in size.cases:
-        for row in size.rows:
-            records = chosen(experiment, results, case, row, size)
-            if not records:
-                tried = best_rate(experiment, results, case, row, size) is not None
-                lines += [f"{case}: {row}: diverged at every rate"] if tried else []
-                continue
-            mean, half = interval(
-                [experiment.scale * record[experiment.metric] for record in records]
-            )
-            rate = best_rate(experiment, results, case, row, size)
+    for case, row in itertools.product(outcome.size.cases, outcome.size.rows):
+        values, rate = outcome.values(case, row), outcome.best_rate(case, row)
+        if values:
+            mean, half = interval(values)
             lines.append(
-                f"{case}: {row}: {experiment.metric} {mean:.3g} ± {half:.2g}"
-                f" ({counted(len(records), 'seed')}, rate {rate:g})"
+                f"{case}: {row}: {outcome.experiment.metric} {mean:.3g} ± {half:.2g}"
+                f" ({counted(len(values), 'seed')}, rate {rate:g})"
             )
+        elif rate is not None:
+            lines.append(f"{case}: {row}: diverged at every rate")
     return lines
