@@ -19,7 +19,8 @@ from fem_common.config import Node, load
 from fem_common.errors import ConfigError
 from fem_common.settings import setting
 
-PARAMETERS = ("total", "non_embedding")
+# Column of the table that contains N for each choice of `FitConfig.parameters`.
+SIZE_COLUMN = {"total": "parameters", "non_embedding": "non_embedding_parameters"}
 APPROACHES = ("isoflop", "parametric")
 
 
@@ -58,7 +59,7 @@ class FitConfig:
     parameters: str = setting(
         "total",
         "N of the laws: all parameters (as in Hoffmann et al.), or those outside the embedding.",
-        PARAMETERS,
+        tuple(SIZE_COLUMN),
     )
     interval: float = setting(0.9, "Level of all intervals.", above=0, below=1)
     resamples: int = setting(500, "Bootstrap resamples.", least=50)

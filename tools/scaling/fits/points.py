@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from fem_common.errors import ConfigError
+from tools.scaling.study import SIZE_COLUMN
 
 Array = NDArray[np.float64]
-COLUMN = {"total": "parameters", "non_embedding": "non_embedding_parameters"}
 
 
 class NotIdentified(ValueError):
@@ -85,7 +85,7 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
     """
     runs = np.asarray(frame["run"].astype(str), dtype=np.str_)
     arrays = {}
-    wanted = {"n": COLUMN[parameters], "d": "tokens", "c": "flops", "loss": "loss"}
+    wanted = {"n": SIZE_COLUMN[parameters], "d": "tokens", "c": "flops", "loss": "loss"}
     optional = {"budget": "budget", "width": "width", "rate": "learning_rate", "seed": "seed"}
     for name, column in (wanted | optional).items():
         arrays[name] = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
@@ -93,7 +93,7 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
         if name in wanted and wrong.any():
             fix = (
                 "; set fit.parameters: total"
-                if column == COLUMN["non_embedding"]
+                if column == SIZE_COLUMN["non_embedding"]
                 else "; remove the run, or run it again"
             )
             raise ConfigError(

@@ -143,8 +143,9 @@ def recommend(
         f"train.seed={study.seeds[0]}",
         f"name={study.name}-{name}-{short(flops)}",
     )
-    config = planner.read(f"the run for {flops:g} FLOPs", words)
-    planner.prepared(f"the run for {flops:g} FLOPs", config)
+    run = f"the run for {flops:g} FLOPs"
+    config = planner.read(run, words)
+    planner.prepared(run, words)
     tokens = steps * batch
     loss = (
         predict_loss(laws, count(model.config.model), tokens)
