@@ -16,10 +16,11 @@ import bisect
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
@@ -38,6 +39,8 @@ _NO_LENGTHS = tuple(
     f"optimizer.{key}"
     for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null")
 )
+# Keys of the study that give lengths -> their letter in the name of a run.
+_LENGTHS = {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}
 # Keys of a model, in the order of the fields of `Sizes`.
 SHAPE = (
     "hidden_size",
@@ -182,8 +185,7 @@ class Model:
     facts: DataFacts | None
 
 
-@dataclass(frozen=True)
-class _Length:
+class _Length(NamedTuple):
     """Length of runs: for a compute budget, for given tokens, or for tokens per parameter of the
     baseline.
     """
@@ -191,12 +193,6 @@ class _Length:
     kind: str
     value: float
     sizes: tuple[Size, ...]
-
-    @property
-    def label(self) -> str:
-        return {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}[self.kind] + short(
-            self.value
-        )
 
 
 def short(value: float) -> str:
@@ -221,7 +217,7 @@ class Planner:
     def __init__(self, study: Study) -> None:
         self.study = study
         self.base = load_run(study.base)
-        self._models: dict[tuple[str, Size], Model] = {}
+        self.model = cache(self._model)
         self._told: dict[str, str] = {}  # settings without names -> the run that has them
         self.read("settings", study.settings)
         for variant, words in study.variants.items():
@@ -262,13 +258,8 @@ class Planner:
             raise ConfigError(f"{self.study.path}: {key}: {error}") from None
         return prepared.config, prepared.facts
 
-    def model(self, variant: str, size: Size) -> Model:
+    def _model(self, variant: str, size: Size) -> Model:
         """Return a variant at a size. Raises ConfigError if the two do not fit."""
-        if (variant, size) not in self._models:
-            self._models[variant, size] = self._new_model(variant, size)
-        return self._models[variant, size]
-
-    def _new_model(self, variant: str, size: Size) -> Model:
         study, where = self.study, f"variants.{variant} at {size.told}"
         try:
             sizes = self._sizes(size)
@@ -279,33 +270,37 @@ class Planner:
         config, facts = self.prepared(
             where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS)
         )
-        counts = (total_parameters(config.model), non_embedding_parameters(config.model))
         return Model(
-            config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts
+            config,
+            words,
+            sizes,
+            _label(size, sizes),
+            total_parameters(config.model),
+            non_embedding_parameters(config.model),
+            flops_per_token(config),
+            facts,
         )
 
     def _sizes(self, size: Size) -> Sizes:
         if size.width is not None:
             return shaped(self.study.shape, size.width, size)
         assert size.parameters is not None
-        baseline = self.read(
-            "settings", (*self.study.settings, *self.study.variants[self.study.baseline])
-        )
-        vocabulary = (
-            baseline.model.vocab_size or 1
-        )  # any value: only non-embedding parameters are counted
-        return nearest_sizes(
-            self.study.shape, replace(baseline.model, vocab_size=vocabulary), size.parameters
-        )
+        words = (*self.study.settings, *self.study.variants[self.study.baseline])
+        model = self.read("settings", words).model
+        # Any vocabulary: only non-embedding parameters are counted.
+        model = replace(model, vocab_size=model.vocab_size or 1)
+        return nearest_sizes(self.study.shape, model, size.parameters)
 
     def _run(self, length: _Length, size: Size, variant: str, rate: float, seed: int) -> PlannedRun:
         model, cluster = self.model(variant, size), self.study.cluster
+        label = _LENGTHS[length.kind] + short(length.value)
         batch = model.config.train.global_batch_size * model.config.data.seq_length
         steps = max(1, round(self._tokens(length, size, model) / batch))
         tokens = steps * batch
         flops = tokens * model.flops_per_token
+        per_hour = (cluster.tflops or 0.0) * 1e12 * cluster.processes * 3600
         run = PlannedRun(
-            name=f"{variant}-{model.label}-{length.label}-lr{short(rate)}-s{seed}",
+            name=f"{variant}-{model.label}-{label}-lr{short(rate)}-s{seed}",
             variant=variant,
             size=model.label,
             width=model.sizes.width,
@@ -322,11 +317,7 @@ class Planner:
             steps=steps,
             flops=flops,
             epochs=tokens / model.facts.tokens["train"] if model.facts is not None else None,
-            hours=(
-                flops / (cluster.tflops * 1e12 * cluster.processes * 3600)
-                if cluster.tflops
-                else None
-            ),
+            hours=flops / per_hour if per_hour else None,
             settings=(*model.words, *self.words(model, steps, rate), f"train.seed={seed}"),
         )
         self._check(run, length)
@@ -346,11 +337,10 @@ class Planner:
         defines it.
         """
         study, base = self.study, self.base.optimizer
-        yield from (f"train.steps={steps}", "train.tokens=null")
-        yield from (
-            f"optimizer.warmup_steps={study.warmup_of(steps)}",
-            "optimizer.warmup_tokens=null",
-        )
+        yield f"train.steps={steps}"
+        yield "train.tokens=null"
+        yield f"optimizer.warmup_steps={study.warmup_of(steps)}"
+        yield "optimizer.warmup_tokens=null"
         yield f"train.eval_interval={math.ceil(steps / study.validations)}"
         if rate != model.config.optimizer.lr:
             yield f"optimizer.lr={rate!r}"
@@ -393,22 +383,17 @@ class Planner:
         study, least = self.study, self.study.least_steps
         if run.steps >= least and study.warmup_of(run.steps) < run.steps:
             return
+        if study.warmup_steps is not None:
+            warmup = f"warmup_steps = {study.warmup_steps}"
+        else:
+            warmup = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
+        told = f"its {run.steps} steps are too short for its warm-up ({warmup})"
         if run.steps < study.min_steps:
             told = f"its {run.steps} steps are fewer than min_steps = {study.min_steps}"
-        elif study.warmup_steps is not None:
-            told = (
-                f"its {run.steps} steps are too short for its warm-up (warmup_steps ="
-                f" {study.warmup_steps})"
-            )
-        else:
-            share = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
-            told = f"its {run.steps} steps are too short for its warm-up ({share})"
         enough = least * run.batch_tokens
-        fix = (
-            f"{_up(enough * run.flops_per_token):g} FLOPs"
-            if length.kind == "budgets"
-            else f"{enough} tokens"
-        )
+        fix = f"{enough} tokens"
+        if length.kind == "budgets":
+            fix = f"{_up(enough * run.flops_per_token):g} FLOPs"
         raise ConfigError(
             f"{where}: {told}; give at least {fix}, or a smaller train.global_batch_size"
         )
@@ -452,15 +437,16 @@ def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """
     same: dict[tuple[Any, ...], list[PlannedRun]] = {}
     made: dict[str, PlannedRun] = {}
-    decays = {run.name: _decay_begins(planner, run) for run in runs}
     for run in runs:
         same.setdefault((run.variant, run.size, run.learning_rate, run.seed), []).append(run)
+    decays = {run.name: _decay_begins(planner, run) for run in runs}
     for group in same.values():
         *shorter, trunk = sorted(group, key=attrgetter("steps"))
-        forks = [run for run in shorter if decays[run.name] > 0]
-        if forks:
-            made[trunk.name] = _kept(planner, trunk, [decays[run.name] for run in forks])
-            made |= {run.name: _fork(planner, run, trunk, decays[run.name]) for run in forks}
+        begins = {run: decays[run.name] for run in shorter if decays[run.name] > 0}
+        if begins:
+            made[trunk.name] = _kept(planner, trunk, begins.values())
+        for run, begin in begins.items():
+            made[run.name] = _fork(planner, run, trunk, begin)
     return [made.get(run.name, run) for run in runs]
 
 
@@ -473,7 +459,7 @@ def begins_at(fork: str | None) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else (fork or "", 0)
 
 
-def _kept(planner: Planner, trunk: PlannedRun, begins: Sequence[int]) -> PlannedRun:
+def _kept(planner: Planner, trunk: PlannedRun, begins: Iterable[int]) -> PlannedRun:
     """Return a trunk whose settings keep the checkpoints at the steps at which its forks begin."""
     config, facts = planner.prepared(f"run {trunk.name}", trunk.settings)
     _check_order(planner, trunk, config, facts)

@@ -47,13 +47,8 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
     runs = plan_study(study)
     (tmp_path / "list.txt").write_text(running.run_list(runs))
     assert read_list(tmp_path / "list.txt") == {run.name: run.settings for run in runs}
-    told = " ".join(
-        running.launch_command(
-            study,
-            arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update"),
-            "list.txt",
-        )
-    )
+    asked = arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update")
+    told = " ".join(running.launch_command(study, asked))
     for option in (
         "--nodes 2 --processes 2",
         "--at-once 3",
@@ -66,7 +61,7 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
     assert "--dry-run" not in told
     for wrong in (("--nodes", "3"), ("--nodes", "0"), ("--at-once", "0")):
         with pytest.raises(ConfigError, match=wrong[0]):
-            running.launch_command(study, arguments(*wrong), "list.txt")
+            running.launch_command(study, arguments(*wrong))
     (tmp_path / "mine.yaml").write_text("base: local_cpu\n")
     (tmp_path / "cluster.yaml").write_text("base: slurm_h100_ib\nslurm: {partition: gpu}\n")
     assert running.is_local(tmp_path / "mine.yaml") and running.is_local(Path("local_cpu"))
@@ -121,7 +116,8 @@ def test_forks_start_after_their_trunks(
         return int(local), False
 
     monkeypatch.setattr(running, "_follow", follow)
-    assert running._start(study, runs, arguments(), local) == (int(local), False)
+    command = running.launch_command(study, arguments())
+    assert running._start(study, runs, command, {}, local) == (int(local), False)
     first, second = started
     assert first == (set(trunks), [])
     missing = trunks[0] if local else ""

@@ -278,9 +278,8 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
             f" {config.data.train[0].prefix} contains now ({held[:12]}); restore the data, or run"
             " it again"
         )
-    contents = recorded or held or ""
     shares = (_shares(config.data.train), _shares(config.data.valid))
-    return DataIdentity(contents, shares, config.data.seq_length, _tokenizer(config))
+    return DataIdentity(recorded or held or "", shares, config.data.seq_length, _tokenizer(config))
 
 
 def config_hash(config: RunConfig, data: DataIdentity) -> str:
@@ -297,7 +296,7 @@ def difference_from_plan(planned: RunConfig, found: RunConfig) -> tuple[str, Any
     the plan, or None.
     """
     wanted, held = _flat(planned), _flat(found)
-    for key in dict.fromkeys([*wanted, *held]):
+    for key in wanted | held:
         one, other = wanted.get(key), held.get(key)
         if one != other and not (one is None and key in _FROM_DATA):
             return key, one, other
@@ -453,15 +452,8 @@ def read_directory(folder: Path) -> Record | None:
     steps = tuple(
         Step(entry["step"], entry["loss"], entry["step_seconds"]) for entry in history.steps
     )
-    return Record(
-        str(folder),
-        "run_dir",
-        config,
-        steps,
-        history.validations,
-        _unfinished(folder, config),
-        folder,
-    )
+    why = _unfinished(folder, config)
+    return Record(str(folder), "run_dir", config, steps, history.validations, why, folder)
 
 
 def _unfinished(folder: Path, config: RunConfig) -> str:
@@ -500,12 +492,10 @@ def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Re
         )
     if trunk is None:
         return None
-    steps = tuple(step for step in trunk.steps if step.step <= planned.begin_step)
-    validations = tuple(
-        validation for validation in trunk.validations if validation[0] <= planned.begin_step
-    )
+    steps = [step for step in trunk.steps if step.step <= planned.begin_step]
+    losses = [entry for entry in trunk.validations if entry[0] <= planned.begin_step]
     return replace(
-        record, steps=(*steps, *record.steps), validations=(*validations, *record.validations)
+        record, steps=(*steps, *record.steps), validations=(*losses, *record.validations)
     )
 
 
@@ -640,16 +630,10 @@ def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[
             "tokens": tokens,
             "flops": tokens * per_token,
             "loss": loss,
+            "train_loss": sum(losses) / len(losses) if losses else math.nan,
             "wall_seconds": seconds,
+            "final": not record.unfinished and step == schedule.steps,
         }
-        mean = sum(losses) / len(losses) if losses else math.nan
-        rows.append(
-            {
-                **same,
-                **of_this,
-                "train_loss": mean,
-                "final": not record.unfinished and step == schedule.steps,
-            }
-        )
+        rows.append(same | of_this)
         before = step
     return rows
