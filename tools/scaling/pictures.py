@@ -27,8 +27,9 @@ from tools.scaling.results import (
     VariantFit,
     optimal,
 )
-from tools.scaling.study import SIZE_COLUMN
+from tools.scaling.study import SIZE_COLUMN, SIZE_WORDS
 
+Look = dict[str, Any]  # matplotlib keywords of a series: colour, marker, line style
 WIDEST = 3  # largest number of panels in a row
 
 
@@ -61,7 +62,7 @@ def headed(axes: Any, title: str, fontsize: float = 9.5) -> None:
     axes.set_title(title, loc="left", fontsize=fontsize)
 
 
-def looks_of(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+def looks_of(values: Iterable[Any]) -> dict[Any, Look]:
     """Return a colour and a marker for each distinct value, in ascending order and from dark to
     light.
     """
@@ -88,9 +89,8 @@ def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
     """
     across = grid[0].get_subplotspec().get_gridspec().ncols
     for number, axes in enumerate(grid):
-        plain_axes(
-            axes, x if number + across >= len(grid) else "", y if number % across == 0 else ""
-        )
+        lowest, first = number + across >= len(grid), number % across == 0
+        plain_axes(axes, x if lowest else "", y if first else "")
 
 
 def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
@@ -102,20 +102,12 @@ def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
     """
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    for steps in (
-        (1,),
-        (1, 3),
-        (1, 2, 5),
-        (1, 1.5, 2, 3, 4, 5, 6, 8),
-        tuple(np.arange(1.0, 10.0, 0.1).round(1)),
-    ):
-        inside = [
-            step * 10.0**decade
-            for decade in decades
-            for step in steps
-            if low <= step * 10.0**decade <= high
-        ]
+    first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
+    decades = 10.0 ** np.arange(first, last + 1)
+    finest = np.arange(1.0, 10.0, 0.1).round(1)
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), finest):
+        ticks = np.outer(decades, steps).ravel()
+        inside = ticks[(low <= ticks) & (ticks <= high)]
         if len(inside) >= 3:
             break
     while len(inside) > 7:
@@ -150,7 +142,7 @@ def law_text(what: str, law: PowerLaw, of: str) -> str:
 
 
 def draw_law(
-    axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any]
+    axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: Look
 ) -> None:
     """Draw a power law from ``low`` to ``high``, with its confidence band if it has one."""
     x = np.geomspace(low, high, 60)
@@ -160,7 +152,7 @@ def draw_law(
         _draw_band(axes, x, band, look)
 
 
-def _draw_band(axes: Any, x: Array, band: tuple[Array, Array], look: dict[str, Any]) -> None:
+def _draw_band(axes: Any, x: Array, band: tuple[Array, Array], look: Look) -> None:
     axes.fill_between(x, *band, color=look["color"], alpha=0.16, linewidth=0)
 
 
@@ -168,11 +160,12 @@ def error_bars(estimates: Sequence[Estimate]) -> Any:
     """Return the distances below and above the values for ``errorbar``, or None if an estimate has
     no interval.
     """
-    if any(estimate.low is None or estimate.high is None for estimate in estimates):
+    bounds = [(one.low, one.high) for one in estimates if one.low is not None]
+    if len(bounds) < len(estimates):
         return None
-    below = [max(0.0, estimate.value - (estimate.low or 0.0)) for estimate in estimates]
-    above = [max(0.0, (estimate.high or 0.0) - estimate.value) for estimate in estimates]
-    return np.array([below, above])
+    low, high = np.array(bounds, dtype=np.float64).reshape(-1, 2).T
+    value = np.array([one.value for one in estimates])
+    return np.maximum(0.0, [value - low, high - value])
 
 
 def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
@@ -197,15 +190,6 @@ def marked(**look: Any) -> Any:
 # --- losses ---------------------------------------------------------------------------------------
 
 
-def size_words(fit: StudyFit) -> str:
-    """Return the description of N for an axis."""
-    return (
-        "parameters"
-        if fit.parameters == "total"
-        else "parameters without embedding and output layer"
-    )
-
-
 def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     """Return a figure of loss against model size for each budget, one panel per variant.
 
@@ -224,7 +208,7 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
         _isoflop_panel(axes, found, sizes, losses, looks)
         law = law_text("best N", found.n_opt, "C") if found.n_opt else "no law through the minima"
         headed(axes, f"{name}: {law}")
-    outer_labels(grid, size_words(fit), "held-out loss, nats per token")
+    outer_labels(grid, SIZE_WORDS[fit.parameters], "held-out loss, nats per token")
     shown_sizes = sizes[final["variant"].isin(list(shown)).to_numpy()]
     log_axis(grid[0].xaxis, shown_sizes.min() * 0.85, shown_sizes.max() * 1.18, "count")
     labels = [f"{flops_text(budget)} FLOPs" for budget in looks]
@@ -239,7 +223,7 @@ def _isoflop_panel(
     found: IsoFlopFit,
     sizes: pd.Series[float],
     losses: pd.Series[float],
-    looks: dict[float, dict[str, Any]],
+    looks: dict[float, Look],
 ) -> None:
     """Draw the runs and parabolas of one variant; ``sizes`` and ``losses`` are indexed by run."""
     for parabola in found.parabolas:
@@ -262,7 +246,7 @@ def _isoflop_panel(
 
 def _looks_legend(
     figure: Any,
-    looks: dict[Any, dict[str, Any]],
+    looks: dict[Any, Look],
     labels: list[str],
     optimum: str = "",
     size: float = 5.5,
@@ -306,7 +290,7 @@ def residuals(fit: StudyFit) -> Any | None:
             look = looks[_group(entry)]
             axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **look)
         headed(axes, f"{name}: typical distance {100 * noise:.2g}%")
-    outer_labels(grid, size_words(fit), "loss over law − 1, %")
+    outer_labels(grid, SIZE_WORDS[fit.parameters], "loss over law − 1, %")
     sizes = [entry.n for entry in entries]
     log_axis(grid[0].xaxis, min(sizes) * 0.85, max(sizes) * 1.18, "count")
     grid[0].set_ylim(-130 * worst, 130 * worst)
@@ -338,7 +322,7 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     low, high = final["flops"].min() / _BEYOND, final["flops"].max() * _BEYOND
     title = (
         f"{fit.study}: model size N and training tokens D with the lowest loss for a compute budget"
-        f" C\nN: {size_words(fit)}"
+        f" C\nN: {SIZE_WORDS[fit.parameters]}"
     )
     figure = titled_figure((10.4, 1.4 + 2.35 * len(shown)), title)
     grid = figure.subplots(len(shown), 2, squeeze=False, sharex=True, sharey="col")
@@ -397,7 +381,7 @@ def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
 
 
 def _frontier_lines(
-    axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]
+    axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: Look
 ) -> list[float]:
     """Draw one variant's N or D (``side``) along the frontier; return values that the axis must
     include.
@@ -468,9 +452,7 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
     return figure
 
 
-def _least_loss(
-    axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]
-) -> str:
+def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look: Look) -> str:
     """Draw L(C) along the frontier and return the name of its law."""
     law = variant.least_loss("isoflop")
     if law is not None and variant.isoflop is not None:
@@ -530,9 +512,7 @@ def _key(optimum: LearningRateOptimum) -> tuple[float, float]:
     return optimum.parameters, optimum.budget or 0.0
 
 
-def _panel(
-    axes: Any, entry: LearningRateFit, looks: dict[tuple[float, float], dict[str, Any]]
-) -> None:
+def _panel(axes: Any, entry: LearningRateFit, looks: dict[tuple[float, float], Look]) -> None:
     for optimum in entry.optima:
         look = looks[_key(optimum)]
         axes.plot(optimum.rates, optimum.losses, linestyle="", markersize=5, **look)
@@ -571,7 +551,7 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
         if entry.by_parameters is not None:
             draw_law(axes, entry.by_parameters, min(sizes), max(sizes), fit.interval, look)
     axes.legend(loc="upper left", frameon=False, fontsize=8.5)
-    plain_axes(axes, size_words(fit), "best peak learning rate")
+    plain_axes(axes, SIZE_WORDS[fit.parameters], "best peak learning rate")
     log_axis(axes.xaxis, min(sizes) / 1.3, max(sizes) * 1.3, "count")
     # The upper limit leaves space for the legend.
     log_axis(axes.yaxis, min(rates) / 1.6, max(rates) * (1.6 + 0.2 * len(shown)), "number")

@@ -23,7 +23,7 @@ import pandas as pd
 
 from fem_common.config import read_values
 from fem_common.errors import ConfigError
-from fem_common.plot import COLOURS, MARKERS, QUIET, plain_axes, png
+from fem_common.plot import QUIET, colour_of, plain_axes, png
 from fem_common.text import aligned, counted
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
@@ -135,11 +135,8 @@ def _shape_of_study(study: Study, width: int) -> list[str]:
     The number of layers is that of the study's first size, or else of the base run.
     """
     layers = study.sizes[0].layers if study.sizes else None
-    words = [
-        word
-        for word in shaped(study.shape, width).words
-        if not word.startswith("model.num_layers=")
-    ]
+    shape = shaped(study.shape, width).words
+    words = [word for word in shape if not word.startswith("model.num_layers=")]
     return words if layers is None else [*words, f"model.num_layers={layers}"]
 
 
@@ -233,9 +230,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _widths(text: str | None, study: Study | None) -> list[int]:
     """Return the requested widths, else the study's, else WIDTHS."""
     if text is None:
-        stated = (
-            [str(size.width) for size in study.sizes if size.width is not None] if study else []
-        )
+        sizes = study.sizes if study else ()
+        stated = [str(size.width) for size in sizes if size.width is not None]
         text = ",".join(stated) if len(stated) > 1 else WIDTHS
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts):
@@ -339,30 +335,24 @@ def _told(records: Sequence[Record]) -> bool:
     """Print the table and the verdict of a case; return True if all judged quantities are flat."""
     verdicts = judge(records)
     print(table(verdicts))
-    found = worst(verdicts)
-    name = f"{records[0].variant}, {records[0].parametrization}"
-    at = (
-        f"{found.site}, {found.quantity}: {found.ratio:.2f} over widths"
-        f" {found.widths[0]}-{found.widths[-1]}"
-    )
+    found, first = worst(verdicts), records[0]
     print(
-        f"{name}: {'flat' if found.flat else 'NOT flat'} within {LIMIT:g}x; largest deviation: {at}"
-        f" ({found.words.strip('()')})"
+        f"{first.variant}, {first.parametrization}: {'flat' if found.flat else 'NOT flat'} within"
+        f" {LIMIT:g}x; largest deviation: {found.site}, {found.quantity}: {found.ratio:.2f} over"
+        f" widths {found.widths[0]}-{found.widths[-1]} ({found.words})"
     )
     return found.flat
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
-    variants = list(dict.fromkeys(record.variant for record in records))
+    variants = {record.variant for record in records}
     contents = {
         "coordinates.csv": as_csv(records).encode(),
         "coordinates.md": summary(records).encode(),
     }
-    for variant in variants:
+    for variant, own in itertools.groupby(records, attrgetter("variant")):
         name = "coordinates.png" if len(variants) == 1 else f"coordinates_{variant}.png"
-        contents[name] = png(
-            coordinates([record for record in records if record.variant == variant])
-        )
+        contents[name] = png(coordinates(list(own)))
     for name, content in contents.items():
         write_file(out / name, content)
     print(f"\nwrote {out}: {', '.join(contents)}")
@@ -458,18 +448,14 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     last = max(record.step for record in records)
     at_end = [record for record in records if record.step == last]
     widths = tuple(sorted({record.width for record in at_end}))
-    found = []
-    for site, quantity in itertools.product(
-        dict.fromkeys(record.site for record in at_end), QUANTITIES
-    ):
-        own = (
-            [getattr(one, quantity) for one in at_end if (one.site, one.width) == (site, width)]
-            for width in widths
-        )
-        values = tuple(sum(some) / len(some) for some in own)
-        found.append(
-            Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale"))
-        )
+    found, sites = [], dict.fromkeys(record.site for record in at_end)
+    for site, quantity in itertools.product(sites, QUANTITIES):
+        values = []
+        for width in widths:
+            own = [one for one in at_end if (one.site, one.width) == (site, width)]
+            values.append(sum(getattr(one, quantity) for one in own) / len(own))
+        judged = (site, quantity) != ("logits", "scale")
+        found.append(Verdict(site, quantity, widths, tuple(values), judged))
     return found
 
 
@@ -485,16 +471,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
     rows = [("site", "", *map(str, verdicts[0].widths), "max/min", "exponent", "verdict")]
     for verdict in verdicts:
         numbers = [f"{value:.4g}" for value in verdict.values]
-        rows.append(
-            (
-                verdict.site,
-                verdict.quantity,
-                *numbers,
-                f"{verdict.ratio:.2f}",
-                f"{verdict.exponent:+.2f}",
-                verdict.words,
-            )
-        )
+        numbers += [f"{verdict.ratio:.2f}", f"{verdict.exponent:+.2f}"]
+        rows.append((verdict.site, verdict.quantity, *numbers, verdict.words))
     return "\n".join(aligned(rows, left=(0, 1, len(rows[0]) - 1)))
 
 
@@ -503,15 +481,13 @@ def summary(records: Sequence[Record]) -> str:
     columns = list(dict.fromkeys(record.parametrization for record in records))
     lines = [f"| variant | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for variant in dict.fromkeys(record.variant for record in records):
-        own = [
-            [one for one in records if (one.variant, one.parametrization) == (variant, name)]
-            for name in columns
-        ]
-        ratios = [worst(judge(some)).ratio if some else math.nan for some in own]
-        lines.append(
-            f"| `{variant}` |"
-            f" {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |"
-        )
+        cells = [f"`{variant}`"]
+        for name in columns:
+            key = (variant, name)
+            own = [one for one in records if (one.variant, one.parametrization) == key]
+            ratio = worst(judge(own)).ratio if own else math.nan
+            cells.append(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -568,12 +544,8 @@ def coordinates(records: Sequence[Record]) -> Any:
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
     labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]
-    legend_below(
-        figure,
-        [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()],
-        labels,
-        4,
-    )
+    handles = [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()]
+    legend_below(figure, handles, labels, 4)
     return figure
 
 
@@ -603,11 +575,7 @@ def _looks(sites: Sequence[str]) -> dict[str, dict[str, Any]]:
     for site in sites:
         kind = kinds.index(site.rpartition("/")[2])
         line = LINES[blocks.index(site.partition("/")[0]) % len(LINES)] if "/" in site else "-"
-        looks[site] = {
-            "color": COLOURS[kind % len(COLOURS)],
-            "marker": MARKERS[kind % len(MARKERS)],
-            "linestyle": line,
-        }
+        looks[site] = {**colour_of(kind), "linestyle": line}
     return looks
 
 
@@ -619,11 +587,5 @@ def _panel(axes: Any, verdicts: Sequence[Verdict], looks: dict[str, dict[str, An
     for verdict in verdicts:
         if math.isfinite(verdict.ratio):
             over = [value / verdict.values[0] for value in verdict.values]
-            axes.plot(
-                verdict.widths,
-                over,
-                linewidth=1.4,
-                markersize=4.5,
-                alpha=1.0 if verdict.judged else 0.35,
-                **looks[verdict.site],
-            )
+            look = {**looks[verdict.site], "alpha": 1.0 if verdict.judged else 0.35}
+            axes.plot(verdict.widths, over, linewidth=1.4, markersize=4.5, **look)
