@@ -3,24 +3,34 @@
 Shapes follow the study's rule. Runs that cannot answer the study's question are refused.
 Parameters and FLOPs are those of `pretrain --plan`; hours follow from the study's assumed
 throughput. The module does not import torch.
+
+Trunks: of runs that differ only in length the longest is trained completely, the others as forks of
+it from the start of their decay. With WSD and a warm-up in steps, a run does not depend on its
+length before its decay begins: until then it equals the longer run bit for bit (`pretrain --fork`;
+Hägele et al. 2024, arXiv 2405.18392).
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts
+from pretrain.data.order import passes_drawn
 from pretrain.plan.run_plan import count_by_component, flops_per_token
+from pretrain.schedule import Schedule
 from pretrain.validate import prepare
 from tools.scaling.study import ShapeRule, Size, Study
-from tools.scaling.trunks import forked
 
 WIDEST = 1 << 17
 OUTSIDE = ("embedding", "output layer")
@@ -29,6 +39,8 @@ _NO_LENGTHS = tuple(
     f"optimizer.{key}"
     for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null")
 )
+# Keys of the study that give lengths -> their letter in the name of a run.
+_LENGTHS = {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}
 # Keys of a model, in the order of the fields of `Sizes`.
 SHAPE = (
     "hidden_size",
@@ -173,8 +185,7 @@ class Model:
     facts: DataFacts | None
 
 
-@dataclass(frozen=True)
-class _Length:
+class _Length(NamedTuple):
     """Length of runs: for a compute budget, for given tokens, or for tokens per parameter of the
     baseline.
     """
@@ -182,12 +193,6 @@ class _Length:
     kind: str
     value: float
     sizes: tuple[Size, ...]
-
-    @property
-    def label(self) -> str:
-        return {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}[self.kind] + short(
-            self.value
-        )
 
 
 def short(value: float) -> str:
@@ -212,7 +217,7 @@ class Planner:
     def __init__(self, study: Study) -> None:
         self.study = study
         self.base = load_run(study.base)
-        self._models: dict[tuple[str, Size], Model] = {}
+        self.model = cache(self._model)
         self._told: dict[str, str] = {}  # settings without names -> the run that has them
         self.read("settings", study.settings)
         for variant, words in study.variants.items():
@@ -238,11 +243,11 @@ class Planner:
                 f"{self.study.path}: {key}: {str(error).removeprefix('command line: ')}"
             ) from None
 
-    def prepared(self, key: str, config: RunConfig) -> tuple[RunConfig, DataFacts | None]:
-        """Return a configuration checked for the study's processes and completed from the data;
-        errors name the study's key. Raises ConfigError.
+    def prepared(self, key: str, words: tuple[str, ...]) -> tuple[RunConfig, DataFacts | None]:
+        """Return the base with these settings, checked for the study's processes and completed from
+        the data; errors name the study's key. Raises ConfigError.
         """
-        processes = self.study.cluster.processes
+        config, processes = self.read(key, words), self.study.cluster.processes
         try:
             prepared = prepare(
                 replace(config, parallel=replace(config.parallel, world_size=processes)),
@@ -253,13 +258,8 @@ class Planner:
             raise ConfigError(f"{self.study.path}: {key}: {error}") from None
         return prepared.config, prepared.facts
 
-    def model(self, variant: str, size: Size) -> Model:
+    def _model(self, variant: str, size: Size) -> Model:
         """Return a variant at a size. Raises ConfigError if the two do not fit."""
-        if (variant, size) not in self._models:
-            self._models[variant, size] = self._new_model(variant, size)
-        return self._models[variant, size]
-
-    def _new_model(self, variant: str, size: Size) -> Model:
         study, where = self.study, f"variants.{variant} at {size.told}"
         try:
             sizes = self._sizes(size)
@@ -267,35 +267,40 @@ class Planner:
             raise ConfigError(f"{study.path}: sizes: {error}") from None
         words = (*study.settings, *study.variants[variant], *sizes.words)
         # The length depends on the run; one step is enough to check the shape.
-        short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS))
-        config, facts = self.prepared(where, short_run)
-        counts = (total_parameters(config.model), non_embedding_parameters(config.model))
+        config, facts = self.prepared(
+            where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS)
+        )
         return Model(
-            config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts
+            config,
+            words,
+            sizes,
+            _label(size, sizes),
+            total_parameters(config.model),
+            non_embedding_parameters(config.model),
+            flops_per_token(config),
+            facts,
         )
 
     def _sizes(self, size: Size) -> Sizes:
         if size.width is not None:
             return shaped(self.study.shape, size.width, size)
         assert size.parameters is not None
-        baseline = self.read(
-            "settings", (*self.study.settings, *self.study.variants[self.study.baseline])
-        )
-        vocabulary = (
-            baseline.model.vocab_size or 1
-        )  # any value: only non-embedding parameters are counted
-        return nearest_sizes(
-            self.study.shape, replace(baseline.model, vocab_size=vocabulary), size.parameters
-        )
+        words = (*self.study.settings, *self.study.variants[self.study.baseline])
+        model = self.read("settings", words).model
+        # Any vocabulary: only non-embedding parameters are counted.
+        model = replace(model, vocab_size=model.vocab_size or 1)
+        return nearest_sizes(self.study.shape, model, size.parameters)
 
     def _run(self, length: _Length, size: Size, variant: str, rate: float, seed: int) -> PlannedRun:
         model, cluster = self.model(variant, size), self.study.cluster
+        label = _LENGTHS[length.kind] + short(length.value)
         batch = model.config.train.global_batch_size * model.config.data.seq_length
         steps = max(1, round(self._tokens(length, size, model) / batch))
         tokens = steps * batch
         flops = tokens * model.flops_per_token
+        per_hour = (cluster.tflops or 0.0) * 1e12 * cluster.processes * 3600
         run = PlannedRun(
-            name=f"{variant}-{model.label}-{length.label}-lr{short(rate)}-s{seed}",
+            name=f"{variant}-{model.label}-{label}-lr{short(rate)}-s{seed}",
             variant=variant,
             size=model.label,
             width=model.sizes.width,
@@ -312,11 +317,7 @@ class Planner:
             steps=steps,
             flops=flops,
             epochs=tokens / model.facts.tokens["train"] if model.facts is not None else None,
-            hours=(
-                flops / (cluster.tflops * 1e12 * cluster.processes * 3600)
-                if cluster.tflops
-                else None
-            ),
+            hours=flops / per_hour if per_hour else None,
             settings=(*model.words, *self.words(model, steps, rate), f"train.seed={seed}"),
         )
         self._check(run, length)
@@ -336,11 +337,10 @@ class Planner:
         defines it.
         """
         study, base = self.study, self.base.optimizer
-        yield from (f"train.steps={steps}", "train.tokens=null")
-        yield from (
-            f"optimizer.warmup_steps={study.warmup_of(steps)}",
-            "optimizer.warmup_tokens=null",
-        )
+        yield f"train.steps={steps}"
+        yield "train.tokens=null"
+        yield f"optimizer.warmup_steps={study.warmup_of(steps)}"
+        yield "optimizer.warmup_tokens=null"
         yield f"train.eval_interval={math.ceil(steps / study.validations)}"
         if rate != model.config.optimizer.lr:
             yield f"optimizer.lr={rate!r}"
@@ -360,7 +360,7 @@ class Planner:
                 f" = {most:g}; prepare more data, train only {run.tokens * most / run.epochs:.3g}"
                 f" of its {run.tokens:.3g} tokens, or set max_epochs: {_up(run.epochs):g}"
             )
-        config, _ = self.prepared(f"run {run.name}", self.read(f"run {run.name}", run.settings))
+        config, _ = self.prepared(f"run {run.name}", run.settings)
         mirror = config.checkpoint.mirror
         if mirror and "{name}" not in mirror:
             raise ConfigError(
@@ -383,22 +383,17 @@ class Planner:
         study, least = self.study, self.study.least_steps
         if run.steps >= least and study.warmup_of(run.steps) < run.steps:
             return
+        if study.warmup_steps is not None:
+            warmup = f"warmup_steps = {study.warmup_steps}"
+        else:
+            warmup = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
+        told = f"its {run.steps} steps are too short for its warm-up ({warmup})"
         if run.steps < study.min_steps:
             told = f"its {run.steps} steps are fewer than min_steps = {study.min_steps}"
-        elif study.warmup_steps is not None:
-            told = (
-                f"its {run.steps} steps are too short for its warm-up (warmup_steps ="
-                f" {study.warmup_steps})"
-            )
-        else:
-            share = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps"
-            told = f"its {run.steps} steps are too short for its warm-up ({share})"
         enough = least * run.batch_tokens
-        fix = (
-            f"{_up(enough * run.flops_per_token):g} FLOPs"
-            if length.kind == "budgets"
-            else f"{enough} tokens"
-        )
+        fix = f"{enough} tokens"
+        if length.kind == "budgets":
+            fix = f"{_up(enough * run.flops_per_token):g} FLOPs"
         raise ConfigError(
             f"{where}: {told}; give at least {fix}, or a smaller train.global_batch_size"
         )
@@ -428,3 +423,97 @@ def _up(value: float) -> float:
     """Round a positive number up to three significant digits."""
     scale = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / scale) * scale:.3g}")
+
+
+# --- trunks ---------------------------------------------------------------------------------------
+
+
+def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs in their order; runs with the same beginning as a longer one become forks of
+    it.
+
+    Raises ConfigError (a schedule is not wsd, data is read more than once, pretrain refuses a
+    fork).
+    """
+    same: dict[tuple[Any, ...], list[PlannedRun]] = {}
+    made: dict[str, PlannedRun] = {}
+    for run in runs:
+        same.setdefault((run.variant, run.size, run.learning_rate, run.seed), []).append(run)
+    decays = {run.name: _decay_begins(planner, run) for run in runs}
+    for group in same.values():
+        *shorter, trunk = sorted(group, key=attrgetter("steps"))
+        begins = {run: decays[run.name] for run in shorter if decays[run.name] > 0}
+        if begins:
+            made[trunk.name] = _kept(planner, trunk, begins.values())
+        for run, begin in begins.items():
+            made[run.name] = _fork(planner, run, trunk, begin)
+    return [made.get(run.name, run) for run in runs]
+
+
+def begins_at(fork: str | None) -> tuple[str, int]:
+    """Return (run name, step) of the checkpoint at path ``fork``, a value of checkpoint.fork.
+
+    Returns ("", 0) for None, and (``fork``, 0) if the path is not a run's checkpoint.
+    """
+    found = re.search(r"([^/]+)/checkpoints/step_(\d+)/?$", fork or "")
+    return (found[1], int(found[2])) if found else (fork or "", 0)
+
+
+def _kept(planner: Planner, trunk: PlannedRun, begins: Iterable[int]) -> PlannedRun:
+    """Return a trunk whose settings keep the checkpoints at the steps at which its forks begin."""
+    config, facts = planner.prepared(f"run {trunk.name}", trunk.settings)
+    _check_order(planner, trunk, config, facts)
+    keep = json.dumps(sorted({*config.checkpoint.keep, *begins}))
+    return replace(trunk, settings=(*trunk.settings, f"checkpoint.keep={keep}"))
+
+
+def _fork(planner: Planner, run: PlannedRun, trunk: PlannedRun, begin: int) -> PlannedRun:
+    place = f"{planner.study.directory}/{trunk.name}/checkpoints/step_{begin:08d}"
+    settings = (*run.settings, f"checkpoint.fork={json.dumps(place, ensure_ascii=False)}")
+    planner.prepared(f"run {run.name}", settings)
+    return replace(
+        run,
+        settings=settings,
+        trunk=trunk.name,
+        begin_step=begin,
+        hours=run.hours and run.hours * (1 - begin / run.steps),
+    )
+
+
+def _decay_begins(planner: Planner, run: PlannedRun) -> int:
+    """Return the step after which a run decays. Raises ConfigError if its schedule has none."""
+    config = planner.read(f"run {run.name}", run.settings)
+    if config.optimizer.schedule != "wsd":
+        raise ConfigError(
+            f"{planner.study.path}: trunks: run {run.name} has optimizer.schedule ="
+            f" {config.optimizer.schedule}, in which every step depends on the length of the run;"
+            " give settings: [optimizer.schedule=wsd]"
+        )
+    if config.checkpoint.fork is not None:
+        raise ConfigError(
+            f"{planner.study.path}: trunks: run {run.name} is already a fork (checkpoint.fork); set"
+            " trunks: false"
+        )
+    schedule = Schedule.of(config)
+    return schedule.steps - schedule.decay_samples // schedule.batch_samples
+
+
+def _check_order(
+    planner: Planner, trunk: PlannedRun, config: RunConfig, facts: DataFacts | None
+) -> None:
+    """Raise ConfigError if a trunk reads data more than once: the order then depends on its length,
+    which differs from its forks'.
+    """
+    if facts is None or config.data.packing == "best_fit":
+        return
+    total = sum(source.weight for source in config.data.train)
+    room = [source.tokens for source in facts.sources if source.split == "train"]
+    passes = passes_drawn(config, facts, Schedule.of(config).total_samples)
+    for source, tokens, drawn in zip(config.data.train, room, passes, strict=True):
+        if drawn != (1, False):
+            times = trunk.tokens * source.weight / total / tokens
+            raise ConfigError(
+                f"{planner.study.path}: trunks: run {trunk.name} reads {source.prefix} {times:.2f}"
+                " times, in an order that depends on its length, so it does not begin with the"
+                " same data as shorter runs; prepare more data, shorten it, or set trunks: false"
+            )

@@ -19,7 +19,7 @@ import pandas as pd
 from fem_common.errors import ConfigError
 from tools.scaling.laws import Estimate
 from tools.scaling.results import StudyFit, optimal
-from tools.scaling.study import Study
+from tools.scaling.study import SIZE_WORDS, Study
 from tools.scaling.verbs.collect import Collected
 
 _CAPTIONS = {
@@ -52,11 +52,16 @@ _CAPTIONS = {
 
 
 class Listing(NamedTuple):
-    """A table of text: its title, header and rows."""
+    """A table of text: its title, its header with | between the columns, and its rows."""
 
     title: str
-    header: list[str]
+    columns: str
     rows: Sequence[tuple[str, ...]]
+
+    @property
+    def header(self) -> list[str]:
+        """The titles of the columns."""
+        return self.columns.split("|")
 
 
 Report = dict[str, Any]
@@ -165,18 +170,10 @@ def _asked(
     hours = float(final["wall_seconds"].sum()) / 3600
     if hours > 0:
         yield "time in steps of all runs", f"{hours:.3g} hours"
-    yield (
-        "N of the laws",
-        (
-            "all parameters"
-            if fit.parameters == "total"
-            else "parameters without embedding and output layer"
-        ),
-    )
-    yield (
-        "data, tokenizer",
-        f"{final['data'].iloc[0] or 'unknown'}, {final['tokenizer'].iloc[0] or 'unknown'}",
-    )
+    size = SIZE_WORDS[fit.parameters]
+    yield "N of the laws", f"all {size}" if fit.parameters == "total" else size
+    data, tokenizer = (final[key].iloc[0] or "unknown" for key in ("data", "tokenizer"))
+    yield "data, tokenizer", f"{data}, {tokenizer}"
 
 
 def statements(fit: StudyFit) -> Iterator[str]:
@@ -185,13 +182,9 @@ def statements(fit: StudyFit) -> Iterator[str]:
     """
     yield from (comparison.words for comparison in fit.comparisons)
     for name, variant in fit.variants.items():
-        exponents = {}
-        if (
-            variant.isoflop is not None
-            and variant.isoflop.n_opt is not None
-            and variant.isoflop.d_opt is not None
-        ):
-            exponents["isoflop"] = variant.isoflop.n_opt.exponent, variant.isoflop.d_opt.exponent
+        exponents, found = {}, variant.isoflop
+        if found is not None and found.n_opt is not None and found.d_opt is not None:
+            exponents["isoflop"] = found.n_opt.exponent, found.d_opt.exponent
         if variant.parametric is not None:
             exponents["parametric"] = variant.parametric.a, variant.parametric.b
         for method, both in exponents.items():
@@ -221,18 +214,9 @@ def listings(fit: StudyFit, final: pd.DataFrame | None = None) -> list[Listing]:
     measured compute.
     """
     optima = [_optima(fit, final)] if final is not None else []
-    return [
-        law
-        for law in (
-            _parametric(fit),
-            _isoflop(fit),
-            *optima,
-            _multipliers(fit),
-            _left_out(fit),
-            _rates(fit),
-        )
-        if law.rows
-    ]
+    rest = [_multipliers(fit), _left_out(fit), _rates(fit)]
+    laws = [_parametric(fit), _isoflop(fit), *optima, *rest]
+    return [law for law in laws if law.rows]
 
 
 def _parametric(fit: StudyFit) -> Listing:
@@ -253,42 +237,32 @@ def _parametric(fit: StudyFit) -> Listing:
         "variant|E, nats per token|A|B|α|β|a: N ∝ C^a|b: D ∝ C^b|typical distance|runs|resamples"
         " converged"
     )
-    return Listing("Parametric law L = E + A/N^α + B/D^β", header.split("|"), rows)
+    return Listing("Parametric law L = E + A/N^α + B/D^β", header, rows)
 
 
 def _isoflop(fit: StudyFit) -> Listing:
     rows = []
     for name, found in fit.fitted("isoflop").items():
         for parabola in found.parabolas:
-            inside = "inside" if parabola.inside else "outside the measured sizes: no optimum"
-            values = (
-                (estimate(parabola.n_opt), estimate(parabola.d_opt), estimate(parabola.loss))
-                if parabola.inside
-                else ("–", "–", "–")
-            )
+            values, inside = ["–"] * 3, "outside the measured sizes: no optimum"
+            if parabola.inside:
+                minimum = (parabola.n_opt, parabola.d_opt, parabola.loss)
+                values, inside = [estimate(one) for one in minimum], "inside"
             rows.append((name, number(parabola.budget), *values, inside, str(len(parabola.runs))))
     header = "variant|budget, FLOPs|best N|best D, tokens|loss, nats per token|minimum|sizes"
-    return Listing("Minima of the isoFLOP parabolas", header.split("|"), rows)
+    return Listing("Minima of the isoFLOP parabolas", header, rows)
 
 
 def _optima(fit: StudyFit, final: pd.DataFrame) -> Listing:
     rows = []
-    largest = (
-        float(final["budget"].max())
-        if final["budget"].notna().all()
-        else float(final["flops"].max())
-    )
+    largest = float(final["budget" if final["budget"].notna().all() else "flops"].max())
     for name, variant in fit.variants.items():
         for method, words in _BY.items():
             with suppress(ConfigError):  # the variant lacks this law
                 best = optimal(variant, largest, method)
                 rows.append((name, words, *(estimate(one) for one in (best.n, best.d, best.loss))))
-    header = "variant|by|best N|best D, tokens|loss, nats per token"
-    return Listing(
-        f"Lowest loss at {number(largest)} FLOPs, the largest measured compute",
-        header.split("|"),
-        rows,
-    )
+    title = f"Lowest loss at {number(largest)} FLOPs, the largest measured compute"
+    return Listing(title, "variant|by|best N|best D, tokens|loss, nats per token", rows)
 
 
 def _multipliers(fit: StudyFit) -> Listing:
@@ -305,7 +279,7 @@ def _multipliers(fit: StudyFit) -> Listing:
         f"variant|by|FLOPs of {baseline}|loss reached, nats per token|share of the FLOPs of"
         f" {baseline}; below 1 is better"
     )
-    return Listing("Compute for the same loss", header.split("|"), rows)
+    return Listing("Compute for the same loss", header, rows)
 
 
 def _left_out(fit: StudyFit) -> Listing:
@@ -320,34 +294,26 @@ def _left_out(fit: StudyFit) -> Listing:
         for name, variant in fit.variants.items()
         for one in variant.left_out
     ]
+    title = "Parametric law fitted without one budget, and its prediction errors for that budget"
     header = "variant|budget left out, FLOPs|runs predicted|mean error|worst error"
-    return Listing(
-        "Parametric law fitted without one budget, and its prediction errors for that budget",
-        header.split("|"),
-        rows,
-    )
+    return Listing(title, header, rows)
 
 
 def _rates(fit: StudyFit) -> Listing:
     rows = []
     for name, found in fit.fitted("learning_rate").items():
         for entry in found.optima:
-            rate = (
-                f"at the edge, {number(entry.rate.value)}: no optimum"
-                if entry.edge
-                else estimate(entry.rate)
-            )
-            rows.append(
-                (
-                    name,
-                    number(entry.parameters),
-                    rate,
-                    number(entry.loss),
-                    ", ".join(map(number, entry.rates)),
-                )
-            )
+            rate = estimate(entry.rate)
+            if entry.edge:
+                rate = f"at the edge, {number(entry.rate.value)}: no optimum"
+            numbers = number(entry.parameters), rate, number(entry.loss)
+            rows.append((name, *numbers, ", ".join(map(number, entry.rates))))
     header = "variant|parameters|best peak learning rate|loss, nats per token|measured rates"
-    return Listing("Learning rates", header.split("|"), rows)
+    return Listing("Learning rates", header, rows)
+
+
+def _known(value: Any, form: str) -> str:
+    return "–" if pd.isna(value) else format(value, form)
 
 
 def _best(fit: StudyFit, final: pd.DataFrame) -> Listing:
@@ -362,7 +328,7 @@ def _best(fit: StudyFit, final: pd.DataFrame) -> Listing:
         for _, run in group.sort_values("loss", ascending=False, kind="stable").iterrows():
             cells[run["variant"]] = f"{run['loss']:.4f} (N = {number(float(run['parameters']))})"
         rows.append((number(float(length)), *(cells[name] for name in fit.variants)))
-    header = ["training FLOPs" if by_budget else "training tokens", *fit.variants]
+    header = "|".join(["training FLOPs" if by_budget else "training tokens", *fit.variants])
     return Listing("Lowest measured held-out loss, nats per token", header, rows)
 
 
@@ -370,17 +336,13 @@ def _runs(final: pd.DataFrame) -> Listing:
     rows = []
     for _, run in final.iterrows():
         n, d = int(run["parameters"]), int(run["tokens"])
-        inner = (
-            "–"
-            if pd.isna(run["non_embedding_parameters"])
-            else f"{int(run['non_embedding_parameters']):,}"
-        )
-        rate = "–" if pd.isna(run["learning_rate"]) else f"{run['learning_rate']:.4g}"
-        hours = "–" if pd.isna(run["wall_seconds"]) else f"{run['wall_seconds'] / 3600:.3g}"
+        inner = _known(run["non_embedding_parameters"], ",")
+        rate = _known(run["learning_rate"], ".4g")
+        hours = _known(run["wall_seconds"] / 3600, ".3g")
         sizes = (f"{n:,}", inner, f"{d:,}", f"{d / n:.3g}", number(run["flops"]))
         rows.append((run["run"], run["variant"], *sizes, rate, f"{run['loss']:.4f}", hours))
     header = (
         "run|variant|parameters|without embedding|tokens|tokens per parameter|FLOPs|learning"
         " rate|loss|hours"
     )
-    return Listing("Runs", header.split("|"), rows)
+    return Listing("Runs", header, rows)

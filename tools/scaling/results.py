@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fem_common.errors import ConfigError, files_told
-from fem_common.files import make_folder, write_whole
 from tools.scaling.laws import Array, Estimate, PowerLaw, percentiles
+from tools.scaling.table import write_file
 
 FORMAT = 2  # format of fit.json
 
@@ -123,10 +123,7 @@ class ParametricFit:
         if not self.draws:
             return None
         e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).T[:, :, None]
-        n, d = (
-            np.asarray(n, dtype=np.float64).reshape(1, -1),
-            np.asarray(d, dtype=np.float64).reshape(1, -1),
-        )
+        n, d = (np.asarray(each, dtype=np.float64).reshape(1, -1) for each in (n, d))
         return percentiles(e + a * n**-alpha + b * d**-beta, self.interval)
 
     @property
@@ -238,6 +235,11 @@ class VariantFit:
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def why(self) -> str:
+        """Notes as the end of a message about a fit that does not exist."""
+        return f": {'; '.join(self.notes)}" if self.notes else ""
+
     def least_loss(self, method: str) -> PowerLaw | None:
         """Return the lowest loss for C FLOPs by ``method`` ("isoflop" or "parametric"), or None
         without such a law.
@@ -298,11 +300,8 @@ class StudyFit:
         """Return variant -> its fit by ``what`` ("isoflop", "parametric" or "learning_rate") for
         variants that have one.
         """
-        return {
-            name: found
-            for name, variant in self.variants.items()
-            if (found := getattr(variant, what)) is not None
-        }
+        fits = {name: getattr(variant, what) for name, variant in self.variants.items()}
+        return {name: found for name, found in fits.items() if found is not None}
 
 
 @dataclass(frozen=True)
@@ -327,9 +326,8 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
     """
     law = fit.parametric
     if law is None:
-        why = f": {'; '.join(fit.notes)}" if fit.notes else ""
         raise ConfigError(
-            f"{fit.name}: no parametric law was fitted, so no loss can be predicted{why}"
+            f"{fit.name}: no parametric law was fitted, so no loss can be predicted{fit.why}"
         )
     mean, band = float(law.loss(n, d)), law.band(n, d)
     if band is None:
@@ -349,23 +347,16 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
     Uses the parametric law if it exists (`ParametricFit.best`), else the power laws of the isoFLOP
     frontier; ``method`` selects one. Raises ConfigError (the variant has no such fit).
     """
-    if fit.parametric is not None and method in (None, "parametric"):
-        law = fit.parametric
+    law, found = fit.parametric, fit.isoflop
+    if law is not None and method in (None, "parametric"):
         pairs = zip(law.best(law.values, flops), law.best(law.draws, flops), strict=True)
         n, d = (Estimate.of(value[0], draws, law.interval, len(draws)) for value, draws in pairs)
         return Optimum(flops, n, d, predict_loss(fit, n.value, d.value), "parametric")
-    if (
-        fit.isoflop is not None
-        and fit.isoflop.n_opt
-        and fit.isoflop.d_opt
-        and fit.isoflop.loss
-        and method in (None, "isoflop")
-    ):
-        laws = (fit.isoflop.n_opt, fit.isoflop.d_opt, fit.isoflop.loss)
-        best_n, best_d, loss = (_law_at(law, flops, fit.isoflop.interval) for law in laws)
+    if found and found.n_opt and found.d_opt and found.loss and method in (None, "isoflop"):
+        laws = (found.n_opt, found.d_opt, found.loss)
+        best_n, best_d, loss = (_law_at(one, flops, found.interval) for one in laws)
         return Optimum(flops, best_n, best_d, loss, "isoflop")
-    why = f": {'; '.join(fit.notes)}" if fit.notes else ""
-    raise ConfigError(f"{fit.name}: no {method or 'law'} for an optimum{why}")
+    raise ConfigError(f"{fit.name}: no {method or 'law'} for an optimum{fit.why}")
 
 
 def load_fit(path: Path) -> StudyFit:
@@ -394,18 +385,13 @@ def save_fit(fit: StudyFit, path: Path) -> None:
     """Write ``fit.json`` atomically. Raises ConfigError (the folder cannot be written),
     StorageError.
     """
-    make_folder(path.parent)
-    with files_told():
-        write_whole(path, json.dumps(asdict(fit), separators=(",", ":"), allow_nan=False) + "\n")
+    text = json.dumps(asdict(fit), separators=(",", ":"), allow_nan=False)
+    write_file(path, f"{text}\n".encode())
 
 
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:
-    band = law.band([x], interval)
-    return (
-        Estimate(float(law.at(x)), *(float(side[0]) for side in band))
-        if band
-        else Estimate(float(law.at(x)))
-    )
+    sides = law.band([x], interval) or ()
+    return Estimate(float(law.at(x)), *(float(side[0]) for side in sides))
 
 
 def built(hint: Any, value: Any) -> Any:
@@ -419,11 +405,7 @@ def built(hint: Any, value: Any) -> Any:
         )
     origin, inner_hints = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return (
-            None
-            if value is None
-            else built(next(kind for kind in inner_hints if kind is not types.NoneType), value)
-        )
+        return None if value is None else built(inner_hints[0], value)
     if origin is list:
         return [built(inner_hints[0], inner) for inner in value]
     if origin is tuple:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,31 @@ from fem_common.config import Node, load
 from fem_common.errors import ConfigError
 from fem_common.settings import setting
 
-PARAMETERS = ("total", "non_embedding")
+# For each choice of `FitConfig.parameters`, the column of the table that contains N, and its text.
+SIZE_COLUMN = {"total": "parameters", "non_embedding": "non_embedding_parameters"}
+SIZE_WORDS = {
+    "total": "parameters",
+    "non_embedding": "parameters without embedding and output layer",
+}
 APPROACHES = ("isoflop", "parametric")
+
+
+def _keyed(node: Node, key: str) -> Node:
+    """Convert the scalars of a list to mappings ``{key: scalar}``."""
+    if not isinstance(node.value, list):
+        return node
+    items = [
+        item if isinstance(item.value, dict) else Node({key: item}, item.where, "map")
+        for item in node.value
+    ]
+    return replace(node, value=items)
 
 
 def _sizes(node: Node) -> Node:
     """Convert widths, or ``{parameters: [...]}``, to mappings."""
-    values, key = node.value, "width"
-    if isinstance(values, dict) and set(values) == {"parameters"}:
-        values, key = values["parameters"].value, "parameters"
-    if not isinstance(values, list):
-        return node
-    return replace(node, value=[_keyed(item, key) for item in values], tag="seq")
-
-
-def _budgets(node: Node) -> Node:
-    """Convert FLOPs to mappings."""
-    return (
-        replace(node, value=[_keyed(item, "flops") for item in node.value])
-        if isinstance(node.value, list)
-        else node
-    )
-
-
-def _keyed(item: Node, key: str) -> Node:
-    return item if isinstance(item.value, dict) else Node({key: item}, item.where, "map")
+    if isinstance(node.value, dict) and set(node.value) == {"parameters"}:
+        return _keyed(node.value["parameters"], "parameters")
+    return _keyed(node, "width")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class FitConfig:
     parameters: str = setting(
         "total",
         "N of the laws: all parameters (as in Hoffmann et al.), or those outside the embedding.",
-        PARAMETERS,
+        tuple(SIZE_COLUMN),
     )
     interval: float = setting(0.9, "Level of all intervals.", above=0, below=1)
     resamples: int = setting(500, "Bootstrap resamples.", least=50)
@@ -206,7 +207,7 @@ class Study:
     budgets: tuple[Budget, ...] = setting(
         (),
         "Training FLOPs, each for every size; an item {flops, sizes} has separate sizes.",
-        expand=_budgets,
+        expand=partial(_keyed, key="flops"),
     )
     tokens: tuple[float, ...] = setting(
         (), "Instead of budgets: training tokens of every size.", above=0
@@ -265,11 +266,9 @@ class Study:
 
     def warmup_of(self, steps: int) -> int:
         """Return the warm-up steps of a run with ``steps`` steps."""
-        return (
-            math.floor(self.warmup * steps + 0.5)
-            if self.warmup_steps is None
-            else self.warmup_steps
-        )
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return math.floor(self.warmup * steps + 0.5)
 
     @property
     def runs_csv(self) -> Path:
@@ -306,11 +305,9 @@ def add_study(parser: argparse.ArgumentParser) -> None:
 def study_of(arguments: argparse.Namespace) -> Study:
     """Return the study named by the arguments of `add_study`. Raises as `load_study`."""
     study = load_study(arguments.study)
-    return (
-        study
-        if arguments.results is None
-        else replace(study, results=str(arguments.results), published="")
-    )
+    if arguments.results is None:
+        return study
+    return replace(study, results=str(arguments.results), published="")
 
 
 def load_study(path: str | Path) -> Study:
@@ -415,11 +412,9 @@ def _check_lengths(study: Study) -> None:
     """
     ways = [key for key in ("budgets", "tokens", "tokens_per_parameter") if getattr(study, key)]
     if len(ways) != 1:
-        told = (
-            f"{' and '.join(ways)} are both given"
-            if ways
-            else "none of budgets, tokens and tokens_per_parameter is given"
-        )
+        told = "none of budgets, tokens and tokens_per_parameter is given"
+        if ways:
+            told = f"{' and '.join(ways)} are both given"
         raise ConfigError(f"{told}: exactly one of them must set the length of the runs")
     if study.trunks and study.warmup_steps is None:
         raise ConfigError(
@@ -427,10 +422,12 @@ def _check_lengths(study: Study) -> None:
             " as warmup_steps: 100"
         )
     lists: dict[str, Sequence[float]] = {
-        key: getattr(study, key) or ()
-        for key in ("tokens", "tokens_per_parameter", "learning_rates")
+        "tokens": study.tokens,
+        "tokens_per_parameter": study.tokens_per_parameter,
+        "learning_rates": study.learning_rates or (),
+        "budgets": [budget.flops for budget in study.budgets],
+        "seeds": study.seeds,
     }
-    lists |= {"budgets": [budget.flops for budget in study.budgets], "seeds": study.seeds}
     for key, values in lists.items():
         repeated = _repeated(values)
         if repeated is not None:
@@ -443,11 +440,7 @@ def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
     for number, size in enumerate(sizes):
         if (size.width is None) == (size.parameters is None):
             raise ConfigError(f"{key}.{number}: give a width, or parameters instead")
-        if size.parameters is not None and (size.layers, size.heads, size.ffn) != (
-            None,
-            None,
-            None,
-        ):
+        if size.parameters is not None and size != Size(parameters=size.parameters):
             raise ConfigError(
                 f"{key}.{number}: parameters lets the rule choose the shape; give a width together"
                 " with layers, heads or ffn"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,8 +58,10 @@ _PARQUET = (".parquet", ".pq")
 _MAKE = "create it with: python -m tools.scaling collect STUDY.yaml"
 
 
-def as_table(rows: list[dict[str, object]]) -> pd.DataFrame:
-    """Convert rows with all COLUMNS to a table of fixed types and order; None is missing."""
+def as_table(rows: Sequence[dict[str, object]] | dict[str, list[object]]) -> pd.DataFrame:
+    """Convert rows, or columns, with all COLUMNS to a table of fixed types and order; None is
+    missing.
+    """
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     return frame.astype({column: _PANDAS[kind] for column, kind in COLUMNS.items()})
 
@@ -76,21 +79,14 @@ def read_table(path: Path) -> pd.DataFrame:
     raw = _raw(path)
     _check_columns(path, list(raw.columns))
     foreign = "run" not in raw.columns
-    read = {}
-    for column, kind in COLUMNS.items():
-        cells = raw[column] if column in raw.columns else None
-        read[column] = (
-            [_MISSING[kind]] * len(raw)
-            if cells is None
-            else [_cell(path, *at, column, kind) for at in enumerate(cells, 2)]
-        )
-    frame = as_table(
-        [dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)]
-    )
+    read: dict[str, list[object]] = {
+        column: [_MISSING[kind]] * len(raw) for column, kind in COLUMNS.items()
+    }
+    for column, cells in raw.items():
+        read[column] = [_cell(path, *at, column, COLUMNS[column]) for at in enumerate(cells, 2)]
     if foreign:
-        frame["run"] = pd.Series(
-            [f"{variant}/{row}" for row, variant in enumerate(frame["variant"], 1)], dtype="str"
-        )
+        read["run"] = [f"{variant}/{row}" for row, variant in enumerate(read["variant"], 1)]
+    frame = as_table(read)
     if "final" not in raw.columns:
         frame["final"] = True if foreign else ~frame.duplicated("run", keep="last")
     if "flops_per_token" not in raw.columns:
@@ -210,12 +206,7 @@ def _check_columns(path: Path, found: list[str]) -> None:
 def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
     """Convert a cell to its column's kind; errors name line and column. Raises ConfigError."""
     where = f"{path}: line {line}: {name}"
-    missing = (
-        cell is None
-        or cell is pd.NA
-        or cell == ""
-        or (isinstance(cell, float) and math.isnan(cell))
-    )
+    missing = pd.isna(cell) or cell == ""
     if kind == "text":
         if missing and name in ("run", "variant"):
             raise ConfigError(f"{where} is empty; every row needs a value")

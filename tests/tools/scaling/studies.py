@@ -93,27 +93,15 @@ def write_run(
     """
     folder = Path(study.directory) / run.name
     folder.mkdir(parents=True, exist_ok=True)
-    config = resolved(
-        prepare(
-            load_run(study.base, (*run.settings, *words, f"name={run.name}", f"run_dir={folder}")),
-            1,
-        ).config
-    )
+    settings = (*run.settings, *words, f"name={run.name}", f"run_dir={folder}")
+    config = resolved(prepare(load_run(study.base, settings), 1).config)
     (folder / "config.yaml").write_text(dump_yaml(config))
     steps, lines = up_to or run.steps, list[dict[str, Any]]()
     for step in range(run.begin_step + 1, steps + 1):
-        seen = float(loss(np.array(run.parameters), np.array(step * run.batch_tokens)))
         tokens = step * run.batch_tokens
-        lines.append(
-            {
-                "step": step,
-                "consumed_tokens": tokens,
-                "loss": seen - 0.01,
-                "lr": 1e-3,
-                "skipped": False,
-                "step_seconds": 0.5,
-            }
-        )
+        seen = loss(run.parameters, tokens)
+        line = {"step": step, "consumed_tokens": tokens, "loss": seen - 0.01, "step_seconds": 0.5}
+        lines.append(line | {"lr": 1e-3, "skipped": False})
         if step % config.train.eval_interval == 0 or step == run.steps:
             lines.append({"step": step, "valid_loss": seen})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -145,9 +133,9 @@ TRUTH = {
 BUDGETS = (1e18, 1e19, 1e20, 1e21, 1e22)
 
 
-def loss(n: Array, d: Array) -> Array:
+def loss(n: Any, d: Any) -> Any:
     """Return the loss of the known law."""
-    return np.asarray(E + A * n**-ALPHA + B * d**-BETA)
+    return E + A * n**-ALPHA + B * d**-BETA
 
 
 def best_n(flops: float) -> float:
@@ -182,21 +170,11 @@ def runs(
 
 def points(n: Array, d: Array, losses: Array, budget: Array | None = None, **more: Array) -> Points:
     """Return points from arrays; ``budget``, width, rate and seed are NaN by default."""
-    nothing = np.full(len(n), np.nan)
-    given = {
-        "budget": nothing if budget is None else budget,
-        "width": nothing,
-        "rate": nothing,
-        "seed": nothing,
-    } | more
-    return Points(
-        run=np.array([f"run{index}" for index in range(len(n))]),
-        n=n,
-        d=d,
-        c=6 * n * d,
-        loss=losses,
-        **given,
-    )
+    given = dict.fromkeys(("budget", "width", "rate", "seed"), np.full(len(n), np.nan)) | more
+    if budget is not None:
+        given["budget"] = budget
+    run = np.array([f"run{index}" for index in range(len(n))])
+    return Points(run=run, n=n, d=d, c=6 * n * d, loss=losses, **given)
 
 
 def table(noise: float = 0.002) -> pd.DataFrame:
@@ -216,8 +194,6 @@ def table(noise: float = 0.002) -> pd.DataFrame:
                 "variant": variant,
                 "parametrization": "standard",
                 "budget": flops,
-            }
-            same |= {
                 "parameters": round(n),
                 "flops_per_token": flops / d,
                 "data": "d",
@@ -226,10 +202,12 @@ def table(noise: float = 0.002) -> pd.DataFrame:
             }
             for step, higher in ((30, 1.2), (70, 1.05), (100, 1.0)):
                 done = {
+                    "step": step,
                     "tokens": round(d * step / 100),
                     "flops": flops * step / 100,
                     "loss": found * higher,
                     "wall_seconds": 0.6 * step,
+                    "final": step == 100,
                 }
-                rows.append({**same, **done, "step": step, "final": step == 100})
+                rows.append(same | done)
     return as_table(rows)

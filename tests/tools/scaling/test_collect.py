@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fem_common.config import plain
@@ -20,6 +21,7 @@ from pretrain.plan.run_plan import flops_per_token
 from pretrain.report.loggers import _scalars
 from pretrain.report.metrics import StepRecord
 from tests.pretrain.data_folder import write_folder
+from tests.ranks import VARIABLES, records
 from tests.tools.scaling.studies import loss, planned, write, write_run
 from tools.scaling.__main__ import main
 from tools.scaling.planned_runs import PlannedRun
@@ -92,30 +94,17 @@ def test_all_rows_of_all_runs(tmp_path: Path, study: Made) -> None:
     assert list(final.index) == [run.name for run in runs]
     for run in runs:
         row, own = final.loc[run.name], table[table["run"] == run.name]
-        assert (row["parameters"], row["tokens"], row["steps"]) == (
-            run.parameters,
-            run.tokens,
-            run.steps,
-        )
-        assert (row["variant"], row["budget"], row["learning_rate"]) == (
-            run.variant,
-            run.budget,
-            run.learning_rate,
-        )
+        for name in ("parameters", "tokens", "steps", "variant", "budget", "learning_rate"):
+            assert row[name] == getattr(run, name), name
         assert row["flops"] == run.tokens * run.flops_per_token
-        assert row["loss"] == float(loss(run.parameters, run.tokens))  # type: ignore[arg-type]
-        assert (
-            own["final"].tolist() == [False] * (len(own) - 1) + [True]
-            and len(own) >= plan.validations
-        )
+        assert row["loss"] == loss(run.parameters, run.tokens)
+        assert own["final"].tolist() == [False] * (len(own) - 1) + [True]
+        assert len(own) >= plan.validations
         assert own["wall_seconds"].tolist() == [0.5 * step for step in own["step"]]
-        first, second = int(own["step"].iloc[0]), int(own["step"].iloc[1])
-        since = [
-            float(loss(run.parameters, step * run.batch_tokens)) - 0.01  # type: ignore[arg-type]
-            for step in range(first + 1, second + 1)
-        ]
+        first, second = own["step"].iloc[:2]
+        since = loss(run.parameters, np.arange(first + 1, second + 1) * run.batch_tokens) - 0.01
         # A sum in a different order.
-        assert own["train_loss"].iloc[1] == pytest.approx(math.fsum(since) / len(since), rel=1e-12)
+        assert own["train_loss"].iloc[1] == pytest.approx(since.mean(), rel=1e-12)
     assert json.loads(plan.runs_csv.with_name("collected.json").read_text()) == {
         "planned": 3,
         "complete": 3,
@@ -124,30 +113,6 @@ def test_all_rows_of_all_runs(tmp_path: Path, study: Made) -> None:
     parquet = tmp_path / "out" / "runs.parquet"
     collected(study, "--out", str(parquet))
     assert read_table(parquet).equals(table)
-
-
-def test_of_a_resumed_run_the_last_attempt_counts(study: Made) -> None:
-    """It trained to its end and was then resumed from a checkpoint: steps and a validation occur
-    twice.
-    """
-    _, plan, runs = study
-
-    def again(lines: list[str]) -> list[str]:
-        last = [json.loads(line) for line in lines[-6:]]
-        new = [
-            {
-                key: value + 0.125 if key in ("valid_loss", "loss") else value
-                for key, value in line.items()
-            }
-            for line in last
-        ]
-        wrong = [{**line, "step_seconds": 9.0} if "loss" in line else line for line in last]
-        return [*lines[:-6], *map(json.dumps, wrong + new), '{"step": 3, "valid_lo']
-
-    metrics(plan, runs[1], again)
-    row = final_runs(collected(study)).set_index("run").loc[runs[1].name]
-    assert row["loss"] == float(loss(runs[1].parameters, runs[1].tokens)) + 0.125  # type: ignore[arg-type]
-    assert row["wall_seconds"] == 0.5 * runs[1].steps
 
 
 def test_runs_that_are_missing_are_named(
@@ -204,35 +169,19 @@ def test_what_cannot_be_compared_is_refused(
     )
     for change, told in (({"tokens": 950}, "data"), ({"tokenizer": "two"}, "tokenizer")):
         other = write_folder(tmp_path / f"other_{told}", **change)
-        write_run(
-            plan,
-            runs[2],
-            words=(
-                f"data.train.0.prefix={other / 'train'}",
-                f"data.valid.0.prefix={other / 'valid'}",
-            ),
-        )
+        words = tuple(f"data.{split}.0.prefix={other / split}" for split in ("train", "valid"))
+        write_run(plan, runs[2], words=words)
         message = refused(study, capsys)
-        assert (
-            f"{told}: runs {runs[0].name} and {runs[2].name} have " in message
-            and "cannot be compared" in message
-        )
+        assert f"{told}: runs {runs[0].name} and {runs[2].name} have " in message
+        assert "cannot be compared" in message
     write_run(plan, runs[2], words=("optimizer.weight_decay=0.3",))
     assert f"trained with optimizer.weight_decay = 0.3, but {path} now plans 0.1" in refused(
         study, capsys
     )
     # Settings that do not affect the result of training may differ, and two variants that differ
     # only in them are one run. Variants of different sequence lengths cannot be compared.
-    write_run(
-        plan,
-        runs[2],
-        words=(
-            "log.interval=3",
-            "train.micro_batch_size=2",
-            "checkpoint.interval=7",
-            "train.recompute=full",
-        ),
-    )
+    free = "log.interval=3 train.micro_batch_size=2 checkpoint.interval=7 train.recompute=full"
+    write_run(plan, runs[2], words=tuple(free.split()))
     collected(study)
     for word, told in (
         ("log.interval=3", "have the same configuration"),
@@ -252,9 +201,8 @@ def test_a_checkpoint_tells_what_data_it_was_trained_on(
     step.mkdir(parents=True)
     (step.parent / "latest").write_text(step.name + "\n")
     config = load_run(folder / "config.yaml")
-    (step / "manifest.json").write_text(
-        json.dumps({"data": check_contents(check_data(config)).key})
-    )
+    contents = check_contents(check_data(config))
+    (step / "manifest.json").write_text(json.dumps({"data": contents.key}))
     assert collected(study)["data"].nunique() == 1
     write_folder(tmp_path / "data", tokens=950)
     assert main(["collect", str(study[0])]) == 2
@@ -267,19 +215,15 @@ def exported(study: Study, run: PlannedRun, interval: int = 10) -> dict[str, Any
     """
     folder = Path(study.directory) / run.name
     history: dict[int, dict[str, object]] = {}
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    for line in records(folder):
         if "valid_loss" in line:
             history.setdefault(line["step"], {})["valid_loss"] = line["valid_loss"]
         elif line["step"] % interval == 0:
-            whole: dict[str, Any] = {
-                "grad_norm": 1.0,
-                "tokens_per_second": 1.0,
-                "tflops_per_device": 1.0,
-                "mfu": None,
-            }
-            history.setdefault(line["step"], {}).update(
-                _scalars(StepRecord(**line, **whole, peak_memory_bytes=1, eta_seconds=1.0))
+            numbers = dict.fromkeys(
+                ("grad_norm", "tokens_per_second", "tflops_per_device", "eta_seconds"), 1.0
             )
+            record = StepRecord(**line, **numbers, mfu=None, peak_memory_bytes=1)
+            history.setdefault(line["step"], {}).update(_scalars(record))
     config = {**plain(load_run(folder / "config.yaml")), "_wandb": {"runtime": 3}}
     return {
         "name": run.name,
@@ -365,18 +309,14 @@ def test_a_fork_is_collected_as_a_straight_run(
     assert (fork.trunk, fork.begin_step, fork.steps, trunk.steps) == (trunk.name, 27, 30, 60)
     last = final_runs(wanted).drop(columns="train_loss")  # its means begin at other validations
     assert final_runs(ours).drop(columns="train_loss").equals(last)
-    assert (
-        ours[ours["run"] == fork.name]["step"].tolist() == [12, 24, 30]
-        and ours["train_loss"].notna().all()
-    )
+    assert ours[ours["run"] == fork.name]["step"].tolist() == [12, 24, 30]
+    assert ours["train_loss"].notna().all()
     lines = [exported(plan, run, interval=1) for run in (fork, trunk)]
     (tmp_path / "export.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     folder = Path(plan.directory)
     folder.rename(tmp_path / "elsewhere")
-    assert final_runs(collected(study, "--wandb", "export.jsonl"))["wall_seconds"].tolist() == [
-        15.0,
-        30.0,
-    ]
+    table = collected(study, "--wandb", "export.jsonl")
+    assert final_runs(table)["wall_seconds"].tolist() == [15.0, 30.0]
     (tmp_path / "export.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert main(["collect", str(path), "--wandb", "export.jsonl"]) == 1
     assert f"{fork.name}: a fork of {trunk.name}, which has no record" in capsys.readouterr().err
@@ -394,7 +334,7 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contains their own numbers.
     """
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     variants = {"transformer": [], "again": ["optimizer.lr=2e-3"]}
     more = {
@@ -420,10 +360,7 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(runs[0], folders[0])
     final = final_runs(collected(study)).set_index("run")
     for run, folder in zip(runs, folders, strict=True):
-        row, lines = (
-            final.loc[run.name],
-            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
-        )
+        row, lines = final.loc[run.name], records(folder)
         last = {line["step"]: line for line in lines if "loss" in line}
         assert row["tokens"] == last[run.steps]["consumed_tokens"] == run.tokens
         assert row["loss"] == [line["valid_loss"] for line in lines if "valid_loss" in line][-1]

@@ -16,8 +16,9 @@ from fem_megatron.catalogue import MIXERS
 from pretrain.schedule import Schedule
 from tests.wording import Wording
 from tools.scaling.__main__ import main
-from tools.scaling.coordinates.flatness import (
+from tools.scaling.verbs.coord_check import (
     LIMIT,
+    Case,
     Record,
     Verdict,
     coordinates,
@@ -26,7 +27,6 @@ from tools.scaling.coordinates.flatness import (
     table,
     worst,
 )
-from tools.scaling.verbs.coord_check import Case
 
 RUN = """
 model: {num_layers: 2, hidden_size: 64, num_attention_heads: 2, init_std: 0.06, vocab_size: 256}
@@ -94,7 +94,7 @@ def test_the_sites_are_the_models_own_numbers(run: Path) -> None:
     loss follows from the recorded logits.
     """
     from pretrain.engines.megatron import MegatronEngine
-    from tools.scaling.coordinates import activations
+    from tools.scaling import activations
 
     config = Case("transformer", run, tuple(MUP)).config(128, 2)
     batch = activations.one_batch(activations.zipf_tokens(4 * 65, 256), 4, 64)

@@ -21,11 +21,6 @@ from tools.scaling.verbs.fit import fit_variant
 
 from .studies import BUDGETS, points, runs
 
-
-def compared(ours: Points, theirs: Points) -> list[Comparison]:
-    return compare(variant("fem", ours), variant("transformer", theirs), 0.9)
-
-
 QUICK = FitConfig(resamples=200)
 
 
@@ -54,15 +49,11 @@ def test_parabolas_give_their_minima_and_laws_back() -> None:
         )
         assert parabola.coefficients[2] == pytest.approx(0.05)
     assert fit.n_opt and fit.d_opt and fit.loss and fit.loss.offset
-    assert (fit.n_opt.coefficient.value, fit.n_opt.exponent.value) == pytest.approx(
-        (0.1, 0.5), rel=1e-8
-    )
+    assert fit.n_opt.coefficient.value == pytest.approx(0.1, rel=1e-8)
+    assert fit.n_opt.exponent.value == pytest.approx(0.5, rel=1e-8)
     assert fit.d_opt.exponent.value == pytest.approx(0.5, rel=1e-8)
-    assert (
-        fit.loss.coefficient.value,
-        fit.loss.exponent.value,
-        fit.loss.offset.value,
-    ) == pytest.approx((50, -0.1, 1), rel=1e-4)
+    values = [one.value for one in (fit.loss.coefficient, fit.loss.exponent, fit.loss.offset)]
+    assert values == pytest.approx((50, -0.1, 1), rel=1e-4)
 
 
 def test_what_makes_no_frontier_is_said() -> None:
@@ -75,25 +66,18 @@ def test_what_makes_no_frontier_is_said() -> None:
     )
     fit, notes = fit_isoflop(dataclasses.replace(some, loss=away), QUICK, np.random.default_rng(0))
     assert [parabola.inside for parabola in fit.parabolas] == [False, True, True, True]
-    assert any("1e+16 FLOPs: the minimum is beyond the largest size" in note for note in notes)
-    assert any(
-        "3 minima: the lowest loss is a power law of FLOPs without an offset" in note
-        for note in notes
-    )
+    assert "1e+16 FLOPs: the minimum is beyond the largest size" in "\n".join(notes)
+    assert "3 minima: the lowest loss is a power law of FLOPs without an offset" in "\n".join(notes)
     assert fit.n_opt and fit.n_opt.exponent.value == pytest.approx(0.5, rel=1e-8)
     with pytest.raises(NotIdentified, match="1e\\+16 FLOPs: the parabola opens downwards"):
         fit_isoflop(parabolas(depth=-0.05), QUICK, np.random.default_rng(0))
     fit, notes = fit_isoflop(parabolas(sizes=3), QUICK, np.random.default_rng(0))
     assert len(notes) == 1 and fit.n_opt and (fit.n_opt.exponent.low, fit.n_opt.draws) == (None, [])
     few = some.take(np.flatnonzero((some.budget != 1e18) | (some.n < 0.6e8)))
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"1e\+18 FLOPs has 2 sizes \(2.5e\+07 and 5e\+07 parameters\).*approaches:"
-            r" \[parametric\]"
-        ),
-    ):
+    with pytest.raises(ConfigError) as caught:
         fit_isoflop(few, QUICK, np.random.default_rng(0))
+    assert "1e+18 FLOPs has 2 sizes (2.5e+07 and 5e+07 parameters)" in str(caught.value)
+    assert str(caught.value).endswith("approaches: [parametric]")
 
 
 @pytest.mark.parametrize("law", [(3.0, -0.05, 1.7), (40.0, -0.3, 0.0), (1e3, -0.15, 2.2)])
@@ -142,6 +126,9 @@ def test_a_variant_that_needs_four_fifths_is_found_to() -> None:
         )
 
 
+SMALL_SIZES = "67624 137808 210552 367560 67624 137808 288928 537880 210552 448752 624960 894000"
+
+
 def small_study(seed: int) -> tuple[list[IsoFlopFit], Comparison]:
     """Return the fits of two variants, the second learning as with C / 0.8, and their comparison.
 
@@ -150,28 +137,12 @@ def small_study(seed: int) -> tuple[list[IsoFlopFit], Comparison]:
     """
     rng = np.random.default_rng(seed)
     c = np.repeat([4e11, 1.2e12, 3.6e12], 4)
-    n = np.array(
-        [
-            67624,
-            137808,
-            210552,
-            367560,
-            67624,
-            137808,
-            288928,
-            537880,
-            210552,
-            448752,
-            624960,
-            894000.0,
-        ]
-    )
+    n = np.array(SMALL_SIZES.split(), dtype=float)
     fits = []
     for seen in (c, c / 0.8):
         off = np.log(n / (1.5e5 * (seen / 4e11) ** 0.45))
-        losses = (5.3 * (seen / 4e11) ** -0.096 + 0.23 * off**2) * np.exp(
-            rng.normal(0, 0.007, len(n))
-        )
+        scatter = np.exp(rng.normal(0, 0.007, len(n)))
+        losses = (5.3 * (seen / 4e11) ** -0.096 + 0.23 * off**2) * scatter
         fits.append(fit_isoflop(points(n, c / (4 * n), losses, c), QUICK, rng)[0])
     theirs, ours = (
         VariantFit(name, len(n), isoflop=fit) for name, fit in zip("ab", fits, strict=True)
@@ -259,44 +230,23 @@ def test_a_best_rate_at_the_edge_is_left_out_and_seeds_give_an_interval() -> Non
         np.random.default_rng(0),
     )
     assert fit and fit.by_width and fit.by_width.exponent.low is not None
-    assert [one.edge for one in fit.optima] == [True, False, False] and fit.optima[
-        0
-    ].rate.value == 0.008
-    assert any(
-        "the best is the largest rate, 0.008: the optimum is not bracketed" in note
-        for note in notes
-    )
-    assert fit.by_width.exponent.value == pytest.approx(
-        np.log(0.0015 / 0.002) / np.log(2), abs=0.06
-    )
+    assert [one.edge for one in fit.optima] == [True, False, False]
+    assert fit.optima[0].rate.value == 0.008
+    edge = "the best is the largest rate, 0.008: the optimum is not bracketed"
+    assert edge in "\n".join(notes)
+    slope = np.log(0.0015 / 0.002) / np.log(2)
+    assert fit.by_width.exponent.value == pytest.approx(slope, abs=0.06)
     assert all((one.rate.low or 1) < (one.rate.high or 0) for one in fit.optima[1:])
 
 
 def test_the_laws_take_the_best_rate_of_each_size_and_budget() -> None:
     some = runs(0.001, 1)
-    both = [
-        dataclasses.replace(some, loss=some.loss * worse, rate=np.full(35, rate))
-        for worse, rate in ((1.0, 0.001), (1.1, 0.002))
-    ]
-    joined = Points(
-        **{
-            item.name: np.concatenate([getattr(one, item.name) for one in both])
-            for item in dataclasses.fields(Points)
-        }
+    both = some.take(np.tile(np.arange(35), 2))
+    rate = np.repeat([0.001, 0.002], 35)
+    chosen, note = best_rates(
+        dataclasses.replace(both, loss=both.loss * np.where(rate == 0.001, 1.0, 1.1), rate=rate)
     )
-    chosen, note = best_rates(joined)
-    assert (
-        len(chosen) == 35 and (chosen.rate == 0.001).all() and note and "best measured rate" in note
-    )
+    assert len(chosen) == 35 and (chosen.rate == 0.001).all()
+    assert note and "best measured rate" in note
     untouched, nothing = best_rates(some)
     assert len(untouched) == 35 and nothing is None
-
-
-def test_without_a_common_loss_there_is_no_number() -> None:
-    better = runs(0.001, 1)
-    worse = dataclasses.replace(runs(0.001, 2), loss=runs(0.001, 2).loss + 3)
-    for one in compared(better, worse):
-        assert one.overall is None and one.multipliers == []
-        assert (
-            "have no common range of losses" in one.words and "no compute multiplier" in one.words
-        )

@@ -18,7 +18,7 @@ import pytest
 
 from fem_common.errors import ConfigError
 from tools.scaling.fits import huber
-from tools.scaling.fits.parametric import NAMES, fit_parametric, leave_out
+from tools.scaling.fits.parametric import fit_parametric, leave_out
 from tools.scaling.fits.points import NotIdentified, Points
 from tools.scaling.results import (
     ParametricFit,
@@ -51,10 +51,6 @@ def fitted(some: Points, config: FitConfig = QUICK) -> ParametricFit:
     return fit_parametric(some, config, np.random.default_rng(config.seed))
 
 
-def values(law: ParametricFit) -> list[float]:
-    return [getattr(law, name).value for name in NAMES]
-
-
 def published() -> Points:
     size, flops, losses = np.genfromtxt(DATA, delimiter=",", skip_header=1).T
     return points(size, flops / (6 * size), losses)
@@ -65,8 +61,8 @@ def test_exact_losses_give_the_law_back() -> None:
     error times log N = 20.
     """
     law = fitted(runs(noise=0.0, seed=0))
-    for name in (*NAMES, "a", "b"):
-        assert getattr(law, name).value == pytest.approx(TRUTH[name], rel=2e-3)
+    for name, truth in TRUTH.items():
+        assert getattr(law, name).value == pytest.approx(truth, rel=2e-3)
     assert law.agreeing > law.starts / 2
     assert law.noise < 1e-5
 
@@ -87,21 +83,17 @@ def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) 
     for 40 and for 12. The seeds are fixed, so the result is deterministic. The estimates' median is
     the truth up to the effect of noise on that number of repetitions.
     """
-    names = (*NAMES, "a", "b")
-    held = dict.fromkeys(names, 0)
-    found = []
+    truth, held, found = list(TRUTH.values()), np.zeros(len(TRUTH)), []
     for repetition in range(repetitions):
-        law = fitted(
-            runs(noise=0.004, seed=1000 + repetition), dataclasses.replace(QUICK, seed=repetition)
-        )
+        some = runs(noise=0.004, seed=1000 + repetition)
+        law = fitted(some, dataclasses.replace(QUICK, seed=repetition))
         assert law.failed == 0
-        found.append([getattr(law, name).value for name in names])
-        for name in names:
-            estimate = getattr(law, name)
-            assert estimate.low is not None and estimate.high is not None
-            held[name] += estimate.low <= TRUTH[name] <= estimate.high
-    assert {name: count for name, count in held.items() if not least <= count <= most} == {}, held
-    off = np.abs(np.median(found, axis=0) / [TRUTH[name] for name in names] - 1)
+        estimates = [getattr(law, name) for name in TRUTH]
+        low, value, high = np.array([(one.low, one.value, one.high) for one in estimates]).T
+        held += (low <= truth) & (truth <= high)
+        found.append(value)
+    assert ((least <= held) & (held <= most)).all(), held
+    off = np.abs(np.median(found, axis=0) / truth - 1)
     # E and the exponents scatter by 1 to 2% per repetition.
     assert (off[[0, 3, 4, 5, 6]] < 0.015).all(), off
     assert (off[[1, 2]] < 0.08).all(), off  # A and B scatter by 12%
@@ -127,10 +119,8 @@ def test_the_replication_of_chinchilla() -> None:
     assert law.a.value == pytest.approx(0.512, abs=0.002)
     # The interval excludes the exponent of Hoffmann et al., 0.2849 / (0.3392 + 0.2849).
     assert law.a.low is not None and law.a.low > 0.4564
-    data, replication = (
-        huber.Data.of(some.n, some.d, some.loss),
-        [value for value, _ in REPLICATION.values()],
-    )
+    data = huber.Data.of(some.n, some.d, some.loss)
+    replication = [value for value, _ in REPLICATION.values()]
     theirs, replicated = huber.objective(
         data.centred(np.array([HOFFMANN, replication])), data, np.ones((2, 240)), 1e-3
     )[0]
@@ -171,17 +161,17 @@ def test_what_does_not_determine_a_law_is_not_fitted() -> None:
     """
     n, d = np.tile(np.geomspace(1e7, 1e9, 5), 5), np.repeat(np.geomspace(1e9, 1e11, 5), 5)
     noise = np.exp(np.random.default_rng(0).normal(0, 1e-3, 25))
-    for some, said in (
-        (runs(noise=0.004, seed=8).take(np.arange(6)), "5 parameters, but only 6 runs exist"),
-        (
-            points(np.full(25, 1e8), d, loss(np.full(25, 1e8), d)),
-            "have 1 and 5: E, A, B, alpha and beta are not identified",
+    one_size = np.full(25, 1e8)
+    cases = {
+        "5 parameters, but only 6 runs exist": runs(0.004, 8).take(np.arange(6)),
+        "have 1 and 5: E, A, B, alpha and beta are not identified": points(
+            one_size, d, loss(one_size, d)
         ),
-        (
-            points(n, d, (1.7 + 400 * d**-0.3) * noise),
-            "not identified: .*(A|alpha)|does not converge",
+        "not identified: .*(A|alpha)|does not converge": points(
+            n, d, (1.7 + 400 * d**-0.3) * noise
         ),
-    ):
+    }
+    for said, some in cases.items():
         with pytest.raises((NotIdentified, ConfigError), match=said):
             fitted(some)
 
@@ -212,9 +202,8 @@ def test_leaving_a_budget_out_predicts_it() -> None:
         one.mean_error < 0.006 and one.mean_error <= one.worst_error < 0.02 and one.runs == 7
         for one in left
     )
-    broken = dataclasses.replace(
-        some, loss=np.where(some.budget == 1e20, some.loss * 1.1, some.loss)
-    )
+    wrong = np.where(some.budget == 1e20, some.loss * 1.1, some.loss)
+    broken = dataclasses.replace(some, loss=wrong)
     third = leave_out(broken, fitted(broken), 1e-3)[0][2]
     assert 0.08 < third.mean_error < 0.1  # 1 - 1/1.1 = 0.091 of the present loss
 
@@ -260,7 +249,7 @@ def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
     frontier = optimal(variant, 1e20, "isoflop")
     assert frontier.method == "isoflop" and frontier.n.value == pytest.approx(best_n(1e20), rel=0.1)
     assert frontier.loss.value == pytest.approx(
-        float(loss(np.array(best_n(1e20)), np.array(1e20 / 6 / best_n(1e20)))), rel=0.01
+        loss(best_n(1e20), 1e20 / 6 / best_n(1e20)), rel=0.01
     )
     bare = dataclasses.replace(variant, parametric=None, notes=["6 runs are too few"])
     with pytest.raises(ConfigError, match="transformer: no parametric law.*6 runs are too few"):
@@ -306,4 +295,4 @@ def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:
     assert ((far.high or 0) - (far.low or 0)) / far.value > (
         (near.high or 0) - (near.low or 0)
     ) / near.value
-    assert far.value == pytest.approx(float(loss(np.array(1e13), np.array(2e14))), abs=0.05)
+    assert far.value == pytest.approx(loss(1e13, 2e14), abs=0.05)

@@ -4,7 +4,6 @@ resumed.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,13 +12,14 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fem_common.errors import ConfigError
 from launch.verbs.sweep import read_list
 from tests.pretrain.data_folder import write_folder
-from tests.ranks import losses
+from tests.ranks import losses, records
 from tests.test_house import ROOT
 from tests.tools.scaling.studies import trunked, write
 from tests.tools.scaling.test_collect import make
@@ -47,26 +47,14 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
     runs = plan_study(study)
     (tmp_path / "list.txt").write_text(running.run_list(runs))
     assert read_list(tmp_path / "list.txt") == {run.name: run.settings for run in runs}
-    told = " ".join(
-        running.launch_command(
-            study,
-            arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update"),
-            "list.txt",
-        )
-    )
-    for option in (
-        "--nodes 2 --processes 2",
-        "--at-once 3",
-        "--dependency 7",
-        "--time 10",
-        "--update",
-        f"--directory {study.directory}",
-    ):
-        assert option in told
-    assert "--dry-run" not in told
+    asked = arguments("--nodes", "2", "--dependency", "7", "--time", "10", "--update")
+    told = " ".join(running.launch_command(study, asked))
+    for option in "nodes 2 --processes 2,at-once 3,dependency 7,time 10,update".split(","):
+        assert f"--{option}" in told
+    assert f"--directory {study.directory}" in told and "--dry-run" not in told
     for wrong in (("--nodes", "3"), ("--nodes", "0"), ("--at-once", "0")):
         with pytest.raises(ConfigError, match=wrong[0]):
-            running.launch_command(study, arguments(*wrong), "list.txt")
+            running.launch_command(study, arguments(*wrong))
     (tmp_path / "mine.yaml").write_text("base: local_cpu\n")
     (tmp_path / "cluster.yaml").write_text("base: slurm_h100_ib\nslurm: {partition: gpu}\n")
     assert running.is_local(tmp_path / "mine.yaml") and running.is_local(Path("local_cpu"))
@@ -76,16 +64,8 @@ def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
 def test_progress_counts_flops_and_says_what_is_left(tmp_path: Path) -> None:
     study = load_study(write(tmp_path))
     runs = plan_study(study)
-    rows = {
-        run.name: {
-            "name": run.name,
-            "state": "new",
-            "active": False,
-            "step": None,
-            "steps": run.steps,
-        }
-        for run in runs
-    }
+    new = {"state": "new", "active": False, "step": None}
+    rows = {run.name: {**new, "name": run.name, "steps": run.steps} for run in runs}
     progress = running.Progress(study, runs, began=time.monotonic() - 100.0)
     assert progress.line(rows) == "study: 0 of 12 runs done, 0% of the FLOPs"
     for run in runs[:6]:
@@ -93,9 +73,8 @@ def test_progress_counts_flops_and_says_what_is_left(tmp_path: Path) -> None:
     share = sum(run.flops for run in runs[:6]) / sum(run.flops for run in runs)
     rows[runs[-1].name] |= {"state": "running", "active": True, "step": 0}
     line = progress.line(rows)
-    assert f"6 of 12 runs done, {share:.0%} of the FLOPs; " in line and line.endswith(
-        f"now {runs[-1].name} 0/{runs[-1].steps}"
-    )
+    assert f"6 of 12 runs done, {share:.0%} of the FLOPs; " in line
+    assert line.endswith(f"now {runs[-1].name} 0/{runs[-1].steps}")
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -121,7 +100,8 @@ def test_forks_start_after_their_trunks(
         return int(local), False
 
     monkeypatch.setattr(running, "_follow", follow)
-    assert running._start(study, runs, arguments(), local) == (int(local), False)
+    command = running.launch_command(study, arguments())
+    assert running._start(study, runs, command, {}, local) == (int(local), False)
     first, second = started
     assert first == (set(trunks), [])
     missing = trunks[0] if local else ""
@@ -164,14 +144,10 @@ def test_a_study_ends_as_its_runs_did(
     path = write(tmp_path, lambda values: values.update(directory=str(tmp_path / "runs")))
     write_folder(tmp_path / "data", tokens=3_000_000)
     names = [run.name for run in plan_study(load_study(path))]
-    rows = (
-        None
-        if states is None
-        else {
-            name: {"state": state, "message": "no memory"}
-            for name, state in zip(names, states, strict=True)
-        }
-    )
+    rows = states and {
+        name: {"state": state, "message": "no memory"}
+        for name, state in zip(names, states, strict=True)
+    }
     program = LAUNCH if killed else f"import sys; sys.exit({3 if states is None else 0})"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(running, "launch_command", lambda *_: [sys.executable, "-c", program])
@@ -205,49 +181,33 @@ def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
 
 
 def trained(folder: Path) -> list[int]:
-    """Return the steps with a loss in metrics.jsonl, in order; the last line may be incomplete."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line]
+    """Return the steps with a loss in metrics.jsonl, in order."""
+    return [line["step"] for line in records(folder) if "loss" in line]
 
 
-QUIET = (
-    "train.eval_batches=8 checkpoint.interval=1000 log.diagnostics_interval=0"
-    " log.straggler_interval=0 log.interval=1000".split()
-)
+def quiet(folder: Path) -> list[str]:
+    """Return settings of a run that logs and saves little, with the data in ``folder``."""
+    data = [f"data.{split}.0.prefix={folder}/data/{split}" for split in ("train", "valid")]
+    few = (
+        "train.eval_batches=8 checkpoint.interval=1000 log.diagnostics_interval=0"
+        " log.straggler_interval=0 log.interval=1000"
+    )
+    return [*data, *few.split()]
 
 
 @pytest.mark.slow
 def test_a_study_killed_on_its_way_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = [f"data.{split}.0.prefix={tmp_path}/data/{split}" for split in ("train", "valid")]
     shape = {"head_size": 8, "aspect_ratio": 32, "min_layers": 1, "ffn_multiple": 8}
-    more = {
-        "sizes": [16, 8],
-        "budgets": [],
-        "tokens": [80_000],
-        "validations": 2,
-        "shape": shape,
-        "settings": [*QUIET, *data],
-    }
-    path, study, runs = make(tmp_path, **more)
+    more = {"sizes": [16, 8], "budgets": [], "tokens": [80_000], "validations": 2}
+    path, study, runs = make(tmp_path, **more, shape=shape, settings=quiet(tmp_path))
     folders = [Path(study.directory) / run.name for run in runs]
     command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
-    first = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    began = time.monotonic()
-    while (
-        first.poll() is None
-        and time.monotonic() - began < PATIENCE
-        and len(trained(folders[1])) < 20
-    ):
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    first = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    end = time.monotonic() + PATIENCE
+    while first.poll() is None and time.monotonic() < end and len(trained(folders[1])) < 20:
         time.sleep(0.05)
     if first.poll() is None:
         os.killpg(first.pid, signal.SIGTERM)
@@ -274,15 +234,15 @@ def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(
     """Training losses, gradient norms and the last validation of every run; fewer steps were
     trained.
     """
-    data = [f"data.{split}.0.prefix={tmp_path}/data/{split}" for split in ("train", "valid")]
+    schedule = ["optimizer.schedule=wsd", "optimizer.decay_steps=10"]
     more = {
         "sizes": [16],
         "budgets": [],
         "tokens": [7_680, 11_520, 15_360],
         "shape": {"head_size": 8, "min_layers": 1},
         "warmup_steps": 5,
+        "settings": [*quiet(tmp_path), *schedule],
     }
-    more["settings"] = [*QUIET, *data, "optimizer.schedule=wsd", "optimizer.decay_steps=10"]
     found = {}
     for trunks in (False, True):
         path, study, runs = make(
@@ -306,7 +266,5 @@ def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(
         assert steps == {step: told for step, told in straight[name][0].items() if step > begin}, (
             name
         )
-    assert (
-        other["loss"].tolist() == table["loss"].tolist()
-        and other["config_hash"].tolist() == table["config_hash"].tolist()
-    )
+    for column in ("loss", "config_hash"):
+        assert other[column].tolist() == table[column].tolist()

@@ -52,26 +52,16 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
     for line, run in zip(told[3:], runs, strict=False):
         config = prepare(load_run(study.base, run.settings), 1, plan_only=True).config
         plan = make_plan(config, 1)
-        assert (run.parameters, run.non_embedding_parameters) == (
-            plan.total_parameters,
-            plan.non_embedding_parameters,
-        )
-        assert (run.steps, run.tokens, run.flops_per_token) == (
-            plan.schedule.steps,
-            plan.tokens,
-            plan.train_flops,
-        )
+        assert run.parameters == plan.total_parameters
+        assert run.non_embedding_parameters == plan.non_embedding_parameters
+        assert (run.steps, run.tokens) == (plan.schedule.steps, plan.tokens)
+        assert run.flops_per_token == plan.train_flops
         assert run.flops == run.tokens * run.flops_per_token
-        assert (
-            run.budget is not None
-            and abs(run.flops - run.budget) <= run.flops_per_token * run.batch_tokens / 2
-        )  # the nearest step
+        step_flops = run.flops_per_token * run.batch_tokens
+        assert run.budget and abs(run.flops - run.budget) <= step_flops / 2  # the nearest step
         assert config.optimizer.warmup_steps == pytest.approx(0.05 * run.steps, abs=0.5)
-        assert (
-            config.optimizer.lr
-            == run.learning_rate
-            == {"transformer": 1e-3, "cem": 5e-4}[run.variant]
-        )
+        rate = {"transformer": 1e-3, "cem": 5e-4}[run.variant]
+        assert config.optimizer.lr == run.learning_rate == rate
         # The same fraction of the peak as in the base configuration.
         assert config.optimizer.min_lr == pytest.approx(run.learning_rate / 5)
         assert -(-run.steps // config.train.eval_interval) == study.validations
@@ -79,9 +69,8 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
         assert run.hours == pytest.approx(run.flops / 1e10 / 3600)
         assert run.epochs is None
         numbers = (run.non_embedding_parameters, run.parameters, run.tokens, run.steps)
-        assert line.split()[0] == run.variant and {f"{number:,}" for number in numbers} <= set(
-            line.split()
-        )
+        variant, *cells = line.split()
+        assert variant == run.variant and {f"{number:,}" for number in numbers} <= set(cells)
     rest = "\n".join(told[3 + len(runs) :])
     for words in (
         "12 runs",
@@ -111,18 +100,18 @@ def test_data_that_is_there_is_counted_and_not_repeated_too_often(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_folder(tmp_path / "data", tokens=100_000)
-    _, runs = planned(write(tmp_path, lambda values: values.update(max_epochs=2.6)))
+
+    def limited(max_epochs: float) -> Path:
+        return write(tmp_path, partial(dict.update, max_epochs=max_epochs))
+
+    _, runs = planned(limited(2.6))
     assert all(run.epochs == pytest.approx(run.tokens / 100_000) for run in runs)
     most = max(run.epochs or 0 for run in runs)
-    assert (
-        main(["plan", str(write(tmp_path, lambda values: values.update(max_epochs=most * 0.99)))])
-        == 2
-    )
+    assert main(["plan", str(limited(most * 0.99))]) == 2
     error = capsys.readouterr().err
     assert f"it reads its training data {most:.2f} times" in error
     fix = float(error.rpartition("max_epochs: ")[2])
-    # The suggested value is valid.
-    assert planned(write(tmp_path, lambda values: values.update(max_epochs=fix)))[1]
+    assert planned(limited(fix))[1]  # the suggested value is valid
 
 
 @pytest.mark.parametrize(
@@ -138,22 +127,14 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(
         sizes = nearest_sizes(shape, model, target, count)
         away = {width: max(found / target, target / found) for width, found in counts.items()}
         assert away[sizes.width] == min(away.values())
-        assert (
-            sizes.heads * 16 == sizes.width
-            and sizes.ffn % shape.ffn_multiple == 0
-            and sizes.ffn >= sizes.width * 8 / 3
-        )
-    _, runs = planned(
-        write(
-            tmp_path,
-            lambda values: values.update(sizes={"parameters": [5e4, 2e5, 5e5]}, budgets=[1e11]),
-        )
-    )
+        assert sizes.heads * 16 == sizes.width
+        assert sizes.ffn % shape.ffn_multiple == 0 and sizes.ffn >= sizes.width * 8 / 3
+    targets = [5e4, 2e5, 5e5]
+    changed = partial(dict.update, sizes={"parameters": targets}, budgets=[1e11])
+    _, runs = planned(write(tmp_path, changed))
     found = sorted({run.non_embedding_parameters for run in runs if run.variant == "transformer"})
     # The width changes in steps of a head.
-    assert all(
-        0.5 < count / target < 2 for count, target in zip(found, (5e4, 2e5, 5e5), strict=True)
-    )
+    assert all(0.5 < count / target < 2 for count, target in zip(found, targets, strict=True))
 
 
 def test_the_shorter_runs_are_forks_of_the_longest(
@@ -172,37 +153,22 @@ def test_the_shorter_runs_are_forks_of_the_longest(
         begin = {100: 90, 200: 180, 400: 0}[run.steps]
         trunk = run.name.replace(f"-d{run.tokens}-", "-d102400-")
         fork = f"runs/studies/study/{trunk}/checkpoints/step_{begin:08d}" if begin else None
-        assert (config.checkpoint.fork, config.checkpoint.keep) == (
-            fork,
-            () if begin else (90, 180),
-        )
-        assert (
-            replace(config, checkpoint=wanted.checkpoint) == wanted
-            and wanted.optimizer.warmup_steps == 20
-        )
-        assert run.own_flops == pytest.approx(
-            (run.steps - begin) / run.steps * whole.flops, rel=1e-12
-        )
-        assert run.hours == pytest.approx(run.own_flops / 1e10 / 3600) and (
-            run.flops,
-            run.tokens,
-        ) == (whole.flops, whole.tokens)
+        assert config.checkpoint.fork == fork
+        assert config.checkpoint.keep == (() if begin else (90, 180))
+        assert replace(config, checkpoint=wanted.checkpoint) == wanted
+        assert wanted.optimizer.warmup_steps == 20
+        own_flops = (run.steps - begin) / run.steps * whole.flops
+        assert run.own_flops == pytest.approx(own_flops, rel=1e-12)
+        assert run.hours == pytest.approx(own_flops / 1e10 / 3600)
+        assert (run.flops, run.tokens) == (whole.flops, whole.tokens)
         assert (run.trunk, run.begin_step) == ((trunk, begin) if begin else ("", 0))
     assert main(["plan", str(path)]) == 0
-    told = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("trunks: ")
-    )
-    total = sum(run.flops for run in straight)
-    assert "16 runs start " in told and f"{270 / 700 * total:.4g} saved (39%)" in told
+    out, total = capsys.readouterr().out, sum(run.flops for run in straight)
+    assert "trunks: 16 runs start " in out and f"{270 / 700 * total:.4g} saved (39%)" in out
     write_folder(tmp_path / "data", tokens=90_000)
     forks = ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]
-    wrong: tuple[dict[str, Any], ...] = (
-        {},
-        {"settings": []},
-        {"settings": forks},
-        {"warmup_steps": None},
-    )
-    for changed in wrong:
+    wrong: list[dict[str, Any]] = [{}, {"settings": []}, {"settings": forks}]
+    for changed in [*wrong, {"warmup_steps": None}]:
         assert main(["plan", str(write(tmp_path, partial(trunked, **changed)))]) == 2
         wording(error := capsys.readouterr().err)
         assert error.count("\n") == 1
@@ -220,13 +186,8 @@ WRONG: dict[str, list[Any]] = {
     "settings": [["optimizer.eps=1e-9", "optimizer.eps=1e-8"], ["checkpoint.mirror=m"]],
     "learning_rates": [[1e-3]],
     "sizes": [
-        *(
-            [32, 64],
-            [32, 64, 64],
-            [32, 64, 90],
-            [32, 64, {"layers": 2}],
-            [32, 64, {"width": 96, "heads": 7}],
-        ),
+        [32, 64],
+        *([32, 64, last] for last in (64, 90, {"layers": 2}, {"width": 96, "heads": 7})),
         {"parameters": [1e5, 1.01e5, 5e5]},
     ],
     "budgets": [[3e10, 3e10], [0], [], TOO_SHORT],

@@ -47,30 +47,14 @@ class Data:
     def plain(self, parameters: Array) -> Array:
         """Convert centred (e, a, b, alpha, beta) to (E, A, B, alpha, beta)."""
         e, a, b, alpha, beta = parameters.T
-        return np.stack(
-            [
-                np.exp(e),
-                np.exp(a + alpha * self.center[0]),
-                np.exp(b + beta * self.center[1]),
-                alpha,
-                beta,
-            ],
-            axis=1,
-        )
+        a, b = a + alpha * self.center[0], b + beta * self.center[1]
+        return np.stack([np.exp(e), np.exp(a), np.exp(b), alpha, beta], axis=1)
 
     def centred(self, plain: Array) -> Array:
         """Inverse of `plain`."""
         e, a, b, alpha, beta = plain.T
-        return np.stack(
-            [
-                np.log(e),
-                np.log(a) - alpha * self.center[0],
-                np.log(b) - beta * self.center[1],
-                alpha,
-                beta,
-            ],
-            axis=1,
-        )
+        a, b = np.log(a) - alpha * self.center[0], np.log(b) - beta * self.center[1]
+        return np.stack([np.log(e), a, b, alpha, beta], axis=1)
 
     def bounds(self) -> tuple[Array, Array]:
         """Return (lower, upper) of the centred parameters."""

@@ -51,15 +51,8 @@ class _Budget:
         center = float(log_n.mean())
         design = _basis(log_n - center)
         solve = np.linalg.pinv(design)
-        tokens = np.asarray(solve @ np.log(points.d), dtype=np.float64)
-        return cls(
-            flops,
-            points,
-            center,
-            np.asarray(solve),
-            np.asarray((design * solve.T).sum(axis=1)),
-            tokens,
-        )
+        leverage = (design * solve.T).sum(axis=1)
+        return cls(flops, points, center, solve, leverage, solve @ np.log(points.d))
 
     def minima(self, losses: Array) -> tuple[Array, Array, Array, Array]:
         """Return (N, D, loss, curvature) at the parabola's vertex for each row of ``losses`` ``[k,

@@ -34,12 +34,10 @@ def fit_learning_rates(
         rates = by_rate(points, rows)
         if len(rates) < 2:
             continue
-        told = f"{points.n[rows[0]]:.4g} parameters"
-        told += (
-            f" at {points.budget[rows[0]]:.3g} FLOPs"
-            if points.budgets
-            else f" on {points.d[rows[0]]:.3g} tokens"
-        )
+        length = f"on {points.d[rows[0]]:.3g} tokens"
+        if points.budgets:
+            length = f"at {points.budget[rows[0]]:.3g} FLOPs"
+        told = f"{points.n[rows[0]]:.4g} parameters {length}"
         if len(rates) < FEWEST_RATES:
             notes.append(
                 f"learning rate: {told}: {len(rates)} rates, but an interpolation of the optimum"
@@ -58,11 +56,8 @@ def fit_learning_rates(
         drawn.append(draws)
     if not optima:
         return None, notes
-    inner = [index for index, optimum in enumerate(optima) if not optimum.edge]
-    by_parameters, by_width = (
-        _law(name, [optima[index] for index in inner], [drawn[index] for index in inner], config)
-        for name in ("parameters", "width")
-    )
+    inner = [pair for pair in zip(optima, drawn, strict=True) if not pair[0].edge]
+    by_parameters, by_width = (_law(name, inner, config) for name in ("parameters", "width"))
     if by_parameters is None:
         notes.append("learning rate: no power law, which needs inner optima of two sizes")
     elif not by_parameters.draws:
@@ -122,26 +117,21 @@ def _optimum(
 
 
 def _law(
-    name: str, optima: list[LearningRateOptimum], drawn: list[Array], config: FitConfig
+    name: str, inner: list[tuple[LearningRateOptimum, Array]], config: FitConfig
 ) -> PowerLaw | None:
     """Return the power law of the best rate against size, or None with fewer than two sizes.
 
-    ``name`` is the attribute of the optima that is the size: "parameters" or "width".
+    ``name`` is the attribute of the optima that is the size: "parameters" or "width". ``inner``:
+    the optima, each with the best rates of its resamples.
     """
-    known = [
-        (float(size), optimum.rate.value, draws)
-        for optimum, draws in zip(optima, drawn, strict=True)
-        if (size := getattr(optimum, name))
-    ]
-    if len({size for size, _, _ in known}) < 2:
+    known = [(optimum, drawn) for optimum, drawn in inner if getattr(optimum, name)]
+    x = np.array([float(getattr(optimum, name)) for optimum, _ in known])
+    if len(np.unique(x)) < 2:
         return None
-    x, rates = np.array([size for size, _, _ in known]), np.array([[rate for _, rate, _ in known]])
-    resampled = all(len(draws) for _, _, draws in known)
-    draws = (
-        pure(x, np.stack([draws for _, _, draws in known], axis=1))
-        if resampled
-        else np.empty((0, 3))
-    )
+    rates = np.array([[optimum.rate.value for optimum, _ in known]])
+    draws = np.empty((0, 3))
+    if all(len(drawn) for _, drawn in known):
+        draws = pure(x, np.stack([drawn for _, drawn in known], axis=1))
     return power_law(
         name, "learning rate", pure(x, rates)[0], draws, config.resamples, config.interval, False
     )

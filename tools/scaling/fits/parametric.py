@@ -88,15 +88,8 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
 def residuals(points: Points, law: ParametricFit) -> list[Residual]:
     """Return the deviation of every run from the law."""
     predicted = law.loss(points.n, points.d)
-    columns = (
-        points.n,
-        points.d,
-        points.c,
-        points.budget,
-        points.loss,
-        predicted,
-        points.loss / predicted - 1,
-    )
+    relative = points.loss / predicted - 1
+    columns = (points.n, points.d, points.c, points.budget, points.loss, predicted, relative)
     rows = zip(points.run.tolist(), *(column.tolist() for column in columns), strict=True)
     return [
         Residual(run, n, d, c, None if math.isnan(budget) else budget, *rest)
@@ -121,17 +114,10 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
             notes.append(f"left out {budget:.3g} FLOPs: {error}")
             continue
         e, a, b, alpha, beta = data.plain(end)[0]
-        error_of = np.abs(e + a * left.n**-alpha + b * left.d**-beta - left.loss) / left.loss
-        worst = int(error_of.argmax())
-        found.append(
-            LeftOut(
-                budget,
-                len(left),
-                float(error_of.mean()),
-                float(error_of[worst]),
-                str(left.run[worst]),
-            )
-        )
+        errors = np.abs(e + a * left.n**-alpha + b * left.d**-beta - left.loss) / left.loss
+        mean, worst = float(errors.mean()), float(errors.max())
+        run = str(left.run[errors.argmax()])
+        found.append(LeftOut(budget, len(left), mean, worst, run))
     return found, notes
 
 

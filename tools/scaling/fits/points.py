@@ -10,7 +10,7 @@ weights, and therefore the spread of a law, are widened by the ratio of Student'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from fem_common.errors import ConfigError
+from tools.scaling.study import SIZE_COLUMN
 
 Array = NDArray[np.float64]
-COLUMN = {"total": "parameters", "non_embedding": "non_embedding_parameters"}
 
 
 class NotIdentified(ValueError):
@@ -62,18 +62,13 @@ class Points:
     @property
     def budgets(self) -> list[float]:
         """Budgets in increasing order; empty if a run has none."""
-        return (
-            []
-            if np.isnan(self.budget).any()
-            else [float(value) for value in np.unique(self.budget)]
-        )
+        return [] if np.isnan(self.budget).any() else np.unique(self.budget).tolist()
 
     @property
     def strata(self) -> list[NDArray[np.intp]]:
         """Indices of the runs of each budget; of all runs without budgets."""
-        return [np.flatnonzero(self.budget == value) for value in self.budgets] or [
-            np.arange(len(self))
-        ]
+        by_budget = [np.flatnonzero(self.budget == value) for value in self.budgets]
+        return by_budget or [np.arange(len(self))]
 
 
 def points_of(frame: pd.DataFrame, parameters: str) -> Points:
@@ -85,7 +80,7 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
     """
     runs = np.asarray(frame["run"].astype(str), dtype=np.str_)
     arrays = {}
-    wanted = {"n": COLUMN[parameters], "d": "tokens", "c": "flops", "loss": "loss"}
+    wanted = {"n": SIZE_COLUMN[parameters], "d": "tokens", "c": "flops", "loss": "loss"}
     optional = {"budget": "budget", "width": "width", "rate": "learning_rate", "seed": "seed"}
     for name, column in (wanted | optional).items():
         arrays[name] = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
@@ -93,7 +88,7 @@ def points_of(frame: pd.DataFrame, parameters: str) -> Points:
         if name in wanted and wrong.any():
             fix = (
                 "; set fit.parameters: total"
-                if column == COLUMN["non_embedding"]
+                if column == SIZE_COLUMN["non_embedding"]
                 else "; remove the run, or run it again"
             )
             raise ConfigError(
@@ -112,35 +107,27 @@ def cells(points: Points) -> list[NDArray[np.intp]]:
     return [np.flatnonzero((points.n == n) & (length == d)) for n, d in keys]
 
 
-def by_rate(points: Points, rows: Iterable[int]) -> dict[float, NDArray[np.intp]]:
+def by_rate(points: Points, rows: NDArray[np.intp]) -> dict[float, NDArray[np.intp]]:
     """Return learning rate -> indices among ``rows``, in increasing order."""
-    chosen = np.asarray(list(rows), dtype=np.intp)
-    return {
-        float(rate): chosen[points.rate[chosen] == rate]
-        for rate in np.unique(points.rate[chosen])
-        if not np.isnan(rate)
-    }
+    rates = points.rate[rows]
+    return {rate: rows[rates == rate] for rate in np.unique(rates[~np.isnan(rates)]).tolist()}
 
 
 def best_rates(points: Points) -> tuple[Points, str | None]:
     """Return, for each size and length, the runs at the learning rate with the lowest mean loss,
     and a note if several rates exist.
     """
-    keep, several = list[int](), False
+    keep, note = list[NDArray[np.intp]](), None
     for rows in cells(points):
         rates = by_rate(points, rows)
-        several |= len(rates) > 1
-        keep += (
-            min(rates.values(), key=lambda some: float(points.loss[some].mean()))
-            if len(rates) > 1
-            else rows
-        ).tolist()
-    note = (
-        "several learning rates: the laws use the best measured rate of each size at each length"
-        if several
-        else None
-    )
-    return points.take(np.asarray(sorted(keep), dtype=np.intp)), note
+        if len(rates) > 1:
+            rows = min(rates.values(), key=lambda some: float(points.loss[some].mean()))
+            note = (
+                "several learning rates: the laws use the best measured rate of each size at each"
+                " length"
+            )
+        keep.append(rows)
+    return points.take(np.sort(np.concatenate(keep))), note
 
 
 SMALLEST_SHAPE = 0.1  # below it, the weight of a stratum is on one run

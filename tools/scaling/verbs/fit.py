@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ from tools.scaling.fits.learning_rate import fit_learning_rates
 from tools.scaling.fits.parametric import fit_parametric, leave_out, residuals
 from tools.scaling.fits.points import NotConverged, NotIdentified, Points, best_rates, points_of
 from tools.scaling.report import listings, notes, statements
-from tools.scaling.results import StudyFit, VariantFit, save_fit
+from tools.scaling.results import ParametricFit, StudyFit, VariantFit, save_fit
 from tools.scaling.study import FIT, FitConfig, Study, add_study, study_of
 from tools.scaling.table import final_runs, read_table
 
@@ -135,11 +135,10 @@ def fit_study(
             f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run"
             " STUDY.yaml trains them, then collect"
         )
-    baseline = variants[0]
-    others = (
-        [fit for variant, fit in found.items() if variant != baseline] if baseline in found else []
-    )
-    comparisons = [one for fit in others for one in compare(fit, found[baseline], config.interval)]
+    baseline, comparisons = found.get(variants[0]), []
+    for fit in found.values():
+        if baseline is not None and fit is not baseline:
+            comparisons += compare(fit, baseline, config.interval)
     return StudyFit(name, config.parameters, config.interval, source, found, comparisons, notes)
 
 
@@ -152,32 +151,33 @@ def fit_variant(
     learning_rate, notes = fit_learning_rates(points, config, rng)
     chosen, note = best_rates(points)
     notes += [note] if note else []
-    fit = VariantFit(name, len(points), learning_rate=learning_rate, notes=notes)
+    found: dict[str, Any] = {}
     if "isoflop" in config.approaches:
         try:
-            isoflop, more = fit_isoflop(chosen, config, rng)
-            fit = replace(fit, isoflop=isoflop, notes=fit.notes + more)
+            found["isoflop"], more = fit_isoflop(chosen, config, rng)
+            notes += more
         except NotIdentified as error:
-            fit = replace(fit, notes=[*fit.notes, str(error)])
+            notes.append(str(error))
     if "parametric" in config.approaches:
         try:
-            fit = _with_parametric(fit, chosen, config, rng)
+            law = fit_parametric(chosen, config, rng)
+            found["left_out"], more = leave_out(chosen, law, config.huber_delta)
+            found |= {"parametric": law, "residuals": residuals(chosen, law)}
+            notes += more + _doubts(law)
         except NotIdentified as error:
-            fit = replace(fit, notes=[*fit.notes, str(error)])
+            notes.append(str(error))
         except NotConverged as error:
-            if fit.isoflop is None:
+            if "isoflop" not in found:
                 raise
-            fit = replace(fit, notes=[*fit.notes, f"{error}; it is left out"])
-    if (fit.isoflop, fit.parametric, fit.learning_rate) == (None, None, None):
-        raise ConfigError("no law could be fitted: " + "; ".join(fit.notes))
-    return fit
+            notes.append(f"{error}; it is left out")
+    if not found and learning_rate is None:
+        raise ConfigError("no law could be fitted: " + "; ".join(notes))
+    return VariantFit(name, len(points), learning_rate=learning_rate, notes=notes, **found)
 
 
-def _with_parametric(
-    fit: VariantFit, points: Points, config: FitConfig, rng: np.random.Generator
-) -> VariantFit:
-    law = fit_parametric(points, config, rng)
-    left_out, notes = leave_out(points, law, config.huber_delta)
+def _doubts(law: ParametricFit) -> list[str]:
+    """Return notes on resamples that determine the law badly."""
+    notes = []
     if law.failed:
         notes.append(
             f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the"
@@ -188,10 +188,4 @@ def _with_parametric(
             f"in {law.on_bound} of {law.resamples} resamples a parameter of the parametric law"
             " reached the end of its range: the data hardly determine it"
         )
-    return replace(
-        fit,
-        parametric=law,
-        residuals=residuals(points, law),
-        left_out=left_out,
-        notes=fit.notes + notes,
-    )
+    return notes

@@ -19,6 +19,7 @@ import pandas as pd
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.plot import png
+from tools.scaling import pictures
 from tools.scaling.report import Report, render_html, render_summary, report_of
 from tools.scaling.results import StudyFit, load_fit
 from tools.scaling.study import Study, add_study, study_of
@@ -51,10 +52,10 @@ def main(arguments: argparse.Namespace) -> int:
         *(("--results", as_typed(arguments.results)) if arguments.results else ()),
     )
     report = report_of(study, fit, table, read_collected(file), words)
-    pictures = {name: png(figure) for name, figure in figures(fit, table).items()}
-    _write(results, report, pictures)
+    drawn = {name: png(figure) for name, figure in figures(fit, table).items()}
+    _write(results, report, drawn)
     print(
-        f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and"
+        f"wrote {', '.join(f'{name}.png' for name in drawn) or 'no picture'}, summary.md and"
         f" report.html in {results}"
     )
     for statement in report["statements"]:
@@ -102,31 +103,29 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
 
 def figures(fit: StudyFit, table: pd.DataFrame) -> dict[str, Any]:
     """Return name -> figure for every existing fit, in the order of PICTURES."""
-    from tools.scaling.pictures import learning_rate, losses
-
     final = final_runs(table)
     drawn = (
-        losses.isoflop(fit, final),
-        losses.frontier(fit, final),
-        losses.loss_compute(fit, table),
-        losses.residuals(fit),
-        learning_rate.learning_rate(fit),
+        pictures.isoflop(fit, final),
+        pictures.frontier(fit, final),
+        pictures.loss_compute(fit, table),
+        pictures.residuals(fit),
+        pictures.learning_rate(fit),
     )
     return {
         name: figure for name, figure in zip(PICTURES, drawn, strict=True) if figure is not None
     }
 
 
-def _write(results: Path, report: Report, pictures: dict[str, bytes]) -> None:
+def _write(results: Path, report: Report, drawn: dict[str, bytes]) -> None:
     """Write every file atomically; delete pictures of an earlier fit that this one does not
     have.
     """
     for name in PICTURES:
         file = results / f"{name}.png"
-        if name in pictures:
-            write_file(file, pictures[name])
+        if name in drawn:
+            write_file(file, drawn[name])
         else:
             with files_told():
                 file.unlink(missing_ok=True)
-    write_file(results / "summary.md", render_summary(report, list(pictures)).encode())
-    write_file(results / "report.html", render_html(report, pictures).encode())
+    write_file(results / "summary.md", render_summary(report, list(drawn)).encode())
+    write_file(results / "report.html", render_html(report, drawn).encode())

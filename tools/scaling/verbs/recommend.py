@@ -12,6 +12,7 @@ largest run, --extrapolate is required.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -143,14 +144,12 @@ def recommend(
         f"train.seed={study.seeds[0]}",
         f"name={study.name}-{name}-{short(flops)}",
     )
-    config = planner.read(f"the run for {flops:g} FLOPs", words)
-    planner.prepared(f"the run for {flops:g} FLOPs", config)
-    tokens = steps * batch
-    loss = (
-        predict_loss(laws, count(model.config.model), tokens)
-        if laws.parametric is not None
-        else optimum.loss
-    )
+    run = f"the run for {flops:g} FLOPs"
+    config = planner.read(run, words)
+    planner.prepared(run, words)
+    tokens, loss = steps * batch, optimum.loss
+    if laws.parametric is not None:
+        loss = predict_loss(laws, count(model.config.model), tokens)
     return Recommendation(config, model, name, optimum, steps, tokens, loss, rate_from, measured)
 
 
@@ -184,13 +183,9 @@ def as_yaml(study: Study, fit: StudyFit, found: Recommendation) -> str:
     """Return the run's YAML: the settings that differ from the defaults, after comments on their
     origin.
     """
-    comments = [f"# {line}" for line in _comments(study, fit, found)]
+    comments = "".join(f"# {line}\n" for line in _comments(study, fit, found))
     values = _differences(plain(found.config), plain(RunConfig()))
-    return (
-        "\n".join(comments)
-        + "\n"
-        + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
-    )
+    return comments + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[str]:
@@ -247,15 +242,11 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
         return variant
     optima = _optima(study, fit, flops)
     if not optima:
-        told = "; ".join(
-            note
-            for name in study.variants
-            if name in fit.variants
-            for note in fit.variants[name].notes
-        )
+        fitted = [fit.variants[name].notes for name in study.variants if name in fit.variants]
+        notes = "; ".join(itertools.chain.from_iterable(fitted))
         raise ConfigError(
             f"{study.fit_json}: no variant of {study.path} has a law that gives an"
-            f" optimum{f': {told}' if told else ''}"
+            f" optimum{f': {notes}' if notes else ''}"
         )
     return min(optima, key=lambda name: optima[name].loss.value)
 
@@ -280,12 +271,9 @@ def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
             if law is not None:
                 rate = float(f"{float(law.at(size)):.3g}")
                 return rate, f"{rate:g}, the study's law of the best rate against {law.x}"
-    rate = model.config.optimizer.lr
-    why = (
-        "with muP it is the same for all widths"
-        if model.config.model.parametrization == "mup"
-        else "the study has no law for it"
-    )
+    rate, why = model.config.optimizer.lr, "the study has no law for it"
+    if model.config.model.parametrization == "mup":
+        why = "with muP it is the same for all widths"
     return rate, f"{rate:g}, as in the runs of the study ({why})"
 
 
@@ -293,13 +281,11 @@ def _measured(study: Study, fit: StudyFit) -> float:
     """Return the FLOPs of the largest fitted run, else the largest budget. Raises ConfigError if
     neither is known.
     """
-    flops = [residual.flops for laws in fit.variants.values() for residual in laws.residuals]
-    flops += [
-        parabola.budget
-        for laws in fit.variants.values()
-        if laws.isoflop
-        for parabola in laws.isoflop.parabolas
-    ]
+    flops = list[float]()
+    for laws in fit.variants.values():
+        flops += [residual.flops for residual in laws.residuals]
+        if laws.isoflop:
+            flops += [parabola.budget for parabola in laws.isoflop.parabolas]
     flops = flops or [budget.flops for budget in study.budgets]
     if not flops:
         raise ConfigError(
@@ -311,13 +297,10 @@ def _measured(study: Study, fit: StudyFit) -> float:
 
 def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the nested values that differ from ``defaults``."""
-    changed = {key: value for key, value in values.items() if value != defaults.get(key)}
-    both = {
-        key
-        for key, value in changed.items()
-        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
-    }
-    return {
-        key: _differences(value, defaults[key]) if key in both else value
-        for key, value in changed.items()
-    }
+    changed = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if value != default:
+            nested = isinstance(value, dict) and isinstance(default, dict)
+            changed[key] = _differences(value, default) if nested else value
+    return changed

@@ -111,45 +111,44 @@ def main(arguments: argparse.Namespace) -> int:
                 check_data(load_run(study.base, runs[0].settings))
         except ConfigError as error:
             raise ConfigError(f"{study.path}: {error}") from None
+    command, environment = launch_command(study, arguments), _environment()
+    if arguments.dry_run:
+        return _start(study, runs, command, environment, local)[0]
+    if local:
+        # Divide the cores of this machine between the runs: spinning threads of two runs on one
+        # core slow both runs down.
+        processes = (arguments.at_once or study.cluster.at_once) * study.cluster.processes
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
     flops = sum(run.own_flops for run in runs)
-    if not arguments.dry_run:
-        print(
-            f"{study.name}: {counted(len(runs), 'run')}, {flops:.3g} FLOPs, in {study.directory}",
-            flush=True,
-        )
-    code, came = _start(study, runs, arguments, local)
-    return code if arguments.dry_run else _end(study, runs, code, came, local)
+    print(
+        f"{study.name}: {counted(len(runs), 'run')}, {flops:.3g} FLOPs, in {study.directory}",
+        flush=True,
+    )
+    code, came = _start(study, runs, command, environment, local)
+    return _end(study, runs, code, came, local)
 
 
 def _start(
-    study: Study, runs: Sequence[PlannedRun], arguments: argparse.Namespace, local: bool
+    study: Study,
+    runs: Sequence[PlannedRun],
+    command: Sequence[str],
+    environment: dict[str, str],
+    local: bool,
 ) -> tuple[int, bool]:
     """Pass the runs to launch, forks after their trunks. Return (its first nonzero exit code,
     whether a signal arrived).
     """
-    environment, progress, code, came = _environment(), Progress(study, runs), 0, False
-    # Divide the cores of this machine between the runs: spinning threads of two runs on one core
-    # slow both runs down.
-    if local and not arguments.dry_run:
-        at_once = (arguments.at_once or study.cluster.at_once) * study.cluster.processes
-        environment.setdefault(
-            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once))
-        )
+    progress, code, came, dry_run = Progress(study, runs), 0, False, "--dry-run" in command
     for forks in (False, True):
         some, after = [run for run in runs if bool(run.trunk) == forks], list[str]()
-        if forks and not arguments.dry_run:
+        if forks and some and not dry_run:
             if local:
-                rows = standings(study) if some else None
-                some = [
-                    run
-                    for run in some
-                    if rows and rows.get(run.trunk, {}).get("state") == "finished"
-                ]
+                rows = standings(study) or {}
+                some = [run for run in some if rows.get(run.trunk, {}).get("state") == "finished"]
             else:
-                after = [
-                    f"{study.directory}/{trunk}"
-                    for trunk in dict.fromkeys(run.trunk for run in some)
-                ]
+                for trunk in dict.fromkeys(run.trunk for run in some):
+                    after += ["--dependency", f"{study.directory}/{trunk}"]
         if not some or came or (code and not local):
             break
         with tempfile.NamedTemporaryFile(
@@ -158,11 +157,11 @@ def _start(
             with files_told():
                 file.write(run_list(some))
                 file.flush()
-            command = launch_command(study, arguments, file.name, after)
-            if arguments.dry_run:
-                ended = subprocess.run(command, env=environment).returncode
+            words = [*command, "--list", file.name, *after]
+            if dry_run:
+                ended = subprocess.run(words, env=environment).returncode
             else:
-                ended, came = _follow(command, environment, progress)
+                ended, came = _follow(words, environment, progress)
         code = code or ended
     return code, came
 
@@ -172,11 +171,8 @@ def run_list(runs: Sequence[PlannedRun]) -> str:
     return "".join(f"{run.name}: {shlex.join(run.settings)}\n" for run in runs)
 
 
-def launch_command(
-    study: Study, arguments: argparse.Namespace, listed: str, after: Sequence[str] = ()
-) -> list[str]:
-    """Return the `python -m launch sweep` command for a study; on Slurm its runs start after those
-    in the directories ``after`` succeeded.
+def launch_command(study: Study, arguments: argparse.Namespace) -> list[str]:
+    """Return the `python -m launch sweep` command for a study, without the list of runs.
 
     Raises ConfigError if the processes cannot be distributed over the nodes.
     """
@@ -189,27 +185,18 @@ def launch_command(
     at_once = study.cluster.at_once if arguments.at_once is None else arguments.at_once
     if at_once < 1:
         raise ConfigError(f"--at-once {at_once}: must be at least 1")
-    words = [
-        sys.executable,
-        "-m",
-        "launch",
-        "sweep",
-        study.base,
-        "--list",
-        listed,
-        "--cluster",
-        arguments.cluster,
-    ]
-    words += ["--name", study.name, "--directory", study.directory, "--at-once", str(at_once)]
-    words += ["--nodes", str(nodes), "--processes", str(processes // nodes)]
+    words = [sys.executable, "-m", "launch", "sweep", study.base]
+    words += ["--cluster", arguments.cluster, "--name", study.name, "--directory", study.directory]
+    words += ["--at-once", str(at_once), "--nodes", str(nodes)]
+    words += ["--processes", str(processes // nodes)]
     words += ["--time", arguments.time] if arguments.time else []
     for option in ("set", "dependency", "exclude"):
-        words += [word for value in getattr(arguments, option) for word in (f"--{option}", value)]
-    words += [word for directory in after for word in ("--dependency", directory)]
-    flags = ("update", "no-rehearse", "dry-run")
-    return words + [
-        f"--{option}" for option in flags if getattr(arguments, option.replace("-", "_"))
-    ]
+        for value in getattr(arguments, option):
+            words += [f"--{option}", value]
+    for option in ("update", "no-rehearse", "dry-run"):
+        if getattr(arguments, option.replace("-", "_")):
+            words.append(f"--{option}")
+    return words
 
 
 def is_local(profile: Path) -> bool:

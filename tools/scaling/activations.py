@@ -25,7 +25,7 @@ from pretrain.engines.building import destroy_model_parallel, initialize_model_p
 from pretrain.engines.megatron import MegatronEngine
 from pretrain.report.observer import blocks_of
 from pretrain.schedule import Schedule
-from tools.scaling.coordinates.flatness import Record
+from tools.scaling.verbs.coord_check import Record
 
 ZIPF_SEED = 1
 

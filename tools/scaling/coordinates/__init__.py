@@ -1,1 +1,0 @@
-"""Coordinate check of muP: measure the size of activations at several widths and judge it."""
