@@ -34,7 +34,8 @@ PACKAGES = (
     "matplotlib",
 )
 
-MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "configs" / "model"
 VOCABULARY = 32000  # vocabulary size of a model whose configuration leaves it to the data
 
 
@@ -134,6 +135,21 @@ def write_json(path: Path | None, content: Any) -> None:
         path.write_text(text, encoding="utf-8")
     else:
         write_whole(path, text, synced=False)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Figure measured in several rounds: median, minimum (``least``) and maximum (``most``)."""
+
+    median: float
+    least: float
+    most: float
+    rounds: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Return the spread of the given values, at least one."""
+        return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 SLOW = 1.0  # seconds; a call that takes longer is repeated less often
