@@ -18,7 +18,7 @@ from pretrain.config import load_run
 from tests.test_house import ROOT
 from tests.tools.test_bench_engines import TINY
 from tests.wording import Wording
-from tools.bench import checked_load, cpu_suite, diagnostics_cost, mixers
+from tools.bench import cpu_suite, mixers
 from tools.bench.engines import __main__ as engines
 from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.runner import Timing, measure, write_json
@@ -190,11 +190,6 @@ def test_what_became_slower() -> None:
 ENGINES = [*TINY, "--steps", "2", "--rounds", "1", "--precision", "fp32"]
 TOYS = {
     "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
-    "diagnostics_cost": (
-        diagnostics_cost,
-        ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"],
-    ),
-    "checked_load": (checked_load, ["--rounds", "1", "--folder", "OUT", *TINY]),
     "mixers": (mixers, ["--only", "fem_aft", "--out", "OUT"]),
     "engines": (engines, [*ENGINES, "--ranks", "1", "--variants", "megatron"]),
     "two engines": (engines, [*ENGINES, "--ranks", "2", "--variants", "stage2"]),
@@ -227,14 +222,7 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     said, written = capsys.readouterr(), json.loads(path.read_text())
     out = said.out
     assert written["machine"]["torch"] == torch.__version__
-    rows = {
-        row.get("what")
-        or row.get("from")
-        or row.get("mixer")
-        or row.get("name")
-        or row["variant"]: row
-        for row in written["rows"]
-    }
+    rows = {row.get("what") or row.get("name") or row["variant"]: row for row in written["rows"]}
     if name == "cpu_suite":
         assert list(rows) == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
         found = rows["fem_attention"]
@@ -258,8 +246,8 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
             1.0,
             1.0,
         )
-        assert "megatron: engine built in" in said.err and "megatron: step 5 of 5: " in said.err
-        assert list(rows) == ["megatron", "stage2"][:ranks] and len(base["peak_bytes"]) == ranks
+        assert "megatron: step 4 of 4: " in said.err
+        assert list(rows) == ["megatron", "stage2"][:ranks]
         for each in rows.values():
             assert each["tokens_per_second"] == ranks * 16 / each["step_seconds"] and each[
                 "plan_bytes"
@@ -272,15 +260,7 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
             # The same steps on the same tokens, with sums in a different order.
             assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)
     else:
-        expected = {
-            "mixers": ["transformer", "fem_aft"],
-            "diagnostics_cost": ["transformer"],
-            "checked_load": ["disk", "memory"],
-        }
-        assert list(rows) == expected[name]
-        assert name != "checked_load" or all(
-            row["comparing"] > 0 < row["seconds"] for row in rows.values()
-        )
+        assert list(rows) == ["transformer", "fem_aft"]
 
 
 MISTAKES = {

@@ -1,12 +1,12 @@
-"""Tests of the benchmark of engines: its results from ranks, and its refusals, not speed.
+"""Tests of the benchmark of engines: its results from runs, and its refusals, not speed.
 `test_bench` runs it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,19 +20,15 @@ from fem_common.errors import ConfigError
 from fem_megatron.megatron import platform
 from tests.test_house import ROOT
 from tools.bench.engines import __main__ as bench
-from tools.bench.engines import variants
+from tools.bench.engines import runs
 from tools.bench.engines.figures import Figures, as_json, of, table, time_ratio
+from tools.bench.engines.runs import CannotRun, Round, launch
 from tools.bench.engines.variants import (
     BASELINE,
-    SETTLING,
     VARIANTS,
-    Answer,
-    CannotRun,
     Job,
-    _answers,
     configuration,
     lacks,
-    launch,
     plan_of,
     planned,
 )
@@ -51,9 +47,8 @@ TINY = [
 JOB = Job(BASELINE, ranks=2, precision="fp32", size="cpu", warmup=2, steps=3)
 
 
-def answer(rank: int, *seconds: float, peak: int = 100) -> Answer:
-    own = {"rank": rank, "building": 1.0, "untimed": [2.0] * 3, "seconds": list(seconds)}
-    return {**own, "peak_bytes": peak, "host_bytes": None, "loss": 6.5, "threads": 1}
+def measured(*seconds: float, peak: int = 100) -> Round:
+    return Round(seconds, peak, None, 6.5)
 
 
 def test_variants_differ_in_the_engine_alone_and_what_cannot_run_says_why(
@@ -92,11 +87,11 @@ def test_rounds_take_turns_and_go_on_without_what_fails(
 ) -> None:
     started, fails = list[str](), {"stage1"}
 
-    def launched(job: Job, **_: Any) -> list[Answer]:
+    def launched(job: Job, **_: Any) -> Round:
         started.append(job.variant)
         if job.variant in fails:
             raise CannotRun("out of memory")
-        return [answer(0, *[1.0] * job.steps), answer(1, *[1.0] * job.steps)]
+        return measured(*[1.0] * job.steps)
 
     monkeypatch.setattr(bench, "launch", launched)
     run = bench.Bench(JOB, ("megatron", "stage1", "stage3"), 2, cuda=False)
@@ -111,22 +106,6 @@ def test_rounds_take_turns_and_go_on_without_what_fails(
     assert (
         "megatron, the baseline of all ratios, cannot run: out of memory" in capsys.readouterr().err
     )
-
-
-def test_the_first_rank_to_fail_has_the_reason(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("starting\nsome rank: exitcode: -9\n")
-    with pytest.raises(CannotRun, match="without an answer: some rank: exitcode: -9"):
-        _answers(JOB, tmp_path, log)
-    for rank in (1, 0):
-        (tmp_path / f"answer{rank}.json").write_text(json.dumps(answer(rank, 1.0, 1.0, 1.0)))
-    assert [each["rank"] for each in _answers(JOB, tmp_path, log)] == [0, 1]
-    for first, gap in ((1, "no such op"), (0, "a peer is gone")):
-        for rank, said in ((first, gap), (1 - first, "another")):
-            (tmp_path / f"answer{rank}.json").write_text(json.dumps({"gap": said}))
-            os.utime(tmp_path / f"answer{rank}.json", (1 + (rank != first),) * 2)
-        with pytest.raises(CannotRun, match=f"^{gap}$"):
-            _answers(JOB, tmp_path, log)
 
 
 @pytest.mark.parametrize(
@@ -179,22 +158,22 @@ def test_a_model_without_a_run_or_a_vocabulary(tmp_path: Path) -> None:
             configuration(replace(JOB, model=name))
 
 
-# Replaces torchrun and its ranks. The last argument is the folder of the job; the ranks
-# report the given seconds step by step.
+# Replaces the ranks: rank 0 writes a step of each of the given seconds.
 RANKS = """#!{python} -IS
 import json, os, pathlib, sys, time
-folder, answer, rest = pathlib.Path(sys.argv[-1]), {answer}, {seconds}
-print("E1127 torchrun's own", flush=True)
-print("a rank's last words", flush=True)
-for seconds in [None, *rest]:
-    if seconds == "fail":
+folder = next(pathlib.Path(word[8:]) for word in sys.argv if word.startswith("run_dir="))
+folder.mkdir(exist_ok=True)
+print("the last words of rank", os.environ["RANK"], flush=True)
+for number, seconds in enumerate({seconds}, 1):
+    if seconds == "fail" and os.environ["RANK"] == "1":
         sys.exit(1)
-    if seconds == "hang":
+    if seconds in ("fail", "hang"):
         time.sleep(600)
-    answer["seconds"] += [seconds] if seconds else []
-    for rank in range(2):
-        (folder / "new").write_text(json.dumps(answer | {{"rank": rank}}))
-        os.replace(folder / "new", folder / f"answer{{rank}}.json")
+    row = dict(step=number, loss=6.5, grad_norm=1.0, skipped=seconds == "skip")
+    row |= dict(step_seconds=seconds, peak_memory_bytes=1000)
+    if os.environ["RANK"] == "0":
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + chr(10))
 """
 LOG = Path("logs") / "cpu-megatron.log"
 
@@ -202,21 +181,21 @@ LOG = Path("logs") / "cpu-megatron.log"
 @pytest.fixture
 def launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[list[Answer] | str, list[str]]]:
+) -> Callable[..., tuple[Round | str, list[str]]]:
     """Return the results of `launch` with these ranks, or the error, and the output. ``ends``: the
     limit is reached at a line with this word.
     """
     monkeypatch.chdir(tmp_path)
     clock = [0.0]
-    monkeypatch.setattr(variants, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: time.sleep(0.01))
+    monkeypatch.setattr(runs, "time", fake)
+    monkeypatch.setattr(runs, "libraries_bytes", lambda engine: 900)
 
     def called(
         *seconds: float | str, ends: str = "never", **given: Any
-    ) -> tuple[list[Answer] | str, list[str]]:
+    ) -> tuple[Round | str, list[str]]:
         script, said = tmp_path / "ranks", list[str]()
-        script.write_text(
-            RANKS.format(python=sys.executable, answer=answer(0), seconds=list(seconds))
-        )
+        script.write_text(RANKS.format(python=sys.executable, seconds=list(seconds)))
         script.chmod(0o755)
 
         def say(line: str) -> None:
@@ -235,55 +214,46 @@ def launched(
 
 def test_every_step_is_reported_and_nothing_is_left_behind(launched: Callable[..., Any]) -> None:
     seen = list[int]()
-    answers, said = launched(
-        0.5, 0.25, 0.125, partial=lambda answers: seen.append(len(answers[0]["seconds"]))
+    found, said = launched(
+        2.0, 2.0, 0.5, 0.25, 0.125, partial=lambda found: seen.append(len(found.seconds))
     )
-    assert [each["seconds"] for each in answers] == [
-        [0.5, 0.25, 0.125]
-    ] * 2 and not LOG.parent.exists()
+    assert found == Round((0.5, 0.25, 0.125), 100, None, 6.5) and not LOG.parent.exists()
     assert seen == sorted(seen) and seen[-1] == 3
-    assert (
-        said[0] == "megatron: engine built in 1.0 s"
-        and len(said) == 1 + JOB.warmup + SETTLING + JOB.steps
-    )
-    assert said[1] == "megatron: step 1 of 6 (not timed): 2.000 s, 128 tokens/s, about 10s to go"
-    assert said[-2:] == [
-        f"megatron: step {n} of 6: {s} tokens/s, about 0s to go"
-        for n, s in ((5, "0.250 s, 1,024"), (6, "0.125 s, 2,048"))
+    assert said == [
+        "megatron: step 1 of 5 (not timed): 2.000 s, 128 tokens/s, about 8s to go",
+        "megatron: step 2 of 5 (not timed): 2.000 s, 128 tokens/s, about 6s to go",
+        "megatron: step 3 of 5: 0.500 s, 512 tokens/s, about 1s to go",
+        "megatron: step 4 of 5: 0.250 s, 1,024 tokens/s, about 0s to go",
+        "megatron: step 5 of 5: 0.125 s, 2,048 tokens/s, about 0s to go",
     ]
 
 
 def test_steps_before_the_limit_count_and_the_log_is_kept(launched: Callable[..., Any]) -> None:
-    answers, said = launched(0.5, "hang", ends="step 4 of 6")
-    assert [each["seconds"] for each in answers] == [[0.5], [0.5]] and of(
-        JOB, [answers], cuda=False
-    ).partial
-    assert said[-2:] == [
-        "  | a rank's last words",
+    found, said = launched(2.0, 2.0, 0.5, "hang", ends="step 3 of 5")
+    assert found.seconds == (0.5,) and of(JOB, [found], cuda=False).partial
+    assert said[-3:] == [
+        "  | the last words of rank 0",
+        "  | the last words of rank 1",
         f"megatron: ended after 900 s with 1 of 3 timed steps; log: {LOG}",
     ]
-    assert "torchrun's own" in LOG.read_text()
-    LOG.unlink()
-    error, said = launched("hang", ends="engine built")
-    assert (
-        error == f"no timed step within 900 s, and 3 of the 3 steps before them; log: {LOG}"
-        and "  | a rank's last words" in said
-    )
+    assert LOG.read_text() == "the last words of rank 0\nthe last words of rank 1\n"
+    error, _ = launched(2.0, "hang", ends="step 1 of 5")
+    assert error == f"no timed step within 900 s, and 1 of the 2 steps before them; log: {LOG}"
 
 
 def test_ranks_that_fail_or_are_stopped_leave_their_log(launched: Callable[..., Any]) -> None:
-    error, _ = launched(0.5, "fail")
-    assert (
-        error == f"a rank ended without an answer: a rank's last words; log: {LOG}"
-        and LOG.is_file()
-    )
+    error, _ = launched(2.0, 2.0, 0.5, "fail")
+    first = "rank 1 ended with exit code 1: the last words of rank 1"
+    assert error == f"{first}; log: {LOG}" and LOG.is_file()
+    error, _ = launched(2.0, 2.0, "skip", "hang")
+    assert error == f"a step was skipped: loss 6.5, gradient norm 1.0; log: {LOG}"
     LOG.unlink()
 
-    def stop(answers: list[Answer]) -> None:
+    def stop(found: Round) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launched(0.5, "hang", partial=stop)
+        launched(2.0, 2.0, 0.5, "hang", partial=stop)
     assert LOG.is_file()
 
 
@@ -299,13 +269,13 @@ def test_the_json_has_every_timed_step_so_far(
             for row in json.loads(out.read_text())["rows"]
         }
 
-    def launched(job: Job, *, partial: Callable[[list[Answer]], None], **_: Any) -> list[Answer]:
-        partial([answer(0, 1.0), answer(1, 1.0)])
+    def launched(job: Job, *, partial: Callable[[Round], None], **_: Any) -> Round:
+        partial(measured(1.0))
         assert rows()[job.variant][1]
         steps = rounds[job.variant].pop(0)
         if steps == stopped:
             raise KeyboardInterrupt
-        return [answer(rank, *[1.0] * steps) for rank in range(2)]
+        return measured(*[1.0] * steps)
 
     monkeypatch.setattr(bench, "launch", launched)
     with pytest.raises(KeyboardInterrupt):
@@ -318,7 +288,7 @@ def test_the_json_has_every_timed_step_so_far(
 def test_mfu_is_that_of_the_plan_and_none_without_a_data_sheet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rounds = [[answer(0, 2.0, 2.0, 2.0), answer(1, 2.0, 2.0, 2.0)]]
+    rounds = [measured(2.0, 2.0, 2.0)]
     found = of(JOB, rounds, cuda=False)
     assert (
         found.mfu is None
@@ -333,23 +303,9 @@ def test_mfu_is_that_of_the_plan_and_none_without_a_data_sheet(
     assert row["mfu"] == found.tokens / 2.0 * found.flops_per_token / 1e12
 
 
-def test_figures_are_the_slowest_ranks_and_ratios_of_one_round() -> None:
-    # A step ends with its last rank: 2, 3, 4, and 4, 6, 8 on a machine that is twice as slow.
-    base = of(
-        JOB,
-        [
-            [answer(0, 1, 3, 4), answer(1, 2, 2, 4)],
-            [answer(0, 4, 6, 8, peak=300), answer(1, 4, 6, 8)],
-        ],
-        cuda=False,
-    )
-    assert (base.steps, base.step, base.peaks, base.peak, base.hosts) == (
-        (3.0, 6.0),
-        4.5,
-        (200, 100),
-        200,
-        None,
-    )
+def test_figures_are_medians_and_ratios_those_of_one_round() -> None:
+    base = of(JOB, [measured(2, 3, 7), measured(4, 6, 8, peak=300)], cuda=False)
+    assert (base.steps, base.step, base.peaks, base.hosts) == ((3, 6), 4.5, (200,), None)
     assert base.tokens == 4 * 64 and base.planned == planned(JOB, cuda=False).total
     other = replace(base, steps=(4.5, 12.0), peaks=(50, 40))
     ratio = time_ratio(other, base)

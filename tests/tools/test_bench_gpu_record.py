@@ -256,7 +256,7 @@ def measured() -> list[Outcome]:
             "tokens": 8192,
             "flops": 0.5 * 989e12 * 0.1,
             "peak_bytes": 3e10,
-            "batch": 2,
+            "parameters": 1,
         }
         asked_for = task(
             "model", f"{scale} {variant}", scale=scale, variant=variant, batch=2, recompute=False

@@ -19,6 +19,7 @@ import torch
 from kernels.check import expect, suites
 from tests.ranks import PATIENCE
 from tests.test_house import ROOT
+from tools.bench.engines.runs import Round
 from tools.bench.engines.variants import VARIANTS, Job
 from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.gpu_suite import plan, trainer, worker
@@ -161,13 +162,12 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         },
         "engine": Job("megatron", 1, "bf16", "gpu", 2, 2).as_json(),
     }
-    said = {"rank": 0, "seconds": [1.0, 3.0], "peak_bytes": 7, "host_bytes": 5, "loss": 6.0}
     jobs, drawn = list[Job](), list[str]()
 
     # test_bench_engines.py starts real ranks.
-    def launched(job: Job, *, say: Any) -> list[dict[str, Any]]:
+    def launched(job: Job, *, say: Any) -> Round:
         jobs.append(job)
-        return [said]
+        return Round((1.0, 3.0), 7, (5,), 6.0)
 
     def expected(suite: Any, case: str, *given: Any, **named: Any) -> Any:
         drawn.append(case)
@@ -187,7 +187,7 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results["op"]["flops"] == [2 * pairs * 32, 7 * pairs * 32]
     assert results["engine"]["steps"] == [2.0] and results["engine"]["peaks"] == [7]
     assert jobs[0].limit == 590  # the job ends its ranks before this process is ended
-    assert results["model"]["batch"] == 2 and results["model"]["tokens"] == 16
+    assert results["model"]["tokens"] == 16
     results["sanitize"] = {"checked": results["sanitize"], "reported": []}
     # Results accepts them.
     Results([Outcome(task(kind, **kinds[kind]), results[kind]) for kind in kinds], "cpu")

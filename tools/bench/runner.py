@@ -34,7 +34,8 @@ PACKAGES = (
     "matplotlib",
 )
 
-MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "configs" / "model"
 VOCABULARY = 32000  # vocabulary size of a model whose configuration leaves it to the data
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,28 @@ class Speed:
     both: Timing
     flops: tuple[float, float]
     bytes: tuple[float, float]
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Speed:
+        """Restore a speed from JSON values."""
+        return cls(
+            Timing(**values["forward"]),
+            Timing(**values["both"]),
+            (values["flops"][0], values["flops"][1]),
+            (values["bytes"][0], values["bytes"][1]),
+        )
+
+    @property
+    def spread(self) -> float:
+        """Larger spread of the two timings."""
+        return max(self.forward.spread, self.both.spread)
+
+    def ratios(self, base: Speed) -> tuple[float, float]:
+        """Return the time ratios (forward, forward + backward) to ``base``."""
+        return (
+            self.forward.seconds / base.forward.seconds,
+            self.both.seconds / base.both.seconds,
+        )
 
 
 def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -222,6 +223,11 @@ class StepCost:
     parameters: int
     peak_bytes: int
     recompute: bool
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StepCost:
+        """Restore a cost from JSON values."""
+        return cls(**{**values, "step": Timing(**values["step"])})
 
     @property
     def tokens_per_second(self) -> float:

@@ -2,6 +2,6 @@
 
 The results are ratios to the Megatron engine with its distributed optimizer.
 
-`variants` defines the compared engines (variants). It also starts the ranks of a variant; each rank
-runs `rank`. `figures` makes a table of the results.
+`variants` defines the compared engines (variants), `runs` trains each of them with
+``python -m pretrain``, and `figures` makes a table of the results.
 """

@@ -7,6 +7,7 @@ variants run under the same conditions.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -23,19 +24,9 @@ from fem_common.text import duration
 from fem_megatron.megatron import platform
 from tools.bench import runner
 from tools.bench.engines import variants
-from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table
-from tools.bench.engines.variants import (
-    BASELINE,
-    VARIANTS,
-    Answer,
-    CannotRun,
-    Job,
-    configuration,
-    is_partial,
-    lacks,
-    launch,
-    plan_of,
-)
+from tools.bench.engines.figures import MIB, Figures, as_json, of, table
+from tools.bench.engines.runs import CannotRun, Round, environment, is_partial, launch
+from tools.bench.engines.variants import BASELINE, VARIANTS, Job, configuration, lacks, plan_of
 
 PROGRAM = "tools.bench.engines"
 LOGS = Path("runs/bench_engines")
@@ -43,13 +34,13 @@ LOGS = Path("runs/bench_engines")
 
 @dataclass
 class Bench:
-    """State of one benchmark: its settings, and the ranks' answers so far.
+    """State of one benchmark: its settings, and the measurements so far.
 
     names: variants to measure.
     out: JSON file, written after every round of a variant and after every timed step.
     logs: folder for the logs of incomplete runs (see `launch`).
     cannot: variant -> reason why it is not measured, or no longer measured.
-    answers: variant -> one list of the ranks' answers for each round.
+    measured: variant -> its rounds.
     """
 
     job: Job
@@ -59,7 +50,7 @@ class Bench:
     out: Path | None = None
     logs: Path | None = None
     cannot: dict[str, str] = field(default_factory=dict)
-    answers: dict[str, list[list[Answer]]] = field(default_factory=dict)
+    measured: dict[str, list[Round]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
@@ -78,34 +69,34 @@ class Bench:
     def ended(self, name: str) -> bool:
         """Return True if the variant is not started again: it failed or reached its limit."""
         return name in self.cannot or any(
-            is_partial(self.job, answers) for answers in self.answers.get(name, ())
+            is_partial(self.job, each) for each in self.measured.get(name, ())
         )
 
     def once(self, name: str, later: Sequence[str]) -> None:
-        """Start a variant's ranks once and store their answers.
+        """Run a variant once and store its measurements.
 
         later: variants of the launches after this one, for the estimate of the remaining time.
         """
-        before = self.answers.get(name, [])
+        before = self.measured.get(name, [])
 
-        def keep(answers: list[Answer]) -> None:
-            self.answers[name] = [*before, answers]
+        def keep(measured: Round) -> None:
+            self.measured[name] = [*before, measured]
             self.write()
 
         try:
-            answers = launch(
+            measured = launch(
                 replace(self.job, variant=name), say=self.say, partial=keep, logs=self.logs
             )
         except CannotRun as error:
             self.leave_out(name, str(error))
             return
-        keep(answers)
-        done, elapsed = sum(map(len, self.answers.values())), time.monotonic() - self.began
-        most = max(answer["peak_bytes"] for answer in answers)
-        which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
-        took = f"{step_seconds(answers):.3f} s a step"
+        keep(measured)
+        done, elapsed = sum(map(len, self.measured.values())), time.monotonic() - self.began
+        which = f"{name}, round {len(before) + 1} of {self.rounds}"
+        took = f"{statistics.median(measured.seconds):.3f} s a step"
         rest = elapsed / done * sum(not self.ended(other) for other in later)
-        self.say(f"{which}: {took}, at most {most / MIB:,.0f} MiB; about {duration(rest)} to go")
+        peak = f"at most {measured.peak / MIB:,.0f} MiB"
+        self.say(f"{which}: {took}, {peak}; about {duration(rest)} to go")
 
     def say(self, line: str) -> None:
         """Write a line of progress to stderr."""
@@ -121,50 +112,43 @@ class Bench:
         return {
             name: self.cannot[name]
             if name in self.cannot
-            else of(replace(self.job, variant=name), self.answers[name], cuda=self.cuda)
+            else of(replace(self.job, variant=name), self.measured[name], cuda=self.cuda)
             for name in self.names
-            if name in self.cannot or name in self.answers
+            if name in self.cannot or name in self.measured
         }
 
     @cached_property
     def machine(self) -> dict[str, Any]:
         """Facts of the machine, the number of threads of a rank, and the version of DeepSpeed."""
         machine = runner.facts()
-        machine["threads"] = self.answers[BASELINE][0][0]["threads"]
+        machine["threads"] = int(environment()["OMP_NUM_THREADS"])
         with suppress(PackageNotFoundError):
             machine["packages"]["deepspeed"] = version("deepspeed")
         return machine
 
     def write(self) -> None:
-        """Write the results so far to ``out``, if it is set and the baseline has results."""
+        """Write the results so far to the file ``out``, if it is set and a baseline exists."""
         job, found = self.job, self.figures() if self.out else {}
         base = found.get(BASELINE)
         if not isinstance(base, Figures):
             return
-        content: dict[str, Any] = {
+        plan = plan_of(replace(job, variant=BASELINE), cuda=self.cuda)
+        content = {
             "suite": "engines",
             "machine": self.machine,
             "ranks": job.ranks,
             "precision": job.precision,
-        }
-        content |= {
             "model": job.model,
-            "parameters": plan_of(replace(job, variant=BASELINE), cuda=self.cuda).total_parameters,
-        }
-        content |= {
+            "parameters": plan.total_parameters,
             "steps": job.steps,
             "warmup": job.warmup,
             "rounds": self.rounds,
             "baseline": BASELINE,
             "overrides": list(job.overrides),
-        }
-        content |= {
             "seconds": time.monotonic() - self.began,
+            "rows": [as_json(name, each, base) for name, each in found.items()],
         }
-        runner.write_json(
-            self.out,
-            content | {"rows": [as_json(name, each, base) for name, each in found.items()]},
-        )
+        runner.write_json(self.out, content)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -201,7 +185,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--warmup",
         type=_whole,
         default=2,
-        help="steps before the timed ones, whose memory is measured (default: 2)",
+        help="steps before the timed ones (default: 2)",
     )
     parser.add_argument(
         "--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)"

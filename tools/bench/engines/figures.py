@@ -1,4 +1,4 @@
-"""Figures of a variant from its ranks' answers, ratios to the Megatron engine, and their table."""
+"""Figures of a variant from its rounds, ratios to the Megatron engine, and their table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from fem_megatron.megatron import platform
 from pretrain.plan.devices import peak_tflops
 from tools.bench import runner
-from tools.bench.engines.variants import BASELINE, Answer, Job, is_partial, plan_of, planned
+from tools.bench.engines.runs import Round, is_partial
+from tools.bench.engines.variants import BASELINE, Job, plan_of, planned
+from tools.bench.runner import Spread
 
 MIB = 2**20
 COLUMNS = (
@@ -23,9 +25,10 @@ COLUMNS = (
 class Figures:
     """Figures of one variant.
 
-    steps: median seconds of a step in each round; a step ends when its last rank ends it.
-    peaks: peak bytes of device memory of each rank, median over the rounds.
-    hosts: bytes of host memory of each rank in runs on a GPU; None on a CPU.
+    steps: median seconds of a step in each round.
+    peaks: peak bytes of device memory of the rank that uses most, median over the rounds.
+    hosts: peak bytes of host memory of each rank in runs on a GPU, with the libraries; None on a
+        CPU.
     planned, planned_host: bytes of device and host memory of one rank according to the plan.
     tokens: tokens per step, over all ranks.
     loss: loss of the last step, to check that all engines train equally.
@@ -68,45 +71,32 @@ class Figures:
         )
 
 
-def step_seconds(answers: Sequence[Answer]) -> float:
-    """Return the median seconds of the timed steps; a step takes as long as its slowest rank."""
-    return statistics.median(
-        max(ranks) for ranks in zip(*(answer["seconds"] for answer in answers), strict=True)
-    )
-
-
-def of(job: Job, rounds: Sequence[Sequence[Answer]], *, cuda: bool) -> Figures:
-    """Return the figures of a variant from its rounds, each a list of its ranks' answers."""
+def of(job: Job, rounds: Sequence[Round], *, cuda: bool) -> Figures:
+    """Return the figures of a variant from its rounds."""
     plan, memory = plan_of(job, cuda=cuda), planned(job, cuda=cuda)
     peak = peak_tflops(plan.config.log.device or platform.device_name())
-    by_rank = list(zip(*rounds, strict=True))
+    hosts = [each.hosts for each in rounds if each.hosts is not None]
     return Figures(
-        steps=tuple(step_seconds(answers) for answers in rounds),
-        peaks=tuple(_median_bytes(answers, "peak_bytes") for answers in by_rank),
-        hosts=tuple(_median_bytes(answers, "host_bytes") for answers in by_rank) if cuda else None,
+        steps=tuple(statistics.median(each.seconds) for each in rounds),
+        peaks=(int(statistics.median(each.peak for each in rounds)),),
+        hosts=tuple(map(max, zip(*hosts, strict=True))) if hosts else None,
         planned=memory.total,
         planned_host=memory.host,
         tokens=plan.schedule.step_tokens,
-        loss=rounds[-1][0]["loss"],
+        loss=rounds[-1].loss,
         flops_per_token=plan.train_flops,
         peak_flops=peak * 1e12 * job.ranks if peak else None,
-        partial=any(is_partial(job, answers) for answers in rounds),
+        partial=any(is_partial(job, each) for each in rounds),
     )
 
 
-def _median_bytes(answers: Sequence[Answer], which: str) -> int:
-    return int(statistics.median(answer[which] for answer in answers))
-
-
-def time_ratio(own: Figures, base: Figures) -> runner.Spread:
+def time_ratio(own: Figures, base: Figures) -> Spread:
     """Return the ratio of the step times of ``own`` and ``base`` over the rounds.
 
     Only rounds that both variants completed are used. Ratios within a round cancel changes of the
     machine's load.
     """
-    return runner.Spread.of(
-        [mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=False)]
-    )
+    return Spread.of([mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=False)])
 
 
 def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, Any]:

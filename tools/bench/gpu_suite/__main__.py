@@ -25,7 +25,8 @@ from tools.bench.gpu_suite.plan import PARTS, TOOLS, Phase, Task, phases, tasks
 from tools.bench.gpu_suite.pool import Clock, Work, Worker
 from tools.bench.gpu_suite.report import draw, report, short
 from tools.bench.gpu_suite.results import FILE, Outcome, Record, Results
-from tools.bench.gpu_suite.trainer import write_data
+from tools.bench.gpu_suite.trainer import VOCABULARY
+from tools.bench.training import write_data
 from tools.bench.workloads import WORKLOADS
 
 PROGRAM = "tools.bench.gpu_suite"
@@ -227,7 +228,7 @@ def _work(todo: list[Task], count: int, clock: Clock, record: Record) -> None:
     # A run that was ended may still write to the folder.
     with tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as name:
         if any(task.kind == "train" for task in todo):
-            write_data(Path(name))
+            write_data(Path(name) / "data", VOCABULARY)
         environment = {"GPU_SUITE_WORK": name, "GPU_SUITE_OUT": str(record.folder.absolute())}
         for phase in phases(todo, clock.budget):
             at_once = count if phase.together else 1

@@ -63,6 +63,16 @@ SETTINGS = (
     "data.documents=separate",
     "optimizer.name=muon",
 )
+# Kind of a task -> arguments of a dry run.
+SMALLER: Mapping[str, dict[str, Any]] = {
+    "correctness": {"small": True},
+    "sanitize": {"small": True},
+    "op": {"size": TINY, "budget": 0.0},
+    "baseline": {"size": TINY, "budget": 0.0},
+    "compile": {"lengths": [16], "tokens": 16},
+    "model": {"tiny": True, "batch": 2, "budget": 0.0},
+    "train": {"tiny": True},
+}
 DRY_FEATURES = ("data.documents=separate", "model.mixer=fem_gla")
 
 
@@ -177,18 +187,12 @@ def _cannot(task: Task, device: torch.device) -> str | None:
 
 
 def _lacks_trainer(task: Task) -> str | None:
-    for module, package in (("yaml", "PyYAML"), ("megatron", "megatron-core")):
-        if find_spec(module) is None:
-            return f"{package} is not installed"
-    if "train.cuda_graphs=true" in task.arguments["settings"]:
-        return _needs(platform.lacks_graphs())
-    if any(setting.startswith("train.fp8=") for setting in task.arguments["settings"]):
-        return _needs(platform.lacks_fp8())
-    return None
-
-
-def _needs(what: str | None) -> str | None:
-    return what and f"it needs {what}"
+    settings, missing = task.arguments["settings"], None
+    if "train.cuda_graphs=true" in settings:
+        missing = platform.lacks_graphs()
+    elif any(setting.startswith("train.fp8=") for setting in settings):
+        missing = platform.lacks_fp8()
+    return engines.lacks_package() or (missing and f"it needs {missing}")
 
 
 def _too_large(task: Task, device: torch.device) -> str | None:
@@ -227,35 +231,29 @@ def _what(task: Task) -> str:
 
 def _few(planned: list[Task], ops: tuple[str, ...]) -> Iterator[Task]:
     """Yield a few of the planned tasks, at small sizes, for a dry run: each kind at least once."""
-    seen = dict[str, int]()
+    seen = set[str]()
     for task in planned:
-        key, arguments = task.kind, task.arguments
+        key, wanted = task.kind, True
         if task.kind in ("correctness", "sanitize"):
-            if arguments["op"] not in ops or arguments["case"] != next(
-                iter(suites()[arguments["op"]].cases)
-            ):
-                continue
-            key, arguments = task.name, {**arguments, "small": True}
-        elif task.kind in ("op", "baseline"):
-            arguments = {**arguments, "size": TINY, "budget": 0.0}
-        elif task.kind == "compile":
-            arguments = {**arguments, "lengths": [16], "tokens": 16}
+            key, wanted = task.name, task.arguments["op"] in ops and _of_first_case(task)
         elif task.kind == "model":
-            key = arguments["variant"]
-            arguments = {**arguments, "tiny": True, "batch": 2, "budget": 0.0}
-            if key not in (BASELINE, "FEM-SM, C L T G"):
-                continue
-        elif task.kind == "engine":
-            key = task.name if task.part == "throughput" else task.kind
-            if task.name.endswith("340m"):
-                continue
+            key = task.arguments["variant"]
+            wanted = key in (BASELINE, "FEM-SM, C L T G")
+        elif task.part == "throughput":
+            key, wanted = task.name, not task.name.endswith("340m")
         elif task.kind == "train":
-            key, arguments = task.name, {**arguments, "tiny": True}
-            if task.part == "features" and arguments["settings"][0] not in DRY_FEATURES:
-                continue
-        seen[key] = seen.get(key, 0) + 1
-        if seen[key] == 1:
+            key = task.name
+            wanted = task.part != "features" or task.arguments["settings"][0] in DRY_FEATURES
+        if wanted and key not in seen:
+            seen.add(key)
+            arguments = {**task.arguments, **SMALLER.get(task.kind, {})}
             yield replace(task, arguments=arguments, seconds=min(task.seconds, 8.0))
+
+
+def _of_first_case(task: Task) -> bool:
+    """Return True if a check is of the first case of its operation."""
+    first_case = next(iter(suites()[task.arguments["op"]].cases))
+    return bool(task.arguments["case"] == first_case)
 
 
 def _correctness(ops: tuple[str, ...]) -> Iterator[Task]:
@@ -369,11 +367,8 @@ def _sanitizer(ops: tuple[str, ...]) -> Iterator[Task]:
     """
     for tool in TOOLS:
         for task in _correctness(ops):
-            asked = task.arguments
-            if asked["implementation"] in OURS and asked["case"] == next(
-                iter(suites()[asked["op"]].cases)
-            ):
-                arguments = {**asked, "small": True}
+            if task.arguments["implementation"] in OURS and _of_first_case(task):
+                arguments = {**task.arguments, "small": True}
                 yield Task(
                     "sanitize", f"{tool}: {task.name}", arguments, 0.02, 5, together=True, tool=tool
                 )

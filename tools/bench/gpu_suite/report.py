@@ -73,7 +73,12 @@ def short(results: Results, *, dry: bool = False) -> str:
         if found is not None:
             ratio, best = results.ratio(name, "auto", SHORT), results.best(name, SHORT)
             lines.append(
-                [name, _ms(found.both), f"{ratio[1]:.2f}" if ratio else "", best[0] if best else ""]
+                [
+                    name,
+                    _ms(found.both.seconds),
+                    f"{ratio[1]:.2f}" if ratio else "",
+                    best[0] if best else "",
+                ]
             )
     parts = [] if dry else [targets(results)]
     if results.throughput:
@@ -126,16 +131,23 @@ def correctness(results: Results) -> str:
                 verdict,
             ]
         )
-    table = runner.table(
-        ["operation", "implementation", "type", "results", "worst error", "bound", "where", ""],
-        rows,
-    )
+    columns = [
+        "operation",
+        "implementation",
+        "type",
+        "results",
+        "worst error",
+        "bound",
+        "where",
+        "",
+    ]
+    table = _table(columns, rows, "Nothing was checked.")
     failed = "\n".join(
         f"- FAILED {outcome.task.name}: {outcome.gap}"
         for outcome in results.failed
         if outcome.task.kind == "correctness"
     )
-    return "\n\n".join(filter(None, (table if rows else "Nothing was checked.", failed)))
+    return "\n\n".join(filter(None, (table, failed)))
 
 
 def _by_side(results: Results) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
@@ -158,7 +170,7 @@ def trainer(results: Results) -> str:
     rows = []
     for outcome in results.of_kind("train"):
         rows.append([outcome.task.name, *_run_cells(outcome), f"{outcome.seconds:.0f}"])
-    return runner.table(["run", "", "losses compared", "s"], rows) if rows else "No run was made."
+    return _table(["run", "", "losses compared", "s"], rows, "No run was made.")
 
 
 def _run_cells(outcome: Outcome) -> tuple[str, str]:
@@ -211,18 +223,17 @@ def operations(results: Results) -> str:
                     f"{size.batch} x {tokens}",
                     implementation,
                 ]
-                row += [_ms(side.forward), _ms(side.both), f"{side.spread:.1%}"]
+                row += [_ms(side.forward.seconds), _ms(side.both.seconds), f"{side.spread:.1%}"]
                 row += (
                     [*(f"{part:.2f}" for part in ratio), best[0]]
                     if ratio and best
                     else ["", "", ""]
                 )
+                seconds, flops, moved = side.both.seconds, side.flops[1], side.bytes[1]
                 row.append(
-                    f"{side.flops / side.both / roofs['matmul_flops']:.0%}"
-                    if roofs and side.flops
-                    else ""
+                    f"{flops / seconds / roofs['matmul_flops']:.0%}" if roofs and flops else ""
                 )
-                row.append(f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "")
+                row.append(f"{moved / seconds / roofs['copy_bytes']:.0%}" if roofs else "")
                 rows.append(row)
     columns = [
         "operation",
@@ -240,7 +251,7 @@ def operations(results: Results) -> str:
         "of matmul",
         "of copy",
     ]
-    return runner.table(columns, rows) if rows else "Nothing was timed."
+    return _table(columns, rows, "Nothing was timed.")
 
 
 def engines(results: Results) -> str:
@@ -255,9 +266,9 @@ def engines(results: Results) -> str:
             continue
         for tokens in LENGTHS:
             for engine, ratio, own in results.same_engine(name, tokens):
-                rows.append([name, str(tokens), engine, _ms(own.both), f"{ratio:.3f}"])
+                rows.append([name, str(tokens), engine, _ms(own.both.seconds), f"{ratio:.3f}"])
     columns = ["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"]
-    return runner.table(columns, rows) if rows else "None was timed."
+    return _table(columns, rows, "None was timed.")
 
 
 MODEL_COLUMNS = [
@@ -275,8 +286,7 @@ MODEL_COLUMNS = [
 
 def models(results: Results) -> str:
     """Return a table of all complete models."""
-    rows = _model_rows(results, tuple(SCALES))
-    return runner.table(MODEL_COLUMNS, rows) if rows else "None was timed."
+    return _table(MODEL_COLUMNS, _model_rows(results, tuple(SCALES)), "None was timed.")
 
 
 def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
@@ -288,19 +298,20 @@ def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
         ratio = results.model_ratio(scale, variant, recompute=recompute)
         packed = results.packed_ratio(scale, variant)
         share = results.utilisation(scale, variant, recompute=recompute)
-        seconds = found["step"]["seconds"]
-        row = [
-            f"{scale} {variant}",
-            f"{found['batch']} x {SCALES[scale].tokens}",
-            _ms(seconds),
-            f"{found['tokens'] / seconds:,.0f}",
-        ]
-        row += [
-            f"{ratio:.2f}" if ratio else "",
-            f"{packed:.2f}" if packed else "",
-            f"{share:.1%}" if share else "",
-        ]
-        rows.append([*row, f"{found['peak_bytes'] / 1e9:.1f}", "yes" if found["recompute"] else ""])
+        tokens = SCALES[scale].tokens
+        rows.append(
+            [
+                f"{scale} {variant}",
+                f"{found.tokens // tokens} x {tokens}",
+                _ms(found.step.seconds),
+                f"{found.tokens_per_second:,.0f}",
+                f"{ratio:.2f}" if ratio else "",
+                f"{packed:.2f}" if packed else "",
+                f"{share:.1%}" if share else "",
+                f"{found.peak_bytes / 1e9:.1f}",
+                "yes" if found.recompute else "",
+            ]
+        )
     return rows
 
 
@@ -331,6 +342,11 @@ def _gaps(record: Record) -> str:
     if record.damaged:
         lines.append(f"- {record.damaged} lines of the record cannot be read")
     return "\n".join(lines) or "None."
+
+
+def _table(columns: list[str], rows: list[list[str]], otherwise: str) -> str:
+    """Return a table, or the text ``otherwise`` if it has no rows."""
+    return runner.table(columns, rows) if rows else otherwise
 
 
 def _ms(seconds: float) -> str:

@@ -15,7 +15,8 @@ from kernels.fem_attention.table import Entry
 from pretrain.plan.devices import peak_tflops
 from tools.bench.engines.figures import Figures
 from tools.bench.gpu_suite.plan import FIRST, LENGTHS, TOKENS_A_CALL, Task
-from tools.bench.whole_model import BASELINE, PACKED
+from tools.bench.speed import Speed
+from tools.bench.whole_model import BASELINE, PACKED, StepCost
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
 FILE = "outcomes.jsonl"
@@ -170,34 +171,6 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Side:
-    """Measured costs of one implementation or baseline.
-
-    forward, both: seconds of forward and of forward + backward.
-    flops, bytes: matrix FLOPs and bytes of forward + backward.
-    spread: the larger spread of the two timings.
-    """
-
-    forward: float
-    both: float
-    spread: float
-    flops: float
-    bytes: float
-
-    @classmethod
-    def of(cls, result: dict[str, Any]) -> Side:
-        """Return the costs from the result of a worker."""
-        forward, both = result["forward"], result["both"]
-        return cls(
-            forward["seconds"],
-            both["seconds"],
-            max(forward["spread"], both["spread"]),
-            result["flops"][1],
-            result["bytes"][1],
-        )
-
-
-@dataclass(frozen=True)
 class Target:
     """Performance target of the project.
 
@@ -223,9 +196,9 @@ class Results:
 
     def __init__(self, outcomes: Iterable[Outcome], device_name: str) -> None:
         self.outcomes, self.device_name = list(outcomes), device_name
-        self.ops: dict[tuple[str, str, int], Side] = {}
-        self.baselines: dict[tuple[str, Size], Side] = {}
-        self.models: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        self.ops: dict[tuple[str, str, int], Speed] = {}
+        self.baselines: dict[tuple[str, Size], Speed] = {}
+        self.models: dict[tuple[str, str, bool], StepCost] = {}
         self.engines: dict[str, Figures] = {}
         self.throughput: dict[str, Figures] = {}  # name of the model -> figures
         self.roofs: dict[str, float] | None = None
@@ -242,13 +215,14 @@ class Results:
     def _take(self, task: Task, result: Any) -> None:
         asked = task.arguments
         if task.kind == "op":
-            self.ops[asked["workload"], asked["implementation"], asked["size"]["tokens"]] = Side.of(
-                result
+            self.ops[asked["workload"], asked["implementation"], asked["size"]["tokens"]] = (
+                Speed.from_json(result)
             )
         elif task.kind == "baseline":
-            self.baselines[asked["baseline"], Size(**asked["size"])] = Side.of(result)
+            self.baselines[asked["baseline"], Size(**asked["size"])] = Speed.from_json(result)
         elif task.kind == "model":
-            self.models[asked["scale"], asked["variant"], asked["recompute"]] = result
+            cost = StepCost.from_json(result)
+            self.models[asked["scale"], asked["variant"], asked["recompute"]] = cost
         elif task.kind == "engine" and task.part == "throughput":
             self.throughput[asked["model"]] = Figures(**result)
         elif task.kind == "engine":
@@ -270,16 +244,16 @@ class Results:
         """Checks that ended in an error."""
         return [outcome for outcome in self.outcomes if outcome.failed]
 
-    def against(self, workload: str, tokens: int) -> dict[str, Side]:
+    def against(self, workload: str, tokens: int) -> dict[str, Speed]:
         """Return the measured baselines of a workload at a sequence length: name -> costs."""
         size = WORKLOADS[workload].size(tokens, TOKENS_A_CALL)
         keys = {name: (name, sized(size)) for name, sized in WORKLOADS[workload].baselines.items()}
         return {name: self.baselines[key] for name, key in keys.items() if key in self.baselines}
 
-    def best(self, workload: str, tokens: int) -> tuple[str, Side] | None:
+    def best(self, workload: str, tokens: int) -> tuple[str, Speed] | None:
         """Return (name, costs) of the baseline with the fastest forward + backward, or None."""
         found = self.against(workload, tokens)
-        return min(found.items(), key=lambda item: item[1].both) if found else None
+        return min(found.items(), key=lambda item: item[1].both.seconds) if found else None
 
     def ratio(self, workload: str, implementation: str, tokens: int) -> tuple[float, float] | None:
         """Return the time ratios (forward, forward + backward) to the fastest baseline.
@@ -287,13 +261,9 @@ class Results:
         Return None if the implementation or all baselines were not measured.
         """
         own, best = self.ops.get((workload, implementation, tokens)), self.best(workload, tokens)
-        return (
-            None
-            if own is None or best is None
-            else (own.forward / best[1].forward, own.both / best[1].both)
-        )
+        return None if own is None or best is None else own.ratios(best[1])
 
-    def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Side]]:
+    def same_engine(self, workload: str, tokens: int) -> Iterator[tuple[str, float, Speed]]:
         """Yield (engine, ratio, costs of the workload) for the workload's attention engines.
 
         The ratio is the time of forward + backward, divided by that of standard attention by the
@@ -303,12 +273,12 @@ class Results:
             engine = BASELINES[name].engine
             own = None if engine is None else self.ops.get((workload, engine, tokens))
             if engine is not None and own is not None:
-                yield engine, own.both / side.both, own
+                yield engine, own.ratios(side)[1], own
 
     def fastest_engine_ratio(self, workload: str, tokens: int) -> float | None:
         """Return the ratio of `same_engine` for the workload's fastest engine; None without any."""
         found = list(self.same_engine(workload, tokens))
-        return min(found, key=lambda each: each[2].both)[1] if found else None
+        return min(found, key=lambda each: each[2].both.seconds)[1] if found else None
 
     def model_ratio(
         self, scale: str, variant: str, *, recompute: bool = False, base: str = BASELINE
@@ -335,10 +305,7 @@ class Results:
         own, other = self.models.get(model), self.models.get(base)
         if own is None or other is None:
             return None
-        ratio: float = (own["step"]["seconds"] / own["tokens"]) / (
-            other["step"]["seconds"] / other["tokens"]
-        )
-        return ratio
+        return other.tokens_per_second / own.tokens_per_second
 
     def utilisation(self, scale: str, variant: str, *, recompute: bool = False) -> float | None:
         """Return the model's MFU, or None if the model or the device's peak is unknown.
@@ -347,10 +314,7 @@ class Results:
         """
         found, listed = self.models.get((scale, variant, recompute)), peak_tflops(self.device_name)
         peak = listed * 1e12 if listed else (self.roofs or {}).get("matmul_flops")
-        if found is None or not peak:
-            return None
-        share: float = found["flops"] / found["step"]["seconds"] / peak
-        return share
+        return found.utilisation(peak) if found and peak else None
 
     def targets(self) -> list[Target]:
         """Return all targets, the most important first."""
@@ -432,7 +396,7 @@ class Results:
             for tokens in LENGTHS if workload.op == "fem_attention" else ():
                 sides = {engine: self.ops.get((name, engine, tokens)) for engine in ENGINES}
                 times = {
-                    engine: round(1e6 * side.both, 1)
+                    engine: round(1e6 * side.both.seconds, 1)
                     for engine, side in sides.items()
                     if side is not None
                 }

@@ -5,7 +5,6 @@ Each run is a process of ``python -m pretrain``.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -15,14 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fem_megatron.megatron import platform
+from tools.bench.runner import ROOT
+from tools.bench.training import command, step_rows
 
-ROOT = Path(__file__).resolve().parents[3]
 RUN = "configs/run/demo.yaml"
-VOCABULARY, DOCUMENTS, LONGEST = 512, 2000, 400
-SPLITS = ("train", "valid", "test")
+VOCABULARY = 512
 SMALL = [
     *(
         "model.num_layers=2",
@@ -47,37 +44,6 @@ LAST_LINES = 3
 
 class TrainerError(Exception):
     """Failure of a run, or a result that the run should not have; the message is one line."""
-
-
-def write_data(folder: Path) -> None:
-    """Write .bin/.idx pairs of tokens that a model can learn, and a tokenizer folder.
-
-    The only named token of the tokenizer is the end of a document.
-
-    A token is 7 times the previous one plus noise, modulo the vocabulary size. The training split
-    has 0.4 M tokens.
-    """
-    from data_prep.prepared.indexed import IndexedWriter
-
-    data, end = folder / "data", VOCABULARY - 1
-    data.mkdir(parents=True)
-    for number, split in enumerate(SPLITS):
-        rng = np.random.default_rng(number)
-        lengths = rng.integers(20, LONGEST, DOCUMENTS if split == "train" else DOCUMENTS // 10)
-        ids = np.empty((len(lengths), LONGEST), np.int64)
-        ids[:, 0] = rng.integers(0, end, len(lengths))
-        for place in range(1, LONGEST):
-            ids[:, place] = (7 * ids[:, place - 1] + rng.integers(0, 4, len(lengths))) % end
-        ids[np.arange(len(lengths)), lengths - 1] = end
-        writer = IndexedWriter(data / split, "uint16")
-        writer.add(ids[np.arange(LONGEST) < lengths[:, None]], lengths)
-        writer.finish()
-    tokens = {
-        "model": {"vocab": {f"t{number}": number for number in range(end)}},
-        "added_tokens": [{"content": "</s>", "id": end}],
-    }
-    (data / "tokenizer.json").write_text(json.dumps(tokens), encoding="utf-8")
-    (data / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}), encoding="utf-8")
 
 
 def train(arguments: Mapping[str, Any], limit: float) -> dict[str, Any]:
@@ -173,46 +139,33 @@ def _command(work: Path, folder: Path, arguments: Mapping[str, Any]) -> list[str
         from tools.bench.mixers import SETTINGS
 
         settings = [*SETTINGS.get(mixer, ()), *settings]
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "pretrain",
-            RUN,
-            f"run_dir={folder}",
-            f"data.tokenizer={data}",
+    return command(
+        RUN,
+        folder,
+        data,
+        arguments["steps"],
+        [
             f"model.vocab_size={VOCABULARY}",
-        ),
-        *(f"data.{split}=[{{prefix: {data / split}}}]" for split in SPLITS),
-        *(
-            "log.interval=1",
-            "train.eval_interval=0",
-            "checkpoint.interval=0",
             "checkpoint.keep_last=3",
             "optimizer.warmup_steps=2",
-        ),
-        *(
-            f"train.steps={arguments['steps']}",
             *SMALL,
             *settings,
             *(TINY if arguments.get("tiny") else ()),
-        ),
-    ]
+        ],
+    )
 
 
-def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
+def _pretrain(words: list[str], *, on_cpu: bool, limit: float) -> str:
     """Run ``pretrain`` and return its output.
 
     Raises TrainerError with the last lines of the output if the run fails; the entire output is in
     the suite's log.
     """
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}),
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if on_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
-        command,
+        words,
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -223,16 +176,12 @@ def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
     try:
         printed, _ = process.communicate(timeout=max(1.0, limit - ENDING))
     except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            printed, _ = process.communicate(timeout=ENDING / 2)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            printed, _ = process.communicate()
+        process.kill()
+        printed, _ = process.communicate()
         print(printed, file=sys.stderr, flush=True)
         raise TrainerError(f"the run took longer than {limit - ENDING:.0f} s") from None
     if process.returncode:
-        print(" ".join(command), printed, sep="\n", file=sys.stderr, flush=True)
+        print(" ".join(words), printed, sep="\n", file=sys.stderr, flush=True)
         raise TrainerError(
             f"pretrain ended with {process.returncode}: "
             f"{' / '.join(printed.strip().splitlines()[-LAST_LINES:])}"
@@ -241,16 +190,8 @@ def _pretrain(command: list[str], *, on_cpu: bool, limit: float) -> str:
 
 
 def _rows(folder: Path) -> dict[int, dict[str, float]]:
-    """Return step -> line of the run's metrics.jsonl; the last line of a step counts."""
+    """Return the rows of `step_rows`. Raises TrainerError if they cannot be read."""
     try:
-        lines = [
-            json.loads(line)
-            for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        return step_rows(folder)
     except (OSError, ValueError) as error:
         raise TrainerError(f"no losses can be read of the run {folder.name}: {error}") from None
-    return {
-        int(row["step"]): {**row, "loss": math.nan if row["loss"] is None else row["loss"]}
-        for row in lines
-        if "loss" in row
-    }

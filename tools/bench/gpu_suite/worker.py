@@ -24,7 +24,8 @@ import torch
 from fem_megatron.megatron import platform
 from kernels.check import Expected, expect, judge, suites
 from tools.bench.engines import figures
-from tools.bench.engines.variants import Job, launch
+from tools.bench.engines.runs import launch
+from tools.bench.engines.variants import Job
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL
 from tools.bench.gpu_suite.trainer import train
 from tools.bench.runner import measure
@@ -153,7 +154,7 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
                 arguments.get("budget", MODEL_SECONDS),
                 recompute=again,
             )
-            return {**asdict(cost), "batch": batch}
+            return asdict(cost)
         except torch.OutOfMemoryError:
             if number == len(tries) - 1:
                 raise
@@ -167,8 +168,8 @@ def _engine(arguments: dict[str, Any], limit: float) -> dict[str, Any]:
     """
     job = Job.from_json(arguments)
     job = replace(job, limit=max(1, min(job.limit, int(limit - ENDING))))
-    answers = launch(job, say=lambda line: print(line, file=sys.stderr, flush=True))
-    return asdict(figures.of(job, [answers], cuda=platform.has_cuda()))
+    measured = launch(job, say=lambda line: print(line, file=sys.stderr, flush=True))
+    return asdict(figures.of(job, [measured], cuda=platform.has_cuda()))
 
 
 DOES: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -24,7 +24,7 @@ import pandas as pd
 from fem_common.config import read_values
 from fem_common.errors import ConfigError
 from fem_common.plot import QUIET, colour_of, plain_axes, png
-from fem_common.text import aligned, counted
+from fem_common.text import aligned, counted, markdown_table
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig, load_run
