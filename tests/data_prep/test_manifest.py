@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.prepared.entries import ranges, shortened, units_bytes
+from data_prep.prepared.entries import shortened, units_bytes
 from data_prep.prepared.indexed import sample_digest
 from data_prep.prepared.layout import read_plan
 from data_prep.prepared.manifest import (
@@ -26,6 +26,7 @@ from data_prep.prepared.manifest import (
 )
 from data_prep.sources.rows import BadRow, Drop
 from fem_common.errors import UserError
+from fem_common.text import ranges
 from tests.data_prep import conftest as room
 from tests.wording import Wording
 

@@ -5,8 +5,9 @@ its tokenizer for other models.
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -32,7 +33,8 @@ def with_template(folder: Path) -> None:
 
 def read(opened: OpenModel, text: str) -> list[int]:
     """Return the ids of a prompt, after checking that generation and the harness agree."""
-    (generated,) = generation.encode(opened, [text], Namespace(max_new_tokens=1))
+    settings: Any = SimpleNamespace(max_new_tokens=1)
+    (generated,) = generation.encode(opened, [text], settings)
     asked = Adaptor(opened, 1)
     assert asked.tok_encode(text) == asked.tok_batch_encode([text])[0][0].tolist() == generated
     return generated

@@ -287,7 +287,8 @@ def test_a_trace_is_what_the_model_computes(folder: Path) -> None:
     assert torch.equal(seen["layer 1"], wanted.hidden_states[2][0]) and torch.equal(
         seen["final norm"], wanted.hidden_states[-1][0]
     )
-    looped = FemLMForCausalLM(hf_config(text_model("cem", recurrence=2), torch.float32)).eval()
+    config: Any = hf_config(text_model("cem", recurrence=2), torch.float32)
+    looped = FemLMForCausalLM(config).eval()
     seen = trace(looped, ids)
     assert {
         "layer 0, mixer",

@@ -219,7 +219,7 @@ def exported(study: Study, run: PlannedRun, interval: int = 10) -> dict[str, Any
         if "valid_loss" in line:
             history.setdefault(line["step"], {})["valid_loss"] = line["valid_loss"]
         elif line["step"] % interval == 0:
-            numbers = dict.fromkeys(
+            numbers: dict[str, Any] = dict.fromkeys(
                 ("grad_norm", "tokens_per_second", "tflops_per_device", "eta_seconds"), 1.0
             )
             record = StepRecord(**line, **numbers, mfu=None, peak_memory_bytes=1)
