@@ -446,7 +446,9 @@ def qk_norms_keep(training: Training, head: int, heads: int) -> float:
     They keep one number per head. On a CPU they also keep x / rms, and x in fp32 for narrower
     types.
     """
-    copies = 0 if training.cuda else 1 if training.element == WIDE else 2
+    copies = 0
+    if not training.cuda:
+        copies = 1 if training.element == WIDE else 2
     return WIDE * heads * (copies * head + 1)
 
 

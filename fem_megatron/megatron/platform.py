@@ -659,14 +659,10 @@ def _preloading_into_blocks(preload: Callable[..., Any]) -> Callable[..., Any]:
         }
         kept.extend(staged([*tensors.values()]))
         copies = dict(zip(tensors, kept, strict=True))
-        packed = [
-            (
-                file,
-                key,
-                (others, [(item, copies.get(id(tensor), tensor)) for item, tensor in items]),
-            )
-            for file, key, (others, items) in write_buckets
-        ]
+        packed = []
+        for file, key, (others, items) in write_buckets:
+            on_host = [(item, copies.get(id(tensor), tensor)) for item, tensor in items]
+            packed.append((file, key, (others, on_host)))
         return preload(packed, non_blocking)
 
     return preload_from_blocks

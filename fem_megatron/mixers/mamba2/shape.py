@@ -80,7 +80,10 @@ class Mamba2Shape(Shape):
             )
         if mamba.inner_size is None:
             budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
-            step = 8 if budget >= 32 else 4 if budget >= 12 else 2
+            if budget >= 32:
+                step = 8
+            else:
+                step = 4 if budget >= 12 else 2
             heads = step * max(1, round(budget / step))
         elif mamba.inner_size % mamba.head_size:
             raise ValueError(
