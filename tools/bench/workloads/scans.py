@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.prior_shapes import GlaShape
-from fem_megatron.mixers.fem.priors import LinearPrior
+from fem_megatron.mixers.fem.priors import LinearPrior, Values
 from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.rope import Rope
 from fem_megatron.state import Context
@@ -75,11 +75,7 @@ def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
     model = ModelConfig(mixer="fem_gla", hidden_size=heads * key, num_attention_heads=heads)
     prior = LinearPrior(FemShape.of(model, GlaShape))
     with asked_for("linear_attention", implementation):
-        return (
-            prior(
-                parts, given["v"], given.get("beta"), given.get("lam"), given.get("gate"), Context()
-            ),
-        )
+        return (prior(parts, Values(**given), Context()),)
 
 
 def _plain_gla_inputs(draw: Draw, size: Size) -> Inputs:
