@@ -106,7 +106,12 @@ def torch_and_megatron() -> Iterator[Check]:
         torch = importlib.import_module("torch")
         platform = importlib.import_module("fem_megatron.megatron.platform")
     except (ImportError, OSError) as error:
-        yield _broken("torch", str(error), "make setup")
+        yield Check(
+            "FAILED",
+            "torch",
+            f"cannot be imported ({hardware.last_line(str(error))})",
+            "make setup",
+        )
         return
     yield Check("ok", "torch", f"{torch.__version__}, {platform.toolkit() or 'built without CUDA'}")
     remedy = f"pip install megatron-core=={platform.MEGATRON_VERSION}"
@@ -116,18 +121,14 @@ def torch_and_megatron() -> Iterator[Check]:
             # This imports all of Megatron-core that training imports.
             importlib.import_module("pretrain.engines")
     except (ImportError, OSError) as error:
-        yield _broken("megatron-core", str(error), remedy)
+        yield Check(
+            "FAILED",
+            "megatron-core",
+            f"cannot be imported ({hardware.last_line(str(error))})",
+            remedy,
+        )
         return
     yield _pinned("megatron-core", version("megatron-core"), platform.MEGATRON_VERSION, remedy)
-
-
-def _broken(name: str, output: str, remedy: str) -> Check:
-    """Return the check that failed because a package cannot be imported.
-
-    output: message whose last line is the reason.
-    """
-    text = f"cannot be imported ({hardware.last_line(output)})"
-    return Check("FAILED", name, text, remedy)
 
 
 def _pinned(name: str, found: str, tested: str | None, remedy: str) -> Check:
@@ -206,7 +207,12 @@ def deepspeed() -> Iterator[Check]:
     prepare_environment()
     asked = _asked(sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)")
     if asked.returncode:
-        yield _broken("deepspeed", asked.stderr, INSTALL)
+        yield Check(
+            "FAILED",
+            "deepspeed",
+            f"cannot be imported ({hardware.last_line(asked.stderr)})",
+            INSTALL,
+        )
         return
     tested = None
     with contextlib.suppress(PackageNotFoundError):  # this project may not be installed
