@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from fem_common.cli import Parser, run
 from fem_common.files import write_whole
+from fem_common.text import aligned
 from pretrain.config import load_run
 from tools.demo import pages, report, steps
 from tools.demo.report import History
@@ -84,9 +86,9 @@ def _publish(found: dict[str, Any], demo: steps.Demo) -> None:
     pages.draw(fem, transformer, found, demo.out / "report.png")
     write_whole(demo.out / "report.json", json.dumps(found, indent=1) + "\n")
     times = [f"{name} {report.minutes(value)}" for name, value in found["seconds"].items()]
-    say("\n" + report.table(found) + "\n")
-    for line in report.verdict(found):
-        say(line)
+    heads = ["", "nats per token", "bits per byte", "parameters", "tokens/s"]
+    lines = aligned([heads, *report.rows(found)], left=(0,))
+    say("\n".join(["", *lines, "", fill(report.conditions(found), 100)]))
     say(f"\ntime: {', '.join(times)}")
     say(
         f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, "

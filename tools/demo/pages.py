@@ -21,6 +21,7 @@ import numpy as np
 
 from fem_common.errors import ConfigError
 from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, save
+from tools.demo import report
 from tools.demo.report import NAMES, History
 
 FEM, TRANSFORMER = COLOURS[:2]
@@ -127,39 +128,25 @@ def write(root: Path, out: Path, found: dict[str, Any]) -> None:
 
 def demo_text(found: dict[str, Any]) -> str:
     """Return the text for README.md: picture, table, and the conditions of the measurement."""
-    run, models, parity, alone, machine = (
-        found[key] for key in ("run", "models", "parity", "unigram", "machine")
+    run, machine = found["run"], found["machine"]
+    heads = (
+        f"{run['steps']} steps of {run['batch_tokens']:,} tokens, "
+        f"{found['models']['fem']['heldout_tokens']:,} tokens held out"
     )
-    fem, difference = models["fem"], max(parity["logit_difference"].values())
-    rows = [
-        f"| {name} | {models[key]['heldout_nats_per_token']:.3f} | "
-        f"{models[key]['heldout_bits_per_byte']:.3f} | "
-        f"{models[key]['parameters'] / 1e6:.2f}M | {models[key]['tokens_per_second']:,.0f} |"
-        for key, name in NAMES.items()
+    lines = [
+        [heads, "nats per token", "bits per byte", "parameters", "tokens/s"],
+        *report.rows(found),
     ]
-    table = [
-        f"| {run['steps']} steps of {run['batch_tokens']:,} tokens, {fem['heldout_tokens']:,} "
-        "tokens held out | nats per token | bits per byte | parameters | tokens/s |",
-        "|---|---|---|---|---|",
-        *rows,
-        f"| the text's own unigram entropy | {alone['heldout_entropy']:.3f} | "
-        f"{alone['bits_per_byte']:.3f} | | |",
-    ]
-    conditions = (
+    head, *body = [f"| {' | '.join(line)} |" for line in lines]
+    made = (
         f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, "
         f"{machine['cores']} CPU cores ({platform.machine()}), Python {machine['python']}, "
-        f"torch {machine['torch']}. tokens/s: the median step of both models at DP 2 with "
-        "one thread per rank, on an idle machine. One seed and "
-        f"{fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train, not which is "
-        f"better at scale. Losses of the {parity['resume_steps']} steps after the change of layout "
-        f"agree with the old layout's to {parity['resume_relative_loss_difference']:.1e}; "
-        "exported logits equal Megatron's "
-        + (f"to {difference:.1e}." if difference else "to the last bit.")
+        f"torch {machine['torch']}, on an idle machine. "
     )
     return _block(
         "![Training and held-out loss of the demo's two models](docs/demo.png)",
-        "\n".join(table),
-        conditions,
+        "\n".join([head, "|---|---|---|---|---|", *body]),
+        made + report.conditions(found),
     )
 
 
@@ -167,12 +154,12 @@ def _block(picture: str, table: str, conditions: str) -> str:
     return f"{picture}\n\n{table}\n\n{fill(conditions, 100)}"
 
 
-def evaluation_text(report: str) -> str:
+def evaluation_text(markdown: str) -> str:
     """Return the text for docs/evaluation.md: the picture and the first table of the report.
 
-    report: Markdown report of ``tools.evaluate``.
+    markdown: report of ``tools.evaluate``.
     """
-    table = re.search(r"(^\|.*\n)+", report, re.MULTILINE)
+    table = re.search(r"(^\|.*\n)+", markdown, re.MULTILINE)
     assert table is not None
     return _block(
         "![The quick suite on the demo's two models](evaluation.png)",

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from fem_common.text import aligned
 from tools.demo.shell import DemoError
 
 
@@ -55,20 +54,14 @@ class History:
         """Return step -> training loss, in nats per token."""
         return {entry["step"]: entry["loss"] for entry in self.steps}
 
-    def part(self, after: int = 0, up_to: int | None = None) -> History:
-        """Return the steps ``after`` < step <= ``up_to``, with all validations."""
-        end = self.last_step if up_to is None else up_to
-        return History(
-            tuple(entry for entry in self.steps if after < entry["step"] <= end), self.validations
-        )
+    def part(self, after: int) -> History:
+        """Return the steps after ``after``, with all validations."""
+        kept = tuple(entry for entry in self.steps if entry["step"] > after)
+        return History(kept, self.validations)
 
     def tokens_per_second(self) -> float:
         """Return the median of the tokens per second over the steps."""
         return statistics.median(entry["tokens_per_second"] for entry in self.steps)
-
-    def peak_memory_bytes(self) -> int:
-        """Return the peak memory of a rank: the maximum over steps and ranks."""
-        return max(entry["peak_memory_bytes"] for entry in self.steps)
 
 
 def _number(value: float | None) -> float:
@@ -106,26 +99,14 @@ NAMES = {"fem": "FEM-softmax", "transformer": "Transformer"}
 MARGIN = 1.1  # the model must be this far below the unigram entropy, in nats per token
 
 
-def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
-    """Return the nats per token of two models that ignore the context.
+def unigram_entropy(file: Path, vocabulary: int) -> float:
+    """Return the entropy of the token frequencies of a .bin file (uint16), in nats per token.
 
-    train, heldout: .bin files of uint16.
-
-    ``heldout_entropy`` is that of the held-out split's own token frequencies, a lower bound for
-    every model without context. ``train_cross_entropy`` is that of the training split's frequencies
-    (one added to each count) on the held-out split, which a trained model without context reaches.
+    It is a lower bound of the loss of every model that ignores the context.
     """
-    counts = [
-        np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary)
-        for file in (train, heldout)
-    ]
-    own = counts[1] / counts[1].sum()
-    learned = (counts[0] + 1) / (counts[0] + 1).sum()
-    seen = own > 0
-    return {
-        "heldout_entropy": float(-(own[seen] * np.log(own[seen])).sum()),
-        "train_cross_entropy": float(-(own[seen] * np.log(learned[seen])).sum()),
-    }
+    counts = np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
@@ -140,7 +121,7 @@ def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
 def model_findings(
     found: dict[str, Any], history: History, heldout: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return one model's entry of report.json: losses, training speed and memory.
+    """Return one model's entry of report.json: losses and training speed.
 
     found: results of `tools.demo.stock_transformers`.
     """
@@ -150,74 +131,41 @@ def model_findings(
         "heldout_bits_per_byte": bits_per_byte(found["heldout_nats_per_token"], heldout),
         "tokens_trained": history.steps[-1]["consumed_tokens"],
         "tokens_per_second": history.tokens_per_second(),
-        "peak_memory_bytes": history.peak_memory_bytes(),
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the contents of report.json as a text table, followed by notes."""
-    rows = [
-        ("", "held-out loss", "bits per", "parameters", "training", "peak memory"),
-        ("", "nats per token", "byte", "", "tokens/s", "per rank"),
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """Return the table of report.json without its heads, one row per model and one for unigrams.
+
+    The columns are: name, nats per token, bits per byte, parameters, tokens per second.
+    """
+    models, alone = found["models"], found["unigram"]
+    cells = [
+        [
+            name,
+            f"{models[key]['heldout_nats_per_token']:.3f}",
+            f"{models[key]['heldout_bits_per_byte']:.3f}",
+            f"{models[key]['parameters'] / 1e6:.2f}M",
+            f"{models[key]['tokens_per_second']:,.0f}",
+        ]
+        for key, name in NAMES.items()
     ]
-    for key, name in NAMES.items():
-        model = found["models"][key]
-        rows.append(
-            (
-                name,
-                f"{model['heldout_nats_per_token']:.3f}",
-                f"{model['heldout_bits_per_byte']:.3f}",
-                f"{model['parameters'] / 1e6:.2f}M",
-                f"{model['tokens_per_second']:,.0f}",
-                f"{model['peak_memory_bytes'] / 2**30:.2f} GiB",
-            )
-        )
-    alone, empty = found["unigram"], ("", "", "")
-    own = (f"{alone['heldout_entropy']:.3f}", f"{alone['bits_per_byte']:.3f}", *empty)
-    learned = (f"{alone['train_cross_entropy']:.3f}", "", *empty)
-    rows += [("unigram (held-out text's own)", *own), ("unigram (from training text)", *learned)]
-    lines = aligned(rows, left=(0,))
-    return "\n".join([*lines[:2], "-" * max(map(len, lines)), *lines[2:], "", *notes(found)])
+    entropy = (f"{alone['heldout_entropy']:.3f}", f"{alone['bits_per_byte']:.3f}")
+    return [*cells, ["the text's own unigram entropy", *entropy, "", ""]]
 
 
-def notes(found: dict[str, Any]) -> list[str]:
-    """Return lines that explain the table, and the differences between Megatron and the exports."""
-    run, parity, fem = found["run"], found["parity"], found["models"]["fem"]
-    logits, cache = parity["logit_difference"], parity["cache_difference"]
-    return [
-        f"Held-out loss: all {fem['heldout_tokens']:,} tokens of the valid split, "
-        f"in windows of {run['seq_length']}, by the exported models in stock transformers.",
-        f"Training: {run['steps']} steps of {run['batch_tokens']:,} tokens each; "
-        f"tokens/s (median) and memory at {run['resumed_layout']};",
-        f"  FEM before the stop, at {run['stopped_layout']}: "
-        f"{fem['tokens_per_second_stopped_layout']:,.0f} tokens/s, "
-        f"{fem['peak_memory_bytes_stopped_layout'] / 2**30:.2f} GiB.",
-        f"Parity, largest differences: losses of the {parity['resume_steps']} steps after the "
-        "resume at another layout against those without it "
-        f"{parity['resume_relative_loss_difference']:.1e} (relative);",
-        f"  exported logits against Megatron's {logits['fem']:.1e} (FEM), "
-        f"{logits['transformer']:.1e} (Transformer); "
-        f"generation with cache against without {cache['fem']:.1e}, {cache['transformer']:.1e}.",
-    ]
-
-
-def verdict(found: dict[str, Any]) -> list[str]:
-    """Return sentences that compare FEM with the unigram entropy and with the Transformer."""
-    fem, plain = found["models"]["fem"], found["models"]["transformer"]
-    gain = plain["heldout_nats_per_token"] - fem["heldout_nats_per_token"]
-    relation = "lower" if gain > 0 else "higher"
-    below = found["unigram"]["heldout_entropy"] - fem["heldout_nats_per_token"]
-    cost = plain["tokens_per_second"] / fem["tokens_per_second"]
-    return [
-        f"FEM-softmax is {below:.2f} nats per token below the unigram entropy "
-        f"(required: {MARGIN}).",
-        f"FEM-softmax's held-out loss is {abs(gain):.3f} nats per token {relation} than the "
-        "Transformer's after the same steps on the same batches "
-        f"({fem['parameters'] / plain['parameters'] - 1:+.1%} parameters), "
-        f"and a step takes {cost:.2f} times as long on this machine.",
-        f"One seed and {fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train and "
-        "how they compare in this run, not which is better at scale.",
-    ]
+def conditions(found: dict[str, Any]) -> str:
+    """Return the conditions of the measurements, and the results of the comparisons."""
+    parity, fem = found["parity"], found["models"]["fem"]
+    logits, cache = (max(parity[key].values()) for key in ("logit_difference", "cache_difference"))
+    exact = f"to {logits:.1e}" if logits else "to the last bit"
+    return (
+        "tokens/s: the median step of both models at DP 2 with one thread per rank. One seed and "
+        f"{fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train, not which is "
+        f"better at scale. Losses of the {parity['resume_steps']} steps after the change of layout "
+        f"agree with the old layout's to {parity['resume_relative_loss_difference']:.1e}; exported "
+        f"logits equal Megatron's {exact}, and with the cache those without it to {cache:.1e}."
+    )
 
 
 def shortfall(found: dict[str, Any]) -> str | None:

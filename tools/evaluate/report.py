@@ -14,7 +14,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ from .suite import Suite, load_suite
 from .table import Point, Table, build, heldout, printed
 
 MISSING = "–"
-NAME_WIDTH = 28
-HEADING = 12  # width of a model's heading on a terminal
 AVERAGE = "Leaderboard average, rescaled"
 
 
@@ -172,35 +170,17 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-def console(table: Table, width: int = 120) -> str:
-    """Return the table as text for a terminal with ``width`` characters.
+def console(table: Table) -> str:
+    """Return the table as text for a terminal: tasks are rows, models are columns.
 
-    Tasks are rows, models are columns. Models that do not fit follow in further blocks below. ``*``
-    marks the best score of a row.
+    ``*`` marks the best score of a row.
     """
-    grid = _grid(table)
-    left = min(44, max(len(AVERAGE), *(len(row[0]) for row in grid)))
-    names = [_short(row.model, NAME_WIDTH) for row in table.rows]
-    widths = [
-        max(HEADING, len(name), *(len(row[place]) for row in grid))
-        for place, name in enumerate(names, 1)
-    ]
-    # The character after each number is for the star, so headings end one character earlier.
-    heads = [
-        f"{f'{name} ' if len(name) < wide else name:>{wide}}"
-        for name, wide in zip(names, widths, strict=True)
-    ]
-    grid = [
-        [f"{_short(table.suite, left):<{left}}", *heads],
-        *([_short(row[0], left), *row[1:]] for row in grid),
-    ]
-    blocks = [
-        "\n".join(aligned([[row[0], *row[first + 1 : last + 1]] for row in grid], (0,)))
-        for first, last in pairwise(_breaks(widths, width - left))
-    ]
+    # The character after each number is for the star.
+    heads = [f"{row.model} ".rjust(12) for row in table.rows]
+    lines = aligned([[table.suite.ljust(len(AVERAGE)), *heads], *_grid(table)], (0,))
     told = "± one standard error; * best" if len(table.rows) > 1 else "± one standard error"
-    notes = [textwrap.fill(note, width) for note in (told, *table.notes)]
-    return "\n\n".join([*blocks, "\n".join(notes)]) + "\n"
+    notes = [textwrap.fill(note, 120) for note in (told, *table.notes)]
+    return "\n".join([*lines, "", *notes, ""])
 
 
 def _grid(table: Table) -> list[list[str]]:
@@ -208,50 +188,30 @@ def _grid(table: Table) -> list[list[str]]:
 
     Rows are the groups, the tasks, the average of the rescaled scores, and the ranks.
     """
-    empty = [""] * len(table.rows)
+    empty = [""] * (len(table.rows) + 1)
     grid: list[list[str]] = []
-    group = ""
-    for column in table.columns:
-        if column.group != group:
-            group = column.group
-            grid += [["", *empty], [group, *empty]] if group else [["", *empty]]
-        cells = [f"{column.label} ({column.asked})"]
-        for result, mark in zip(table.cells(column), table.marks(column), strict=True):
-            score = number(result.score if result else None).replace(" ", "")
-            cells.append(score + ("*" if mark == 1 else " "))
-        grid.append(cells)
+    for group, columns in groupby(table.columns, key=lambda column: column.group):
+        if group:
+            grid += [empty, [group, *empty[1:]]]
+        elif grid:
+            grid.append(empty)
+        for column in columns:
+            cells = [f"{column.label} ({column.asked})"]
+            for result, mark in zip(table.cells(column), table.marks(column), strict=True):
+                score = number(result.score if result else None).replace(" ", "")
+                cells.append(score + ("*" if mark == 1 else " "))
+            grid.append(cells)
     if any(row.average for row in table.rows):
-        grid += [
-            ["", *empty],
-            [AVERAGE, *(number(row.average, 2).replace(" ", "") + " " for row in table.rows)],
-        ]
+        averages = [number(row.average, 2).replace(" ", "") for row in table.rows]
+        grid += [empty, [AVERAGE, *(f"{average} " for average in averages)]]
     if table.ranked:
-        found_ranks = [ranks or (math.nan, 0) for ranks in table.summary()]
+        ranks = [found or (math.nan, 0) for found in table.summary()]
         grid += [
-            ["", *empty],
-            ["average rank", *(f"{printed(rank, 2)} " for rank, _ in found_ranks)],
+            empty,
+            ["average rank", *(f"{printed(rank, 2)} " for rank, _ in ranks)],
+            [f"first, of {len(table.ranked)}", *(f"{first} " for _, first in ranks)],
         ]
-        grid.append([f"first, of {len(table.ranked)}", *(f"{first} " for _, first in found_ranks)])
     return grid
-
-
-def _breaks(widths: Sequence[int], room: int) -> list[int]:
-    """Return the index of the first column of each block, and the number of columns.
-
-    A block has as many columns as fit into ``room`` characters, at least one. widths: of the
-    columns.
-    """
-    starts, used = [0], 0
-    for index, width in enumerate(widths):
-        if used and used + width + 2 > room:
-            starts.append(index)
-            used = 0
-        used += width + 2
-    return [*starts, len(widths)]
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 9] + "…" + text[-8:]
 
 
 def as_json(table: Table) -> dict[str, Any]:
