@@ -266,19 +266,18 @@ def _forked(options: argparse.Namespace) -> RunConfig:
     or the run in the given run directory.
     """
     given, new = Path(expand_home(options.config)), options.fork
-    # The run directory of a step_NNNNNNNN folder.
-    folder = (
-        given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given
-    )
-    config = (
-        load_run(folder / "config.yaml", options.overrides)
-        if given.is_dir()
-        else load_given(given, options.overrides)
-    )
-    parent = given if given.is_dir() else run_directory(config)
-    chosen = given.is_dir() or any(text.startswith("run_dir=") for text in options.overrides)
+    keys = {text.partition("=")[0] for text in options.overrides}
+    folder = given
+    if given.is_dir():
+        if not (given / "config.yaml").is_file():  # a step_NNNNNNNN folder
+            folder = given.parent.parent
+        config, parent = load_run(folder / "config.yaml", options.overrides), given
+    else:
+        config = load_given(given, options.overrides)
+        parent = run_directory(config)
     if (
-        not chosen
+        not given.is_dir()
+        and "run_dir" not in keys
         and not any(parent.glob("checkpoints/step_*"))
         and (other := newest_run(config, new))
     ):
@@ -294,17 +293,12 @@ def _forked(options: argparse.Namespace) -> RunConfig:
     if any(new.glob("checkpoints/step_*")) and read_fork(new) is None:
         raise ConfigError(f"--fork {new} contains a run that is not a fork: choose another folder")
     mirror = config.checkpoint.mirror
-    named = any(text.startswith("checkpoint.mirror=") for text in options.overrides)
-    if mirror and "{name}" not in mirror and not named:
+    if mirror and "{name}" not in mirror and "checkpoint.mirror" not in keys:
         raise ConfigError(
             f"--fork {new} cannot use the parent's mirror: give checkpoint.mirror=URL, or "
             "checkpoint.mirror=null"
         )
-    name = (
-        config.name
-        if any(text.startswith("name=") for text in options.overrides)
-        else new.resolve().name
-    )
+    name = config.name if "name" in keys else new.resolve().name
     return replace(
         config, name=name, run_dir=str(new), checkpoint=replace(config.checkpoint, fork=str(parent))
     )

@@ -35,6 +35,9 @@ ABSENT = {
 """Patterns of keys that similar configurations have but this one lacks -> explanation."""
 
 
+SPLITS = ("train", "valid", "test")
+
+
 @dataclass(frozen=True)
 class Source:
     """One tokenized source of a blend: a Megatron .bin/.idx pair."""
@@ -93,6 +96,12 @@ class DataConfig:
     store_cache_gb: float = setting(
         50.0, "Largest size of the .bin data in store_cache, in 10^9 bytes.", least=0
     )
+
+    def named_sources(self) -> Iterator[tuple[str, str, Source]]:
+        """Yield (split, key of the prefix, source) for every source."""
+        for split in SPLITS:
+            for number, source in enumerate(getattr(self, split)):
+                yield split, f"data.{split}.{number}.prefix", source
 
 
 @dataclass(frozen=True)

@@ -433,34 +433,25 @@ class Run:
         sequence.
         """
         config, log = self.config, self.config.log
-        intervals = {
-            name: log.diagnostics_interval if name in log.diagnostics else 0
+        layers, tensors = (
+            log.diagnostics_interval if name in log.diagnostics else 0
             for name in ("layers", "tensors")
-        }
-        cut = (
-            "parallel.context_parallel_size > 1"
-            if config.parallel.context_parallel_size > 1
-            else None
         )
-        split = (
-            "engine.zero_stage = 3"
-            if config.engine.name == "deepspeed" and config.engine.zero_stage == 3
-            else None
-        )
-        if intervals["layers"] and (cut or split):
-            self.say(f"{cut or split}: no layer diagnostics (log.diagnostics)")
-            intervals["layers"] = 0
-        return together(
-            Observer(engine.models, intervals["layers"]), TensorNorms(engine, intervals["tensors"])
-        )
+        obstacles = []
+        if config.parallel.context_parallel_size > 1:
+            obstacles.append("parallel.context_parallel_size > 1")
+        if config.engine.name == "deepspeed" and config.engine.zero_stage == 3:
+            obstacles.append("engine.zero_stage = 3")
+        if layers and obstacles:
+            self.say(f"{obstacles[0]}: no layer diagnostics (log.diagnostics)")
+            layers = 0
+        return together(Observer(engine.models, layers), TensorNorms(engine, tensors))
 
     def _callbacks(self, checkpoints: Checkpoints, step: int) -> list[Callback]:
         loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
-        return (
-            [self._evaluations(checkpoints, loggers, step), *loggers]
-            if self.config.evaluate.wanted
-            else loggers
-        )
+        if not self.config.evaluate.wanted:
+            return loggers
+        return [self._evaluations(checkpoints, loggers, step), *loggers]
 
     def _evaluations(
         self, checkpoints: Checkpoints, loggers: list[Callback], step: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from fem_common.errors import ConfigError, StorageError
@@ -22,15 +23,13 @@ def command(module: str, *words: object) -> list[str]:
     return [sys.executable, "-m", module, *map(str, words)]
 
 
-def environ() -> dict[str, str]:
-    """Return this process's environment variables with the repository root in PYTHONPATH.
+def environ(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return environment variables with the repository root in PYTHONPATH.
 
     The child process can then import the packages of a checkout.
     """
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
+    paths = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
+    return {**inherited, "PYTHONPATH": paths}
 
 
 def check(done: subprocess.CompletedProcess[str], program: str, before: str = "") -> None:
@@ -39,7 +38,11 @@ def check(done: subprocess.CompletedProcess[str], program: str, before: str = ""
     The message is ``before`` followed by the last line that the process wrote to stderr.
     """
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[
-            -1
-        ].removeprefix(f"{program}: error: ")
-        raise (ConfigError if done.returncode == Exit.WRONG_INPUT else StorageError)(before + last)
+        kind = ConfigError if done.returncode == Exit.WRONG_INPUT else StorageError
+        raise kind(before + last_line(done, program))
+
+
+def last_line(done: subprocess.CompletedProcess[str], program: str) -> str:
+    """Return the error in the last line that the process wrote to stderr, or its exit code."""
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1].removeprefix(f"{program}: error: ")

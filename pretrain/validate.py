@@ -20,7 +20,7 @@ from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import OptimizerConfig, RunConfig
-from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
+from pretrain.data.facts import DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.context_parallel import check_split
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
@@ -256,7 +256,7 @@ def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
             f"parallel.world_size={world_size}"
         )
     elif world_size % needed:
-        wanted = max(1, round(world_size / needed)) * needed
+        wanted = _multiple(world_size, needed)
         cut = (
             f" x parallel.context_parallel_size = {layout.context_parallel_size}"
             if layout.context_parallel_size > 1
@@ -369,16 +369,17 @@ def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
     stages = layout.pipeline_model_parallel_size
     data_parallel = world_size // layout.model_parallel
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
-    if batch % (micro * data_parallel):
-        near = max(1, round(batch / (micro * data_parallel))) * micro * data_parallel
+    together = micro * data_parallel
+    if batch % together:
         yield (
             f"train.global_batch_size = {batch} is not a multiple of train.micro_batch_size = "
-            f"{micro} x {data_parallel} data-parallel ranks; the nearest that is: {near}"
+            f"{micro} x {data_parallel} data-parallel ranks; the nearest that is: "
+            f"{_multiple(batch, together)}"
         )
         return
-    count = batch // (micro * data_parallel)
+    count = batch // together
     if interleaved and count % stages:
-        near = max(1, round(count / stages)) * stages * micro * data_parallel
+        near = _multiple(count, stages) * together
         yield (
             f"train.global_batch_size = {batch} makes {count} micro-batches a step, and the "
             "interleaved schedule needs a multiple of parallel.pipeline_model_parallel_size = "
@@ -448,6 +449,11 @@ def _too_long(name: str, steps: int, room: int, tokens: int | None, schedule: Sc
     )
 
 
+def _multiple(wanted: int, of: int) -> int:
+    """Return the positive multiple of ``of`` nearest to ``wanted``."""
+    return max(1, round(wanted / of)) * of
+
+
 def _divisors(number: int) -> list[int]:
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
     return sorted({*small, *(number // value for value in small)})
@@ -474,10 +480,9 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
             f"evaluate; set checkpoint.interval={every}"
         )
     elif every and every % saved:
-        near = max(1, round(every / saved)) * saved
         yield (
             f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the "
-            f"nearest: {near}"
+            f"nearest: {_multiple(every, saved)}"
         )
     merged, kept = config.evaluate.merge, config.checkpoint.keep_last
     if merged and merged > kept:
@@ -514,10 +519,10 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{apart} steps apart; at least {apart}"
         )
     elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:
-        near = max(1, round(given.mirror_interval / given.interval)) * given.interval
         yield (
             f"checkpoint.mirror_interval = {given.mirror_interval} is not a multiple of "
-            f"checkpoint.interval = {given.interval}; the nearest: {near}"
+            f"checkpoint.interval = {given.interval}; the nearest: "
+            f"{_multiple(given.mirror_interval, given.interval)}"
         )
 
 
@@ -526,44 +531,29 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
 
     URLs of data sources must name a pair in a folder. Keys of other paths accept no URL.
     """
+    mirror = "it must be a folder; checkpoint.mirror=URL copies checkpoints to a store"
+    cache = "it must be a folder, which caches files read from stores"
+    fetch = "copy it to a folder first: python -m tools.checkpoint fetch FOLDER URL"
     for key, place, way in (
-        (
-            "run_dir",
-            config.run_dir,
-            "it must be a folder; checkpoint.mirror=URL copies checkpoints to a store",
-        ),
-        (
-            "data.store_cache",
-            config.data.store_cache,
-            "it must be a folder, which caches files read from stores",
-        ),
-        (
-            "checkpoint.load",
-            config.checkpoint.load,
-            "copy it to a folder first: python -m tools.checkpoint fetch FOLDER URL",
-        ),
-        (
-            "checkpoint.fork",
-            config.checkpoint.fork,
-            "copy it to a folder first: python -m tools.checkpoint fetch FOLDER URL",
-        ),
+        ("run_dir", config.run_dir, mirror),
+        ("data.store_cache", config.data.store_cache, cache),
+        ("checkpoint.load", config.checkpoint.load, fetch),
+        ("checkpoint.fork", config.checkpoint.fork, fetch),
     ):
         if place and is_url(place):
             yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"
-    for split in SPLITS:
-        for number, source in enumerate(getattr(config.data, split)):
-            key = f"data.{split}.{number}.prefix"
-            (kind, mark, place) = source.prefix.partition("://")
-            if secrets.hides_a_password(source.prefix):
-                yield (
-                    f"{key} contains a password, which would be written to files; set credentials "
-                    "in the environment"
-                )
-            elif mark and not all(place.rpartition("/")[::2]):
-                yield (
-                    f"{key} = {source.prefix} does not name a .bin/.idx pair in a folder; as in "
-                    f"{kind}://BUCKET/FOLDER/train"
-                )
+    for _, key, source in config.data.named_sources():
+        kind, mark, place = source.prefix.partition("://")
+        if secrets.hides_a_password(source.prefix):
+            yield (
+                f"{key} contains a password, which would be written to files; set credentials "
+                "in the environment"
+            )
+        elif mark and not all(place.rpartition("/")[::2]):
+            yield (
+                f"{key} = {source.prefix} does not name a .bin/.idx pair in a folder; as in "
+                f"{kind}://BUCKET/FOLDER/train"
+            )
 
 
 # Each check with the sections that it reads.

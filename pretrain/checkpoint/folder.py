@@ -115,6 +115,11 @@ class Found:
     path: Path
     manifest: dict[str, Any]
 
+    @classmethod
+    def at(cls, path: Path) -> Found:
+        """Return the good checkpoint in a step's folder."""
+        return cls(path, json.loads((path / MANIFEST).read_text()))
+
     @property
     def progress(self) -> Progress:
         """The trainer's state that the manifest records."""
@@ -255,7 +260,7 @@ def hashes_of(path: Path) -> dict[str, str]:
 
     Older manifests have hashes for some files or for none.
     """
-    hashes: dict[str, str] = json.loads((path / MANIFEST).read_text()).get(HASHES, {})
+    hashes: dict[str, str] = Found.at(path).manifest.get(HASHES, {})
     return hashes
 
 
@@ -283,7 +288,7 @@ def find(path: Path) -> Found:
         wrong = flaw(path)
         if wrong:
             raise ConfigError(f"checkpoint {path}: {wrong}")
-        return Found(path, json.loads((path / MANIFEST).read_text()))
+        return Found.at(path)
     damaged: dict[Path, str] = {}
     for folder in (path / "checkpoints", path):
         found = newest_good(folder, damaged)
@@ -318,7 +323,7 @@ def newest_good(
             continue
         wrong = flaw(path)
         if wrong is None:
-            return Found(path, json.loads((path / MANIFEST).read_text()))
+            return Found.at(path)
         damaged[path] = wrong
         say(f"checkpoint {path} is damaged ({wrong}); passing over it")
     return None
@@ -362,18 +367,13 @@ def rewind(step: Path) -> Found | None:
         if later.name > step.name:
             _remove(later)
     write_whole(step.parent / "latest", step.name + "\n")
-    return Found(step, json.loads((step / MANIFEST).read_text()))
+    return Found.at(step)
 
 
 def newest_before_bad_steps(folder: Path) -> Path | None:
     """Return the folder of the newest undamaged checkpoint whose last step was finite, or None."""
     for path in newest_first(folder):
-        if (
-            damage(path) is None
-            and not Found(
-                path, json.loads((path / MANIFEST).read_text())
-            ).progress.bad_steps_in_a_row
-        ):
+        if damage(path) is None and not Found.at(path).progress.bad_steps_in_a_row:
             return path
     return None
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
@@ -67,6 +67,7 @@ from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.collectives import from_rank_0
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
+from pretrain.engines.sharding import data_parallel_group
 from pretrain.run_directory import mirror_of
 from pretrain.spikes import rewinds_to
 
@@ -222,7 +223,7 @@ class Checkpoints:
             rng = rng_tensors(self.config.parallel)
             state = {**engine.sharded_state(), **scales, "rng": rng}
             strategy = FullyParallelSaveStrategyWrapper(
-                get_default_save_sharded_strategy("torch_dist"), _data_parallel()
+                get_default_save_sharded_strategy("torch_dist"), data_parallel_group()
             )
             request = write_tensors(
                 _without_objects(state),
@@ -325,7 +326,7 @@ class Checkpoints:
         platform.read_checkpoints_with(CheckedReader)
         # One data-parallel rank reads the data that several need and sends it to the others.
         strategy = FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(found.path)), _data_parallel()
+            get_default_load_sharded_strategy(str(found.path)), data_parallel_group()
         )
 
         def read(state: dict[str, Any]) -> dict[str, Any]:
@@ -491,10 +492,6 @@ def manifest_of(
         "layout": _layout(config),
         "config": plain(config),
     }
-
-
-def _data_parallel() -> torch.distributed.ProcessGroup:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,19 @@ _LOOK = 0.1  # seconds between two checks if the process has ended
 _GRACE = 30.0
 
 
+@dataclass
 class Mirroring:
     """Copies between the run directory and its mirror, made by separate processes.
 
     Only rank 0 creates an instance.
     """
 
-    def __init__(self, settings: CheckpointConfig, url: str, run_dir: Path, say: Say) -> None:
-        self.settings, self.run_dir, self.url, self.say = settings, run_dir, url, say
-        self.process: subprocess.Popen[bytes] | None = None
-        self.began = 0
+    settings: CheckpointConfig
+    url: str
+    run_dir: Path
+    say: Say
+    process: subprocess.Popen[bytes] | None = None
+    began: int = 0  # first step of this attempt
 
     def fetch(self, damaged: Collection[str] = ()) -> None:
         """Copy the mirror's newest good checkpoint if it is newer than all good local checkpoints.
@@ -56,7 +60,7 @@ class Mirroring:
                 local one is good.
         """
         named = [word for name in damaged for word in ("--damaged", name)]
-        command = self._command("fetch", "--aside", "--patience", str(_FETCH_PATIENCE), *named)
+        command = self._command("fetch", "--aside", "--patience", _FETCH_PATIENCE, *named)
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -74,13 +78,9 @@ class Mirroring:
         ``step`` is the first step of this attempt.
         """
         self.began = step
-        keep, interval = self.settings.mirror_keep_last, self.settings.mirror_interval
-        options = [
-            "--follow",
-            "--interval",
-            str(interval),
-            *([] if keep is None else ["--keep-last", str(keep)]),
-        ]
+        options: list[object] = ["--follow", "--interval", self.settings.mirror_interval]
+        if self.settings.mirror_keep_last is not None:
+            options += ["--keep-last", self.settings.mirror_keep_last]
         # A separate process session: Ctrl-C at the training's terminal does not reach it.
         self.process = subprocess.Popen(
             self._command("mirror", *options),
@@ -138,7 +138,7 @@ class Mirroring:
                 "above); set another location"
             )
 
-    def _command(self, verb: str, *options: str) -> list[str]:
+    def _command(self, verb: str, *options: object) -> list[str]:
         return subprocesses.command("tools.checkpoint", verb, self.run_dir, self.url, *options)
 
     def _state(self) -> dict[str, Any]:

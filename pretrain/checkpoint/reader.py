@@ -397,15 +397,7 @@ def read_metadata(path: Path) -> Metadata:
         raise
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {path.parent}: {path.name} is missing") from None
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ImportError,
-    ) as error:
+    except (*_DAMAGE, AttributeError, ImportError) as error:
         raise ConfigError(
             f"checkpoint {path.parent}: {path.name} is damaged ({type(error).__name__})"
         ) from None
@@ -428,14 +420,7 @@ def read_common(step: Path) -> dict[str, Any]:
         common = torch.load(step / "common.pt", map_location="cpu", weights_only=True)
     except OSError as error:
         raise told(error, f"checkpoint {step}: ") from None
-    except (
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:
+    except _DAMAGE as error:
         raise ConfigError(
             f"checkpoint {step}: common.pt is damaged ({type(error).__name__})"
         ) from None

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
+from fem_common.files import sha256
 from fem_common.stores import is_url
 from fem_common.text import nearest
-from pretrain.config import RunConfig, Source
+from pretrain.config import SPLITS, RunConfig, Source
 from pretrain.data.store_cache import bring, identity, local_prefix, store_cache
 
-SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
 # Magic, version, dtype code, sequences, entries of the document index.
 HEADER = struct.Struct("<9sQBQQ")
@@ -181,22 +181,20 @@ def check_data(config: RunConfig) -> DataFacts:
         )
     bring(config)
     sources, tokenizers = [], []
-    for split in SPLITS:
-        for number, source in enumerate(getattr(config.data, split)):
-            key = f"data.{split}.{number}.prefix"
-            local = local_prefix(source.prefix, store_cache(config))
-            with _place_told(key, source.prefix):
-                manifest = read_manifest(Path(local).parent / "manifest.json")
-                facts = _source_facts(split, key, source, local, manifest)
-            if facts.tokens < config.data.seq_length + 1:
-                raise ConfigError(
-                    f"data.seq_length = {config.data.seq_length} is longer than {key} = "
-                    f"{source.prefix}, which has {facts.tokens} tokens (a sequence takes "
-                    f"seq_length + 1); the largest that fits: {max(facts.tokens - 1, 0)}"
-                )
-            sources.append(facts)
-            if manifest is not None:
-                tokenizers.append(_manifest_tokenizer(f"{key} = {source.prefix}", manifest))
+    for split, key, source in config.data.named_sources():
+        local = local_prefix(source.prefix, store_cache(config))
+        with _place_told(key, source.prefix):
+            manifest = read_manifest(Path(local).parent / "manifest.json")
+            facts = _source_facts(split, key, source, local, manifest)
+        if facts.tokens < config.data.seq_length + 1:
+            raise ConfigError(
+                f"data.seq_length = {config.data.seq_length} is longer than {key} = "
+                f"{source.prefix}, which has {facts.tokens} tokens (a sequence takes "
+                f"seq_length + 1); the largest that fits: {max(facts.tokens - 1, 0)}"
+            )
+        sources.append(facts)
+        if manifest is not None:
+            tokenizers.append(_manifest_tokenizer(f"{key} = {source.prefix}", manifest))
     if config.data.tokenizer is not None:
         tokenizers.append(_given_tokenizer(Path(config.data.tokenizer)))
     tokenizer = _one_tokenizer(tokenizers)
@@ -220,8 +218,7 @@ def check_contents(facts: DataFacts) -> Contents:
     for source in facts.sources:
         binary, index = Path(source.local + ".bin"), Path(source.local + ".idx")
         sample = sample_digest(binary)
-        with index.open("rb") as file:
-            idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        idx_sha256 = sha256(index)
         for path, held, recorded in (
             (index, idx_sha256, source.idx_sha256),
             (binary, sample, source.bin_sample),
@@ -274,11 +271,7 @@ def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
 def any_on_disk(config: RunConfig) -> bool:
     """Return True if any file of any source exists locally."""
     cache = store_cache(config)
-    prefixes = [
-        local_prefix(source.prefix, cache)
-        for split in SPLITS
-        for source in getattr(config.data, split)
-    ]
+    prefixes = [local_prefix(source.prefix, cache) for _, _, source in config.data.named_sources()]
     return any(Path(prefix + ending).exists() for prefix in prefixes for ending in (".bin", ".idx"))
 
 
@@ -508,9 +501,8 @@ def _given_tokenizer(folder: Path) -> _Tokenizer:
         settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
         eos = settings.get("eos_token")
         eod_id = ids.get(eos["content"] if isinstance(eos, dict) else eos)
-        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         return _Tokenizer(
-            f"data.tokenizer = {folder}", max(ids.values()) + 1, eod_id, sha256, folder
+            f"data.tokenizer = {folder}", max(ids.values()) + 1, eod_id, sha256(file), folder
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(

@@ -9,21 +9,19 @@ import torch.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import StorageError, told
-from fem_common.files import remove, sha256, sync_file, sync_folder, write_synced
+from fem_common.errors import CommandError, StorageError, told
+from fem_common.files import locked, remove, sha256, sync_file, sync_folder, write_synced
 from pretrain.config import RunConfig
 from pretrain.data.facts import Contents
 
@@ -105,8 +103,7 @@ class IndexCache:
                     if left.name.endswith(_DAMAGED) or _is_abandoned(left):
                         remove(left)
                 folder.mkdir()
-                with (folder / _LOCK).open("w") as lock:
-                    _try_lock(lock.fileno())
+                with locked(folder / _LOCK):
                     yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -124,12 +121,8 @@ class IndexCache:
             self._seal(built)
             # Without the lock two processes that both found damage could delete each other's
             # complete folder.
-            lock = _open_lock(self.root / ".lock")
-            try:
-                _try_lock(lock, wait=True)
+            with locked(self.root / ".lock", wait=True):
                 self._rename(built)
-            finally:
-                os.close(lock)
 
     def _rename(self, built: Path) -> None:
         if self.fault() is None:
@@ -182,30 +175,17 @@ def index_cache(
     megatron: the version of megatron-core, which generates the order. needs: one mapping from
     source to tokens for each stage up to the present one; empty without stages.
     """
-    weights = [
-        [source.weight for source in split] for split in (config.data.train, config.data.valid)
-    ]
-    # The default is omitted, since the keys of older caches lack it.
-    packing = [] if config.data.packing == "stream" else [config.data.packing]
-    staged = (
-        [[[need.get(source.prefix, 0) for source in config.data.train] for need in needs]]
-        if needs
-        else []
-    )
-    lengths = (config.data.seq_length, config.train.seed)
-    identity = (
-        samples_of_splits(config, train_samples),
-        weights,
-        *lengths,
-        megatron,
-        *packing,
-        *staged,
-    )
-    return IndexCache(
-        Path(config.data.index_cache) if config.data.index_cache else default_cache,
-        contents,
-        identity,
-    )
+    data = config.data
+    weights = [[source.weight for source in split] for split in (data.train, data.valid)]
+    samples = samples_of_splits(config, train_samples)
+    identity: list[Any] = [samples, weights, data.seq_length, config.train.seed, megatron]
+    # Defaults are omitted, since the keys of older caches lack them.
+    if data.packing != "stream":
+        identity.append(data.packing)
+    if needs:
+        identity.append([[need.get(source.prefix, 0) for source in data.train] for need in needs])
+    root = Path(data.index_cache) if data.index_cache else default_cache
+    return IndexCache(root, contents, tuple(identity))
 
 
 @contextmanager
@@ -234,35 +214,12 @@ def _is_abandoned(folder: Path) -> bool:
 
     On a file system without locks the result is True only if the lock file is missing.
     """
-    try:
+    lock = folder / _LOCK
+    with suppress(OSError, CommandError):
         if time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
             return False
-        with (folder / _LOCK).open("r+") as lock:
-            return _try_lock(lock.fileno())
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-
-
-def _open_lock(path: Path) -> int:
-    """Open the lock file, for writing if possible.
-
-    NFS grants no exclusive lock on a file that is opened only for reading.
-    """
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY)  # belongs to another user
-
-
-def _try_lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Try to lock a file exclusively, and return True if this process now has the lock.
-
-    The result is always False on a file system without locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        return False
-    return True
+        if not lock.exists():
+            return True
+        with locked(lock) as held:
+            return held
+    return False

@@ -58,9 +58,8 @@ def bring(config: RunConfig) -> None:
         StorageError: a store does not answer.
     """
     named = [
-        f"data.{split}.{number}.prefix={source.prefix}"
-        for split in ("train", "valid", "test")
-        for number, source in enumerate(getattr(config.data, split))
+        f"{key}={source.prefix}"
+        for _, key, source in config.data.named_sources()
         if is_url(source.prefix)
     ]
     if named:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError, files_told
-from fem_common.text import nearest
+from fem_common.text import did_you_mean
 from fem_megatron.catalogue import describe, mixer_names
 from pretrain.config import RunConfig
 from pretrain.plan.zero_memory import BUCKET
@@ -155,11 +155,10 @@ def read_file(config: RunConfig) -> dict[str, Any]:
         raise ConfigError(f"engine.deepspeed.file = {name}: expected a mapping")
     for key in values:
         if key not in _TOP_LEVEL:
-            near = nearest(key, _TOP_LEVEL)
+            hint = did_you_mean(key, _TOP_LEVEL, "valid keys are")
             raise ConfigError(
                 f"engine.deepspeed.file = {name}: {key} is not a key that is passed on to "
-                "DeepSpeed; "
-                + (f"did you mean {near}?" if near else f"valid keys are {', '.join(_TOP_LEVEL)}")
+                f"DeepSpeed; {hint}"
             )
     return values
 

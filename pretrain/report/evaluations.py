@@ -13,7 +13,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,22 +23,15 @@ from typing import Any, Protocol
 from fem_common.errors import ConfigError
 from fem_common.files import append_json_line
 from fem_common.signals import signal_name
+from pretrain import subprocesses
 from pretrain.config import EvaluateConfig
 from pretrain.report.loggers import Callback
 from pretrain.report.metrics import StepRecord
 
 NAME = "evaluations.jsonl"
 FOLDER = "evaluations"
-_ROOT = Path(__file__).resolve().parents[2]
 # Prefixes of variables that would make the evaluation a rank of the training.
-_LAUNCHERS = (
-    "TORCHELASTIC_",
-    "TORCH_NCCL_",
-    "TORCH_FR_",
-    "PET_",
-    "ROLE_",
-    "GROUP_",
-)
+_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "PET_", "ROLE_", "GROUP_")
 # Suffix that tools.evaluate gives the average of a run's newest checkpoints.
 _AVERAGE = re.compile(r"-last_(\d+)$")
 _RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -67,36 +59,32 @@ class _Running:
     started: float
 
 
+@dataclass
 class Evaluations(Callback):
     """Callback that starts, monitors and reports evaluations.
 
     It must be the first callback, because it still uses the other loggers when training ends.
+
+    folder: the run directory. steps: number of the last step. received: list that receives stop
+    signals. step: the last finished step.
     """
 
-    def __init__(
-        self,
-        settings: EvaluateConfig,
-        folder: Path,
-        steps: int,
-        checkpoints: CheckpointView,
-        loggers: Sequence[Callback],
-        received: list[int],
-        step: int = 0,
-    ) -> None:
-        """Start the newest due evaluation that has not ended in an earlier attempt.
+    settings: EvaluateConfig
+    folder: Path
+    steps: int
+    checkpoints: CheckpointView
+    loggers: Sequence[Callback]
+    received: list[int]
+    step: int = 0
+    running: _Running | None = None
+    waiting: tuple[int, Path] | None = None
+    seen: Path | None = None  # the newest checkpoint that was considered
 
-        ``folder``: the run directory; ``steps``: number of the last step; ``received``: list that
-        receives stop signals; ``step``: the last finished step.
-        """
-        self.settings, self.folder, self.steps = settings, folder, steps
-        self.checkpoints, self.loggers, self.received = checkpoints, loggers, received
-        self.running: _Running | None = None
-        self.waiting: tuple[int, Path] | None = None
-        self.seen: Path | None = None  # the newest checkpoint that was considered
-        newest = _newest(checkpoints)
+    def __post_init__(self) -> None:
+        """Start the newest due evaluation that has not ended in an earlier attempt."""
+        newest = _newest(self.checkpoints)
         # Later evaluations were of weights that no longer exist.
-        self.ended = {number for number in _ended(folder / NAME) if number <= newest}
-        self.step = step
+        self.ended = {number for number in _ended(self.folder / NAME) if number <= newest}
         self._look()
 
     def on_step(self, record: StepRecord) -> None:
@@ -177,13 +165,8 @@ class Evaluations(Callback):
     def _start(self, step: int, checkpoint: Path) -> None:
         out = self._out(checkpoint)
         out.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pretrain.report.evaluation_process",
-            str(os.getpid()),
-            *self._command(checkpoint),
-        ]
+        module = "pretrain.report.evaluation_process"
+        command = subprocesses.command(module, os.getpid(), *self._command(checkpoint))
         with (out / "log").open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -239,7 +222,7 @@ class Evaluations(Callback):
         if fault:
             self._say(f"evaluation of step {running.step} failed: {fault}; see {out / 'log'}")
             line["failed"] = fault
-        self._write(line)
+        append_json_line(self.folder / NAME, line)
 
     def _leave(self) -> None:
         """Terminate the running evaluation, and report unfinished evaluations.
@@ -261,19 +244,15 @@ class Evaluations(Callback):
 
     def _command(self, checkpoint: Path) -> list[str]:
         settings = self.settings
-        limit = [] if settings.limit is None else ["--limit", str(settings.limit)]
-        options = [
-            "--suite",
-            settings.suite,
-            "--out",
-            str(self._out(checkpoint)),
-            "--device",
-            settings.device,
-        ]
+        options: list[object] = ["--suite", settings.suite, "--out", self._out(checkpoint)]
+        options += ["--device", settings.device]
         # A step that is trained again has other weights, so earlier results are invalid.
         options.append("--retry")
-        options += ["--merge", str(settings.merge)] if self._averaged(checkpoint) else []
-        return [sys.executable, "-m", "tools.evaluate", str(checkpoint), *options, *limit]
+        if self._averaged(checkpoint):
+            options += ["--merge", settings.merge]
+        if settings.limit is not None:
+            options += ["--limit", settings.limit]
+        return subprocesses.command("tools.evaluate", checkpoint, *options)
 
     def _out(self, checkpoint: Path) -> Path:
         return self.folder / FOLDER / checkpoint.name
@@ -307,9 +286,6 @@ class Evaluations(Callback):
         for logger in self.loggers:
             logger.on_message(text)
 
-    def _write(self, line: dict[str, Any]) -> None:
-        append_json_line(self.folder / NAME, line)
-
 
 def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
     """Return the environment variables of an evaluation process.
@@ -319,11 +295,10 @@ def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
     """
     kept = {
         name: value
-        for name, value in inherited.items()
+        for name, value in subprocesses.environ(inherited).items()
         if name not in _RANKS and not name.startswith(_LAUNCHERS)
     }
     kept["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 4))
-    kept["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
     if device == "cpu":
         kept["CUDA_VISIBLE_DEVICES"] = ""
     return kept
@@ -410,16 +385,13 @@ def check_suite(settings: EvaluateConfig) -> None:
     """
     if not settings.wanted:
         return
-    command = [sys.executable, "-m", "tools.evaluate", "--list", "--suite", settings.suite]
     done = subprocess.run(
-        command,
+        subprocesses.command("tools.evaluate", "--list", "--suite", settings.suite),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         env=environment(os.environ, "cpu"),
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no error output"])[-1].removeprefix(
-            "tools.evaluate: error: "
-        )
-        raise ConfigError(f"evaluate.suite = '{settings.suite}': {last}")
+        fault = subprocesses.last_line(done, "tools.evaluate")
+        raise ConfigError(f"evaluate.suite = '{settings.suite}': {fault}")

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,12 @@ def alert(callbacks: Iterable[Callback], title: str, text: str) -> None:
         callback.on_alert(title, text)
 
 
+@dataclass
 class Console(Callback):
     """Logger that prints a line every log interval."""
 
-    def __init__(self, interval: int, total_steps: int) -> None:
-        self.interval, self.total_steps = interval, total_steps
+    interval: int
+    total_steps: int
 
     def on_step(self, record: StepRecord) -> None:
         for handler in logging.getLogger("kernels").handlers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -36,6 +36,7 @@ class StepRecord:
         return asdict(self)
 
 
+@dataclass(kw_only=True)
 class Meter:
     """Meter that computes rates and the remaining time (ETA) from the times of steps.
 
@@ -48,22 +49,16 @@ class Meter:
     separately.
     """
 
-    def __init__(
-        self,
-        *,
-        step_tokens: int,
-        flops_per_token: float,
-        world_size: int,
-        peak_tflops: float | None,
-        dense_flops: float | None = None,
-    ) -> None:
-        self.step_tokens = step_tokens
-        self.flops_per_token = flops_per_token
-        self.dense_flops = dense_flops
-        self.world_size, self.peak_tflops = world_size, peak_tflops
+    step_tokens: int
+    flops_per_token: float
+    world_size: int
+    peak_tflops: float | None
+    dense_flops: float | None = None
+    mean: float | None = None  # running mean of the step time
+    pauses: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.last = time.monotonic()
-        self.mean: float | None = None
-        self.pauses: dict[str, list[float]] = {}
 
     def restart(self, pause: str | None = None) -> None:
         """Exclude the time since the last step from the next step.

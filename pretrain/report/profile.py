@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from pretrain.signals import Received
 FOLDER = "profile"
 
 
+@dataclass
 class Profiler:
     """Context manager around every step on every rank; it does not change the result of a step.
 
@@ -27,8 +29,9 @@ class Profiler:
     (pytorch.org/memory_viz). Other ranks wait during that time.
     """
 
-    def __init__(self, settings: ProfileConfig, folder: Path, received: Received) -> None:
-        self.settings, self.folder, self.received = settings, folder / FOLDER, received
+    settings: ProfileConfig
+    run_dir: Path
+    received: Received
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[list[str]]:
@@ -42,7 +45,7 @@ class Profiler:
         if not asked and (step not in self.settings.steps or rank not in self.settings.ranks):
             yield told
             return
-        name = self.folder / f"step_{step:08}_rank_{rank:05}"
+        name = self.run_dir / FOLDER / f"step_{step:08}_rank_{rank:05}"
         memory = self.settings.memory
         with (
             platform.memory_history()

@@ -9,6 +9,7 @@ import json
 import os
 import platform as host
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ STATES = ("starting", "running", "complete", "stopped", "failed")
 _LONGEST_MESSAGE = 1000
 
 
+@dataclass
 class ProgressFile:
     """Writer of ``progress.json``.
 
@@ -35,15 +37,13 @@ class ProgressFile:
     time of writing; metrics.jsonl has newer steps between checkpoints.
     """
 
-    def __init__(self, folder: Path | None, schedule: Schedule, world_size: int) -> None:
-        """Create the writer.
-
-        ``folder``: the run directory; None on ranks that do not write.
-        """
-        self.folder, self.schedule, self.world_size = folder, schedule, world_size
-        self.told: tuple[str | None, Path | None] = None, None  # state and checkpoint in the file
-        self.step = self.consumed_samples = 0
-        self.checkpoint: Path | None = None
+    folder: Path | None  # the run directory; None on ranks that do not write
+    schedule: Schedule
+    world_size: int
+    told: tuple[str | None, Path | None] = (None, None)  # state and checkpoint in the file
+    step: int = 0
+    consumed_samples: int = 0
+    checkpoint: Path | None = None
 
     def at(self, step: int, consumed_samples: int, checkpoint: Path | None) -> None:
         """Set the finished step and the newest complete checkpoint for the next write."""

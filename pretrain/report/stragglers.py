@@ -89,39 +89,30 @@ def find_slowest(
     ranks = range(len(places))
     typical = median_low(matmul)
     if len({place.replica for place in places}) == 1:
-        rank = max(ranks, key=lambda r: matmul[r])
-        ratio = matmul[rank] / typical
-        return Slowest(
-            rank,
-            places[rank].host,
-            ratio,
-            matmul[rank],
-            typical,
-            len(places),
-            tuple(ranks),
-            ratio,
-            "matmul",
-        )
-    stages = {
-        place.stage: [busy[r] for r in ranks if places[r].stage == place.stage] for place in places
-    }
-    rank = max(ranks, key=lambda r: busy[r] / median_low(stages[places[r].stage]))
-    stage, seconds = stages[places[rank].stage], busy[rank]
-    group = tuple(r for r in ranks if places[r].replica == places[rank].replica)
-    weakest = max(group, key=lambda r: matmul[r])
-    if matmul[weakest] / typical >= _half(limit):
-        rank = weakest
-    median = median_low(stage)
+        by, rank = "matmul", max(ranks, key=lambda r: matmul[r])
+        seconds, compared, group = matmul[rank], matmul, tuple(ranks)
+    else:
+        stages = {
+            place.stage: [busy[r] for r in ranks if places[r].stage == place.stage]
+            for place in places
+        }
+        by, rank = "step", max(ranks, key=lambda r: busy[r] / median_low(stages[places[r].stage]))
+        seconds, compared = busy[rank], stages[places[rank].stage]
+        group = tuple(r for r in ranks if places[r].replica == places[rank].replica)
+        weakest = max(group, key=lambda r: matmul[r])
+        if matmul[weakest] / typical >= _half(limit):
+            rank = weakest
+    median = median_low(compared)
     return Slowest(
         rank,
         places[rank].host,
         seconds / median,
         seconds,
         median,
-        len(stage),
+        len(compared),
         group,
         matmul[rank] / typical,
-        "step",
+        by,
     )
 
 
@@ -183,8 +174,9 @@ class Stragglers:
             "host": found.host,
             "ratio": round(found.ratio, 3),
             "by": found.by,
+            "matmul_ratio": round(found.matmul_ratio, 3),
+            "group": found.group,
         }
-        line["slowest"] |= {"matmul_ratio": round(found.matmul_ratio, 3), "group": found.group}
         if not self.hosts_told:
             line["hosts"] = [place.host for place in self.places]
             self.hosts_told = True

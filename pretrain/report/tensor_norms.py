@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +20,7 @@ PREFIX = "tensors/"
 KINDS = ("weight", "gradient", "update", *MOMENTS)
 
 
+@dataclass
 class TensorNorms:
     """Norms of all parameters at every ``interval``-th step (0: never).
 
@@ -32,9 +34,9 @@ class TensorNorms:
     summed in fp32: numbers below 1e-19 count as zero.
     """
 
-    def __init__(self, engine: Engine, interval: int) -> None:
-        self.engine, self.interval = engine, interval
-        self.rows: dict[str, int] = {}
+    engine: Engine
+    interval: int
+    rows: dict[str, int] = field(default_factory=dict)  # see `_rows`
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[dict[str, float]]:
@@ -69,31 +71,15 @@ class _Sums:
     def __call__(self, parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
         mine = _spoken_for(parts())
         before = [_param(one).clone() for one in mine]
-        self._add(
-            "gradient",
-            {
-                one.place.key: (one.gradient, one.clipped)
-                for one in mine
-                if one.gradient is not None
-            },
-        )
+        self._add("gradient", mine, [one.gradient for one in mine])
         yield
         mine = _spoken_for(parts())
-        self._add("weight", {one.place.key: (_param(one), 1.0) for one in mine})
+        self._add("weight", mine, [_param(one) for one in mine])
         for old, one in zip(before, mine, strict=True):
             old.sub_(_param(one))
-        self._add(
-            "update", {one.place.key: (old, 1.0) for old, one in zip(before, mine, strict=True)}
-        )
+        self._add("update", mine, before)
         for name in MOMENTS:
-            self._add(
-                name,
-                {
-                    one.place.key: (one.tensors[name][: one.numel], 1.0)
-                    for one in mine
-                    if name in one.tensors
-                },
-            )
+            self._add(name, mine, [one.tensors.get(name) for one in mine])
 
     def norms(self) -> dict[str, float]:
         """Return ``<name>/<kind>`` -> norm on rank 0, {} on other ranks.
@@ -112,17 +98,25 @@ class _Sums:
         }
 
     @torch.no_grad()
-    def _add(self, kind: str, found: dict[str, tuple[Tensor, float]]) -> None:
-        """Add the squared norms of the tensors in ``found`` to the sums of ``kind``.
+    def _add(self, kind: str, parts: Iterable[Held], tensors: Iterable[Tensor | None]) -> None:
+        """Add the squared norms of the parts' tensors to the sums of ``kind``.
 
-        found: name of the parameter -> (flat tensor, factor by which its norm is divided).
+        None: the part has no tensor of this kind. Gradients are first divided by the factor with
+        which they were clipped.
         """
+        found = [
+            (part, tensor[: part.numel])
+            for part, tensor in zip(parts, tensors, strict=True)
+            if tensor is not None
+        ]
         if not found:
             return
-        device, tensors = self.sums.device, [tensor for tensor, _ in found.values()]
-        norms = torch.stack(torch._foreach_norm(tensors)).to(device, torch.float64)
+        device = self.sums.device
+        each = torch._foreach_norm([tensor for _, tensor in found])
+        norms = torch.stack(each).to(device, torch.float64)
         facts = [
-            (self.rows[name], factor, tensor.numel()) for name, (tensor, factor) in found.items()
+            (self.rows[part.place.key], part.clipped if kind == "gradient" else 1.0, part.numel)
+            for part, _ in found
         ]
         rows, factors, counts = torch.tensor(facts, dtype=torch.float64, device=device).unbind(1)
         self.sums[:, KINDS.index(kind)].index_add_(

@@ -9,8 +9,10 @@ import ast
 import fcntl
 import gc
 import inspect
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -49,6 +51,8 @@ DEMO_SIZES = (
 )
 # No validations within a run, and no layer diagnostics.
 QUIET = ("train.eval_interval=0", "log.diagnostics_interval=0")
+# Checkpoints to which training may go back after a spike.
+REWINDABLE = ("checkpoint.interval=2", "checkpoint.keep_last=9", "train.spike_rewind=2", *QUIET)
 MODULES = (argparse, ast, inspect, json, os, subprocess, textwrap)
 
 
@@ -145,6 +149,21 @@ def data_of(folder: object, *splits: str) -> list[str]:
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of steps in a run directory."""
     return [record for record in records(run_dir) if "loss" in record]
+
+
+def back_to(run_dir: Path, step: int) -> None:
+    """Delete the checkpoints after a step, as if the run had been killed before them."""
+    for path in run_dir.glob("checkpoints/step_*"):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+
+
+def spikes_at(monkeypatch: pytest.MonkeyPatch, *judged: int) -> None:
+    """Let the guard find spikes in the judged steps with these numbers, counted from 1."""
+    from pretrain.spikes import Spikes
+
+    steps = itertools.count(1)
+    monkeypatch.setattr(Spikes, "found", lambda *given: "loss" if next(steps) in judged else None)
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:

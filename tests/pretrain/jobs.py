@@ -11,7 +11,7 @@ import time
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
@@ -19,9 +19,12 @@ import torch
 
 from fem_megatron.megatron import platform
 from pretrain.config import load_run
-from pretrain.validate import prepare
+from pretrain.validate import Prepared, prepare
 from tests.pretrain.conftest import DEMO
 from tests.ranks import answer
+
+if TYPE_CHECKING:
+    from pretrain.data.datasets import Datasets
 
 MUON = "optimizer.name=muon"
 TP2 = ["parallel.tensor_model_parallel_size=2"]
@@ -30,6 +33,18 @@ SP = ["parallel.sequence_parallel=true"]
 CP2 = ["parallel.context_parallel_size=2"]
 OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
 PLAIN = ["parallel.use_distributed_optimizer=false"]
+
+
+# Steps before a start; steps after it until the first checkpoint; steps after it in total.
+BEFORE, FIRST, STEPS = 4, 2, 4
+Case = tuple[str, int, list[str]]
+# Four families of mixers in one model.
+FAMILIES = [
+    "model.pattern=[fem_softmax, hyperset, mamba2, cem]",
+    "model.num_layers=4",
+    "model.mlp=swiglu",
+    "model.tie_embeddings=true",
+]
 
 
 def deepspeed(stage: int) -> list[str]:
@@ -94,6 +109,26 @@ def quick_or_slow(names: Iterable[str], quick: Container[str]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def datasets_of(prepared: Prepared, samples: int, cache: Path, **given: Any) -> Datasets:
+    """Return the datasets of a prepared run, with an order for ``samples`` samples."""
+    from pretrain.data.datasets import build_datasets
+    from pretrain.data.facts import check_contents
+    from pretrain.data.store_reader import StoreReader
+
+    config, facts = prepared.config, prepared.facts
+    assert facts is not None and config.model.vocab_size is not None
+    settings: dict[str, Any] = {
+        "vocab_size": config.model.vocab_size,
+        "eod_id": facts.eod_id or 0,
+        "contents": check_contents(facts),
+        "reader": StoreReader(config),
+        "say": lambda text: None,
+    }
+    return build_datasets(
+        config, train_samples=samples, default_cache=cache, **{**settings, **given}
+    )
+
+
 def run_all(jobs: Iterable[tuple[int, list[Job]]], folder: Path) -> dict[str, Done]:
     """Run pairs of (number of ranks, jobs), one after another, and return name -> result."""
     found: dict[str, Done] = {}
@@ -103,6 +138,39 @@ def run_all(jobs: Iterable[tuple[int, list[Job]]], folder: Path) -> dict[str, Do
             cache = str(folder / "cache")
             found |= answer(world, run_jobs, some, cache, output=output, patience=1400)
     return found
+
+
+def from_starts(
+    base: list[str],
+    folder: Path,
+    starts: dict[str, list[str]],
+    cases: dict[str, Case],
+    resumed: Iterable[str],
+    moves: dict[str, Case],
+) -> dict[str, Done]:
+    """Run cases that begin at checkpoints of runs in one process, and return name -> result.
+
+    starts: name of such a run -> its settings. cases: name -> (start, number of ranks, settings).
+    resumed: the cases that are resumed from their first checkpoint, with the name "CASE, resumed".
+    moves: name -> (case from whose first checkpoint the run begins, number of ranks, settings).
+    """
+
+    def job(
+        name: str, settings: list[str], steps: int, load: str = "", save_after: int | None = None
+    ) -> Job:
+        overrides = [*base, *settings, f"run_dir={folder / name}"]
+        return Job(name, overrides, steps, save_after, str(folder / load) if load else None)
+
+    later = {f"{name}, resumed": (name, *cases[name][1:]) for name in resumed} | moves
+    saved = {case for case, *_ in later.values()}
+    first = [job(name, settings, BEFORE + STEPS, "", BEFORE) for name, settings in starts.items()]
+    jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}  # in this order: no move is to more ranks
+    for name, (start, world, settings) in cases.items():
+        save_after = FIRST if name in saved else None
+        jobs[world].append(job(name, settings, STEPS, start, save_after))
+    for name, (case, world, settings) in later.items():
+        jobs[world].append(job(name, settings, STEPS - FIRST, case))
+    return run_all([(1, first), *jobs.items()], folder)
 
 
 def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
@@ -127,9 +195,8 @@ def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
 def _run(job: Job, cache: Path) -> Done:
     from pretrain.checkpoint.folder import Progress, find
     from pretrain.checkpoint.manager import Checkpoints
-    from pretrain.data.datasets import batches, build_datasets
+    from pretrain.data.datasets import batches
     from pretrain.data.facts import check_contents
-    from pretrain.data.store_reader import StoreReader
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
     from pretrain.report.tensor_norms import TensorNorms
     from pretrain.run import make_engine
@@ -137,8 +204,7 @@ def _run(job: Job, cache: Path) -> Done:
     from pretrain.schedule import Schedule
 
     prepared = prepare(load_run(DEMO, job.overrides), torch.distributed.get_world_size())
-    config, facts = prepared.config, prepared.facts
-    assert facts is not None and config.model.vocab_size is not None
+    config = prepared.config
     initialize_model_parallel(config)
     schedule, done = Schedule.of(config), Done()
     engine = make_engine(config, schedule, draw=job.draw or job.load is None)
@@ -150,17 +216,9 @@ def _run(job: Job, cache: Path) -> Done:
         found = find(Path(job.load))
         checkpoints.load(engine, found)
         progress = found.progress
-    contents = check_contents(facts)
-    data = build_datasets(
-        config,
-        vocab_size=config.model.vocab_size,
-        eod_id=facts.eod_id or 0,
-        contents=contents,
-        train_samples=progress.order_samples,
-        default_cache=cache,
-        say=lambda text: None,
-        reader=StoreReader(config),
-    )
+    assert prepared.facts is not None
+    contents = check_contents(prepared.facts)
+    data = datasets_of(prepared, progress.order_samples, cache, contents=contents)
     stream = batches(
         data.train,
         progress.consumed_samples,

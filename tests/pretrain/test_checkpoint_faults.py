@@ -169,8 +169,7 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(
         weights(pretrain.run_dir)
     (pretrain.run_dir / "progress.json").unlink()  # otherwise the run is complete and reads no file
     monkeypatch.setattr("fem_megatron.megatron.model.start", None)
-    pretrain("checkpoint.keep_last=1")
-    assert f"{newest} is damaged: {file.name}: " in pretrain.out
+    assert f"{newest} is damaged: {file.name}: " in pretrain("checkpoint.keep_last=1")
     assert "step_00000008 at step 8" in pretrain.out
     assert losses(pretrain.run_dir) == expected and same(weights(pretrain.run_dir), last)
     assert steps(pretrain) == ["damaged_step_00000012", "latest", "step_00000012"]
@@ -225,14 +224,14 @@ def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: s
             step / "__0_1.distcp", 400_000
         )
     for _ in range(2):
-        pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant", "train.steps=10", code=1)
-        assert pretrain.err.startswith("pretrain: error: no checkpoint in ")
-        assert pretrain.err.count("\n") == 1
-        assert "checkpoint.load" in pretrain.err and "run_dir" in pretrain.err
+        said = pretrain.refused(
+            "checkpoint.keep_last=1", "optimizer.schedule=constant", "train.steps=10", code=1
+        )
+        assert said.startswith("pretrain: error: no checkpoint in ")
+        assert "checkpoint.load" in said and "run_dir" in said
         assert steps(pretrain) == before
     shutil.copytree(pretrain.run_dir / "kept", pretrain.checkpoints, dirs_exist_ok=True)
-    pretrain("train.steps=10", "optimizer.schedule=constant")
-    assert "step_00000008 at step 8" in pretrain.out
+    assert "step_00000008 at step 8" in pretrain("train.steps=10", "optimizer.schedule=constant")
 
 
 def test_what_its_run_deletes_while_it_is_looked_at_is_missing(
@@ -293,8 +292,7 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command,
         == f"pretrain: error: checkpoint {step} cannot be written: File too large (rank 0)\n"
     )
     failed(pretrain.run_dir, step.name)
-    pretrain(how, "optimizer.schedule=constant")
-    assert "step_00000004 at step 4" in pretrain.out
+    assert "step_00000004 at step 4" in pretrain(how, "optimizer.schedule=constant")
 
 
 @pytest.mark.parametrize("how", EACH_WAY)
@@ -332,16 +330,13 @@ def test_training_goes_on_over_a_save_that_fails(
     assert losses(pretrain.run_dir) == losses(whole)
     assert same(weights(pretrain.run_dir), weights(whole))
     shutil.rmtree(pretrain.run_dir)
-    pretrain(*limited, "checkpoint.max_unsaved_steps=5", code=1)
-    assert pretrain.err.endswith("step_00000010 cannot be written: File too large (rank 0)\n")
-    assert pretrain.err.count("\n") == 1
+    said = pretrain.refused(*limited, "checkpoint.max_unsaved_steps=5", code=1)
+    assert said.endswith("step_00000010 cannot be written: File too large (rank 0)\n")
     shutil.rmtree(pretrain.run_dir)
     fails.add(12)
-    pretrain(*limited, "checkpoint.max_unsaved_steps=100", code=1)
-    assert pretrain.err.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
-    assert (
-        alerts[-1] == "training failed: " + pretrain.err.removeprefix("pretrain: error: ").rstrip()
-    )
+    said = pretrain.refused(*limited, "checkpoint.max_unsaved_steps=100", code=1)
+    assert said.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
+    assert alerts[-1] == "training failed: " + said.removeprefix("pretrain: error: ").rstrip()
 
 
 @pytest.fixture
@@ -400,8 +395,8 @@ def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Com
     run_dir = full / "run"
     pretrain(f"run_dir={run_dir}", "train.steps=4")
     fill(full, 0)
-    pretrain(f"run_dir={run_dir}", code=1)
-    assert "No space left on device" in pretrain.err and pretrain.err.count("\n") == 1
+    said = pretrain.refused(f"run_dir={run_dir}", code=1)
+    assert "No space left on device" in said
     assert json.loads((run_dir / "progress.json").read_text())["state"] == "failed"
 
 

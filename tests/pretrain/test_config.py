@@ -351,6 +351,19 @@ def test_every_field_is_documented_and_the_page_is_up_to_date() -> None:
     )
 
 
+def lightly(*words: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Run ``python -m pretrain`` in another process, which must not import heavy packages.
+
+    first: code to run before.
+    """
+    code = (
+        f"{first}import sys; from pretrain.__main__ import main; code = main(sys.argv[1:]); "
+        "assert not {'torch', 'numpy', 'megatron', 'deepspeed'} & set(sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("place", "stop"), [("a regular file", []), ("a folder of another's", ["--check"])]
 )
@@ -362,18 +375,8 @@ def test_an_unwritable_run_directory_is_told_without_torch(
     """
     folder = tmp_path / "there"
     folder.mkdir() if "folder" in place else folder.touch()
-    deny = (
-        f"import os, sys; os.access = lambda path, mode: str(path) != {str(folder)!r}; from"
-        " pretrain.__main__ import main; "
-    )
-    code = (
-        deny + "code = main(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules);"
-        " sys.exit(code)"
-    )
-    words = [DEMO, f"run_dir={folder / 'deeper' / 'run'}", *stop]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True
-    )
+    deny = f"import os; os.access = lambda path, mode: str(path) != {str(folder)!r}; "
+    done = lightly(DEMO, f"run_dir={folder / 'deeper' / 'run'}", *stop, first=deny)
     assert done.returncode == 2
     assert f"run_dir = {folder / 'deeper' / 'run'}: {folder} is not" in done.stderr
     assert "Traceback" not in done.stderr
@@ -483,18 +486,12 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
 def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(
     words: list[str],
 ) -> None:
-    check = "import sys; from pretrain.__main__ import main; code = main(sys.argv[1:]); "
-    check += (
-        "assert not {'torch', 'numpy', 'megatron', 'deepspeed'} & set(sys.modules); sys.exit(code)"
-    )
     more = (
         ["parallel.pipeline_model_parallel_size=2", "model.vocab_size=4096"]
         if DEEPSPEED in words
         else []
     )
-    done = subprocess.run(
-        [sys.executable, "-c", check, *words, *more], cwd=ROOT, capture_output=True, text=True
-    )
+    done = lightly(*words, *more)
     assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if more else (0, 0)), done.stderr
     assert "1.3b" not in words[0] or "1,384,820,224" in done.stdout
 

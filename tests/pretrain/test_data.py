@@ -15,14 +15,13 @@ import torch
 
 from fem_common.errors import ConfigError, StorageError
 from pretrain.config import DataConfig, load_run
-from pretrain.data.datasets import Ends, _Tokens, batches, build_datasets
-from pretrain.data.facts import check_contents
+from pretrain.data.datasets import Ends, _Tokens, batches
 from pretrain.data.staging import Staged
-from pretrain.data.store_reader import StoreReader
 from pretrain.plan.run_plan import forward_flops, make_plan
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO
 from tests.pretrain.data_folder import write_folder, write_pair
+from tests.pretrain.jobs import datasets_of
 
 pytestmark = pytest.mark.usefixtures("groups")
 
@@ -30,17 +29,7 @@ pytestmark = pytest.mark.usefixtures("groups")
 def build(settings: list[str], cache: Path, samples: int, vocab_size: int = 512) -> Any:
     """Return the training blend with an order for ``samples`` samples."""
     prepared = prepare(load_run(DEMO, settings), 1)
-    assert prepared.facts is not None
-    return build_datasets(
-        prepared.config,
-        vocab_size=vocab_size,
-        eod_id=prepared.facts.eod_id or 0,
-        contents=check_contents(prepared.facts),
-        train_samples=samples,
-        default_cache=cache,
-        say=lambda _: None,
-        reader=StoreReader(prepared.config),
-    ).train
+    return datasets_of(prepared, samples, cache, vocab_size=vocab_size).train
 
 
 def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(
@@ -62,26 +51,6 @@ def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(
             torch.equal(batch[key], torch.stack([train[number][key], train[number + 1][key]]))
             for key in batch
         )
-
-
-def test_position_is_exact_and_a_longer_request_keeps_the_order(
-    settings: list[str], tmp_path: Path
-) -> None:
-    """Reading from sample 12 equals reading from the start after 12 samples; no sample repeats
-    within a pass.
-    """
-    train, longer = build(settings, tmp_path, 40), build(settings, tmp_path, 60)
-    assert all(np.array_equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(40))
-    whole = batches(train, 0, 2, torch.device("cpu"))
-    later = batches(train, 12, 2, torch.device("cpu"))
-    seen = [next(whole) for _ in range(6)]
-    for _ in range(5):
-        a, b = next(whole), next(later)
-        assert all(torch.equal(a[key], b[key]) for key in a)
-        assert torch.equal(a["tokens"][:, 1:], a["labels"][:, :-1])
-        seen.append(a)
-    texts = [tuple(row.tolist()) for batch in seen for row in batch["tokens"]]
-    assert len(set(texts)) == len(texts)
 
 
 def test_a_batch_read_ahead_is_the_next_and_its_error_comes_when_it_is_asked_for() -> None:

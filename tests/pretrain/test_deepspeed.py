@@ -22,25 +22,25 @@ from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import load_full_model_state
 from tests.pretrain.conftest import DEMO, SMALL, data_of
 from tests.pretrain.jobs import (
+    BEFORE,
+    FIRST,
     MUON,
     PP2,
     SP,
     TP2,
+    Case,
     Done,
-    Job,
     asked,
     deepspeed,
     engine_of,
+    from_starts,
     micro_batches,
     quick_or_slow,
-    run_all,
     same,
 )
 from tests.ranks import answer, finished, losses
 
 STAGES = (0, 1, 2, 3)
-# Steps before the start; steps after it until the first checkpoint; steps after it in total.
-BEFORE, FIRST, STEPS = 4, 2, 4
 pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all cases
 
 # Split every parameter. At the default threshold of 1e5 elements, no parameter of this small model
@@ -84,7 +84,7 @@ RESUMED = [
 ]
 # (case that wrote the checkpoint, world size, settings of the run that reads it): the layout, the
 # stage or the engine differs.
-MOVES: list[tuple[str, int, list[str]]] = [
+MOVES: list[Case] = [
     ("DP2, stage 3, all offloaded", 1, []),
     ("TP2 x DP2 + SP, split, recompute", 1, []),
     ("TP2 x DP2, stage 2", 2, TP2 + deepspeed(1)),
@@ -115,34 +115,18 @@ def results(
     folder, base = tmp_path_factory.mktemp("deepspeed"), settings_of(tiny_data)
     resumed = asked(request, "test_resumes_to_the_last_bit_at_the_same_layout", "name")
     moves = {
-        number: MOVES[number]
+        f"move {number}": MOVES[number]
         for number in asked(request, "test_resumes_at_another_layout_stage_and_engine", "number")
     }
-    saved = {*resumed, *(name for name, *_ in moves.values())}
-    names = [
-        name
+    compared = asked(request, "test_equals_the_megatron_engine", "name")
+    wanted = {*compared, *resumed, *(case for case, *_ in moves.values())}
+    cases = {
+        name: ("bf16 megatron" if name.startswith("bf16") else "megatron", *CASES[name])
         for name in CASES
-        if name in {*asked(request, "test_equals_the_megatron_engine", "name"), *saved}
-    ]
-    starts: list[Job] = []
-    for start, more in {"megatron": [], "bf16 megatron": [BF16]}.items():
-        if start == "megatron" or any(name.startswith("bf16") for name in names):
-            there = [*base, *more, f"run_dir={folder / start}"]
-            starts.append(Job(start, there, BEFORE + STEPS, save_after=BEFORE))
-    jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}  # in this order: no move is to more ranks
-    for name in names:
-        world, settings = CASES[name]
-        start = str(folder / ("bf16 megatron" if name.startswith("bf16") else "megatron"))
-        there = [*base, *settings, f"run_dir={folder / name}"]
-        save_after = FIRST if name in saved else None
-        jobs[world].append(Job(name, there, STEPS, load=start, save_after=save_after))
-        if name in resumed:
-            again = Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name))
-            jobs[world].append(again)
-    for number, (name, world, settings) in moves.items():
-        there = [*base, *settings, f"run_dir={folder / f'move {number}'}"]
-        jobs[world].append(Job(f"move {number}", there, STEPS - FIRST, load=str(folder / name)))
-    return run_all([(1, starts), *jobs.items()], folder)
+        if name in wanted
+    }
+    starts = {"megatron": [], "bf16 megatron": [BF16]}
+    return from_starts(base, folder, starts, cases, resumed, moves)
 
 
 @pytest.mark.parametrize("name", quick_or_slow(CASES, QUICK))

@@ -102,9 +102,9 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(
 
 
 def test_a_suite_that_is_not_there_is_told_before_the_first_step(pretrain: Command) -> None:
-    pretrain("evaluate.suite=quikc", "evaluate.interval=4", code=2)
-    assert pretrain.err.count("\n") == 1
-    assert "evaluate.suite = 'quikc': --suite quikc: no such suite" in pretrain.err
+    assert "evaluate.suite = 'quikc': --suite quikc: no such suite" in pretrain.refused(
+        "evaluate.suite=quikc", "evaluate.interval=4"
+    )
 
 
 def test_an_evaluation_is_no_rank_and_sees_no_gpu() -> None:

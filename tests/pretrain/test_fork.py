@@ -16,7 +16,7 @@ from fem_common.files import sha256
 from pretrain.checkpoint.folder import MANIFEST, find
 from pretrain.config import load_run
 from pretrain.run_directory import FORK
-from tests.pretrain.conftest import DEMO, QUIET, Command, edit, steps_of
+from tests.pretrain.conftest import DEMO, QUIET, Command, back_to, edit, steps_of
 from tests.ranks import losses
 from tests.wording import Wording
 from tools.checkpoint.__main__ import main as checkpoint
@@ -47,7 +47,7 @@ def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(
     pretrain.fork(step_of(trunk, 4), decay, *whole)
     assert "forked from" in pretrain.out and losses(decay) == wanted
     assert losses(decay)[8] != losses(trunk)[8]  # the decay of the trunk has not begun
-    shutil.rmtree(step_of(decay, 10))
+    back_to(decay, 9)
     pretrain.fork(step_of(trunk, 4), decay, *whole)
     assert "resumed from" in pretrain.out and losses(decay) == wanted
     shutil.rmtree(decay / "checkpoints")
@@ -135,7 +135,7 @@ def test_a_fork_of_other_data_length_batch_and_schedule(
         progress.order_begin,
         progress.order_samples,
     ) == (4, 8, 8, 8 * 6)
-    shutil.rmtree(step_of(new, 12))
+    back_to(new, 11)
     wanted = losses(new)
     pretrain.fork(pretrain.run_dir, new, *whole)
     assert losses(new) == wanted

@@ -5,7 +5,6 @@ lines after an incomplete line.
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.report.loggers import _wandb_mode
-from pretrain.spikes import Spikes
-from tests.pretrain.conftest import Command
+from tests.pretrain.conftest import REWINDABLE, Command, back_to, spikes_at
 from tests.ranks import PATIENCE
 
 
@@ -69,33 +67,17 @@ def test_curves_go_on_after_a_rewind_and_a_resume(
     monkeypatch.setenv("HOME", str(pretrain.run_dir))
     # Give its process more than the default 30 seconds to start.
     monkeypatch.setenv("WANDB__SERVICE_WAIT", str(PATIENCE))
-    spikes = iter([None] * 6 + ["loss"])
-    monkeypatch.setattr(Spikes, "found", lambda *told: next(spikes, None))
-    settings = [
-        "checkpoint.interval=2",
-        "checkpoint.keep_last=9",
-        "train.on_spike=rewind",
-        "train.spike_rewind=2",
-        "log.interval=1",
-    ]
-    settings += [
-        "log.tensorboard=true",
-        "log.wandb.enabled=true",
-        "log.wandb.entity=us",
-        "log.wandb.group=g",
-        "log.wandb.tags=[a, b]",
-    ]
-    settings += [
-        "log.wandb.job_type=pretraining",
-        "train.eval_interval=0",
-        "optimizer.schedule=constant",
-        "log.diagnostics_interval=0",
-    ]
+    spikes_at(monkeypatch, 7)
+    settings = [*REWINDABLE, "train.on_spike=rewind", "optimizer.schedule=constant"]
+    settings += ["log.interval=1", "log.tensorboard=true"]
+    settings.append(
+        "log.wandb={enabled: true, entity: us, group: g, tags: [a, b], job_type: pretraining}"
+    )
     pretrain(*settings, "train.steps=8")
     assert (
         f"offline; upload with: wandb sync {pretrain.run_dir}/wandb/offline-run-*" in pretrain.out
     )
-    shutil.rmtree(pretrain.checkpoints / "step_00000008")
+    back_to(pretrain.run_dir, 6)
     for name in ("metrics.jsonl", "attempts.jsonl"):
         with (pretrain.run_dir / name).open("a") as file:
             file.write('{"step": 9, "lo')

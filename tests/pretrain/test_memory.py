@@ -10,6 +10,7 @@ import importlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -152,57 +153,44 @@ def measure(precision: str) -> dict[str, list[float]]:
     return found
 
 
+def run_of(model: ModelConfig, length: int, train: TrainConfig, **sections: Any) -> RunConfig:
+    """Return a run of two steps."""
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_length=length),
+        train=replace(train, steps=2, global_batch_size=train.micro_batch_size),
+        optimizer=OptimizerConfig(warmup_steps=1),
+        **sections,
+    )
+
+
+NARROW = ModelConfig(
+    hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512
+)
+
+
 def training(precision: str, name: str) -> RunConfig:
     """Return a run whose model's memory is large relative to that of libraries."""
     model = ModelConfig(
         hidden_size=512, num_layers=6, num_attention_heads=8, ffn_hidden_size=1408, vocab_size=4096
     )
     recompute = "selective" if "selective" in name else "none"
-    train = TrainConfig(
-        steps=2, micro_batch_size=4, global_batch_size=4, precision=precision, recompute=recompute
-    )
-    optimizer = OptimizerConfig(warmup_steps=1)
-    return RunConfig(
-        model=model,
-        data=DataConfig(seq_length=256),
-        train=train,
-        optimizer=optimizer,
-        engine=ENGINES[name],
-    )
+    train = TrainConfig(micro_batch_size=4, precision=precision, recompute=recompute)
+    return run_of(model, 256, train, engine=ENGINES[name])
 
 
 def long(ranks: int) -> RunConfig:
     """Return a run with a sequence of 16,384 tokens over ``ranks`` ranks, whose memory is almost
     only activations.
     """
-    model = ModelConfig(
-        hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512
-    )
-    train = TrainConfig(steps=2, micro_batch_size=1, global_batch_size=1, precision="fp32")
     layout = ParallelConfig(context_parallel_size=ranks)
-    return RunConfig(
-        model=model,
-        data=DataConfig(seq_length=1 << 14),
-        train=train,
-        optimizer=OptimizerConfig(warmup_steps=1),
-        parallel=layout,
-    )
+    return run_of(NARROW, 1 << 14, TrainConfig(precision="fp32"), parallel=layout)
 
 
 def large_vocabulary(chunk: int) -> RunConfig:
     """Return a run whose memory is mostly logits; ``chunk`` as train.loss_chunk."""
-    model = ModelConfig(
-        hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=32768
-    )
-    train = TrainConfig(
-        steps=2, micro_batch_size=4, global_batch_size=4, precision="fp32", loss_chunk=chunk
-    )
-    return RunConfig(
-        model=model,
-        data=DataConfig(seq_length=1024),
-        train=train,
-        optimizer=OptimizerConfig(warmup_steps=1),
-    )
+    train = TrainConfig(micro_batch_size=4, precision="fp32", loss_chunk=chunk)
+    return run_of(replace(NARROW, vocab_size=32768), 1024, train)
 
 
 def measure_peak(config: RunConfig) -> int:

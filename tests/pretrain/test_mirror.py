@@ -79,8 +79,7 @@ def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
     assert "run/step_00000012/manifest.json" in store.names()
     assert SECRET not in "".join(path.read_text() for path in (tmp_path / "run").rglob("*.json*"))
     shutil.rmtree(tmp_path / "run")
-    pretrain(*mirrored, "train.steps=16")
-    assert "checkpoint step_00000012 copied from s3://" in pretrain.out
+    assert "checkpoint step_00000012 copied from s3://" in pretrain(*mirrored, "train.steps=16")
     assert "step_00000012 at step 12" in pretrain.out
     assert losses(tmp_path / "run") == losses(tmp_path / "whole"), "those before the loss, too"
 

@@ -49,8 +49,7 @@ def test_damage_at_either_place_is_named_and_the_other_one_s_checkpoint_taken(
     store_copy = local.read_bytes()
     flip(local, len(store_copy) // 2)
     (tmp_path / "run/progress.json").unlink()  # otherwise the run is complete and reads no file
-    pretrain(*mirrored, "train.steps=16")
-    assert f"{local.parent} is damaged: __0_0.distcp: " in pretrain.out
+    assert f"{local.parent} is damaged: __0_0.distcp: " in pretrain(*mirrored, "train.steps=16")
     assert "step_00000016 copied from s3://" in pretrain.out
     assert "step_00000016 at step 16" in pretrain.out and local.read_bytes() == store_copy
     assert main(["verify", str(tmp_path)]) == 0
@@ -73,8 +72,7 @@ def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
     assert max(losses(tmp_path / "run")) == 10
     assert damage(tmp_path / "run/checkpoints/step_00000010") is None
     shutil.rmtree(tmp_path / "run")
-    pretrain(mirror, code=1)
-    assert "cannot be read, and" in pretrain.err
+    assert "cannot be read, and" in pretrain.refused(mirror, code=1)
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 

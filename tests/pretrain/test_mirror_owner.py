@@ -57,8 +57,7 @@ def test_other_runs_are_refused_and_a_lost_one_goes_on(pretrain: Command, tmp_pa
     assert (mirror / "run" / RUN_ID).read_text() == (run / RUN_ID).read_text()
     assert run_of(mirror / "step_00000004" / MANIFEST) == run_of(run / RUN_ID)
     assert f"belongs to another run, with run_dir {run}" in refused(*elsewhere, "optimizer.lr=1e-3")
-    pretrain(*elsewhere, "--resolve")
-    assert f"  mirror: {mirror}\n" in pretrain.out
+    assert f"  mirror: {mirror}\n" in pretrain(*elsewhere, "--resolve")
     fork = ("--fork", str(other), "train.steps=6")
     assert "cannot use the parent's mirror" in pretrain(*fork, config=str(run), code=2)
     assert "belongs to another run" in refused(*fork, *mirrored[1:])

@@ -18,21 +18,24 @@ from pretrain.plan.muon import newton_schulz_flops
 from pretrain.plan.run_plan import make_plan, model_weights
 from tests.pretrain.conftest import SMALL, Command, data_of
 from tests.pretrain.jobs import (
+    BEFORE,
     CP2,
+    FAMILIES,
+    FIRST,
     MUON,
     OVERLAP,
     PLAIN,
     PP2,
     SP,
     TP2,
+    Case,
     Done,
-    Job,
     asked,
     deepspeed,
     engine_of,
+    from_starts,
     micro_batches,
     quick_or_slow,
-    run_all,
 )
 from tests.pretrain.test_plan import small
 from tests.ranks import losses
@@ -157,8 +160,6 @@ def test_every_mixer_s_matrices_are_cut_into_maps_that_fill_them() -> None:
 
 # --- layouts, engines, checkpoints ----------------------------------------------------------------
 
-# Steps before the start; steps after it until the first checkpoint; steps after it in total.
-BEFORE, FIRST, STEPS = 4, 2, 4
 # Name -> world size, settings. At DP2, the ranges of ranks end within matrices; at TP2, the
 # matrices of the MLP are cut, too.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -182,37 +183,21 @@ def results(
 ) -> dict[str, Done]:
     """Results of this session's layouts."""
     folder = tmp_path_factory.mktemp("muon")
-    model = [
-        "model.pattern=[fem_softmax, hyperset, mamba2, cem]",
-        "model.num_layers=4",
-        "model.mlp=swiglu",
-        "model.tie_embeddings=true",
-    ]
     base = [
         *data_of(tiny_data),
         *SMALL,
-        *model,
+        *FAMILIES,
         MUON,
         "train.precision=fp32",
         "train.global_batch_size=8",
         "data.seq_length=16",
     ]
     names = asked(request, "test_every_layout_and_engine_equals_one_process", "name")
-    starts: list[Job] = []
-    for start, more in {"whole": [], "plain": PLAIN}.items():
-        if start == "whole" or any("plain" in name for name in names):
-            there = [*base, *more, f"run_dir={folder / start}"]
-            starts.append(Job(start, there, BEFORE + STEPS, save_after=BEFORE))
-    jobs: dict[int, list[Job]] = {4: [], 2: [], 1: []}
-    for name in names:
-        (world, layout), start = LAYOUTS[name], "plain" if "plain" in name else "whole"
-        there = [*base, *layout, f"run_dir={folder / name}"]
-        jobs[world].append(Job(name, there, STEPS, load=str(folder / start), save_after=FIRST))
-        jobs[world].append(Job(f"{name}, resumed", there, STEPS - FIRST, load=str(folder / name)))
-        if name == "DP2, stage 1":
-            there = [*base, f"run_dir={folder / 'moved'}"]
-            jobs[1].append(Job(f"{name}, moved", there, STEPS - FIRST, load=str(folder / name)))
-    return run_all([(1, starts), *jobs.items()], folder)
+    cases = {name: ("plain" if "plain" in name else "whole", *LAYOUTS[name]) for name in names}
+    moves: dict[str, Case] = {}
+    if "DP2, stage 1" in names:
+        moves["moved to the other engine"] = ("DP2, stage 1", 1, [])
+    return from_starts(base, folder, {"whole": [], "plain": PLAIN}, cases, names, moves)
 
 
 @pytest.mark.timeout(1500)
@@ -228,7 +213,8 @@ def test_every_layout_and_engine_equals_one_process(results: dict[str, Done], na
         wanted if name == "again" else [pytest.approx(step, rel=1e-6) for step in wanted]
     )
     assert results[f"{name}, resumed"].steps == results[name].steps[FIRST:]
-    if moved := results.get(f"{name}, moved"):  # moved to the other engine
+    if name == "DP2, stage 1":
+        moved = results["moved to the other engine"]
         assert moved.steps == [pytest.approx(step, rel=1e-6) for step in wanted[FIRST:]]
 
 
@@ -262,8 +248,7 @@ def test_the_plain_optimizer_s_checkpoint_becomes_the_distributed_one_s(
         )
         == 0
     )
-    pretrain(MUON, *PLAIN, f"run_dir={back}", "train.steps=13")
-    assert "resumed" in pretrain.out
+    assert "resumed" in pretrain(MUON, *PLAIN, f"run_dir={back}", "train.steps=13")
 
 
 def test_what_cannot_be_is_refused_by_name(pretrain: Command) -> None:

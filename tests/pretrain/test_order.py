@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pretrain.config import load_run
-from pretrain.data.datasets import build_datasets
-from pretrain.data.facts import check_contents
 from pretrain.data.order import longest_order, passes_drawn
-from pretrain.data.store_reader import StoreReader
 from pretrain.validate import Prepared, prepare
 from tests.pretrain.conftest import DEMO
 from tests.pretrain.data_folder import write_pair
+from tests.pretrain.jobs import datasets_of
 
 IDS = 60_000
 pytestmark = pytest.mark.usefixtures("groups")
@@ -66,17 +63,7 @@ class Blend:
 
     def order(self, samples: int) -> list[int]:
         """Return the first token of each sample."""
-        config, facts = self.prepared.config, self.prepared.facts
-        assert facts is not None
-        given: dict[str, Any] = {
-            "train_samples": samples,
-            "default_cache": self.folder / "index",
-            "say": lambda _: None,
-        }
-        made = build_datasets(
-            config, vocab_size=IDS, eod_id=0, contents=check_contents(facts),
-            reader=StoreReader(config), **given
-        )  # fmt: skip
+        made = datasets_of(self.prepared, samples, self.folder / "index")
         return [int(made.train[number]["tokens"][0]) for number in range(samples)]
 
 

@@ -5,7 +5,6 @@ effect, and the result follows the definition.
 from __future__ import annotations
 
 import random
-import shutil
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,7 @@ from pretrain.config import DataConfig
 from pretrain.data.datasets import Ends, batches
 from pretrain.data.packing import Share, best_fit, pack, passes, share
 from pretrain.data.part_lengths import packed_shares
-from tests.pretrain.conftest import SMALL, Command
+from tests.pretrain.conftest import SMALL, Command, back_to
 from tests.pretrain.data_folder import write_folder
 from tests.pretrain.test_data import build
 from tests.ranks import losses
@@ -225,7 +224,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
 ) -> None:
     from fem_megatron.megatron.model import Layout
     from fem_megatron.megatron.model import build as build_model
-    from pretrain.engines.building import summed_loss
+    from pretrain.engines.building import forward, summed_loss
 
     documents = corpus(tmp_path / "data")
     made = sequences([len(document) for document in documents], LENGTH, 42)
@@ -247,19 +246,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
         return [total.detach() / count, *(weight.grad.clone() for weight in model.parameters())]
 
     def read(batch: dict[str, Any]) -> list[torch.Tensor]:
-        known = batch.get("context")
-        return told(
-            *summed_loss(
-                model(
-                    batch["tokens"],
-                    batch["position_ids"],
-                    None,
-                    labels=batch["labels"],
-                    packed_seq_params=known,
-                ),
-                batch,
-            )
-        )
+        return told(*summed_loss(forward(model, batch), batch))
 
     batch = next(
         batches(
@@ -320,18 +307,16 @@ def test_a_run_resumes_within_a_pass_and_goes_on_into_more(
     pretrain(*words)
     told = next(line for line in pretrain.out.splitlines() if "best_fit" in line)
     straight = losses(pretrain.run_dir)
-    for step in (8, 12):
-        shutil.rmtree(pretrain.checkpoints / f"step_{step:08}")
-    pretrain(*words)
-    assert "at step 4" in pretrain.out
+    back_to(pretrain.run_dir, 4)
+    assert "at step 4" in pretrain(*words)
     assert losses(pretrain.run_dir) == straight and len(straight) == 12
     pretrain(*words, "train.steps=20")
-    pretrain(*words, "data.packing=stream", code=2)
-    assert "data.packing is best_fit in the checkpoint, stream now" in pretrain.err
+    assert "data.packing is best_fit in the checkpoint, stream now" in pretrain.refused(
+        *words, "data.packing=stream"
+    )
     for verb in ("--plan", "--index"):
         pretrain(*words, verb)
         assert told in pretrain.out.splitlines()
     assert "unchanged" in pretrain.out
-    pretrain(*words, "data.packing=stream", "--index")
-    assert "unchanged" not in pretrain.out
+    assert "unchanged" not in pretrain(*words, "data.packing=stream", "--index")
     assert "best_fit" not in pretrain.out

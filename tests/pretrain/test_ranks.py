@@ -8,12 +8,10 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from pretrain.engines.building import initialize_distributed
 from pretrain.report.progress_file import read_progress
 from pretrain.report.stragglers import RankPosition, find_slowest, matmul_seconds
 from tests.pretrain.conftest import DEMO, ROOT
+from tests.pretrain.test_checkpoints import torchrun
 from tests.ranks import PATIENCE, answer, losses, records, send, started, wait_until
 from tests.wording import Wording
 
@@ -55,26 +54,20 @@ def test_a_gpu_s_rank_connects_the_default_group_alone(
         del os.environ[name]
     monkeypatch.setattr(platform, "has_cuda", lambda: True)
     monkeypatch.setattr(platform, "prepare", lambda: "nccl")
-    called: list[tuple[str, Any]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("device", device)))
-    monkeypatch.setattr(
-        torch.distributed,
-        "init_process_group",
-        lambda **settings: called.append(("group", settings)),
-    )
-    monkeypatch.setattr(
-        torch.distributed, "barrier", lambda **named: called.append(("barrier", named))
-    )
+    called = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "set_device", called.device)
+    monkeypatch.setattr(torch.distributed, "init_process_group", called.group)
+    monkeypatch.setattr(torch.distributed, "barrier", called.barrier)
     sizes = [
         f"parallel.tensor_model_parallel_size={tensor}",
         f"parallel.context_parallel_size={context}",
     ]
     initialize_distributed(load_run(DEMO, [*sizes, "parallel.collective_timeout_minutes=7"]))
-    (_, device), (group, settings), (barrier, named) = called
-    assert device == 3 and (group, barrier) == ("group", "barrier") and named == {"device_ids": [3]}
-    assert "device_id" not in settings
-    assert settings["backend"] == "nccl"
-    assert settings["timeout"] == timedelta(minutes=7)
+    device, group, barrier = called.mock_calls
+    assert (device, barrier) == (mock.call.device(3), mock.call.barrier(device_ids=[3]))
+    assert group == mock.call.group(**group.kwargs) and "device_id" not in group.kwargs
+    assert group.kwargs["backend"] == "nccl"
+    assert group.kwargs["timeout"] == timedelta(minutes=7)
     assert os.environ.get(name) == found
 
 
@@ -126,26 +119,12 @@ def test_torchruns_last_lines_are_the_error(
     tmp_path: Path, config: str, said: str, code: Exit
 ) -> None:
     (tmp_path / "failing.yaml").symlink_to("/proc/self/mem")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "pretrain",
-    ]
     file = ROOT / config if config == DEMO else tmp_path / config
-    done = subprocess.run(
-        [*command, str(file), "model.num_layer=3"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    process = torchrun(2, str(file), "model.num_layer=3")
+    output, _ = process.communicate(timeout=PATIENCE)
     # The exit code of torchrun itself, independent of those of the ranks.
-    assert done.returncode == 1
-    (cause,) = done.stderr.split("Root Cause")[1:]
+    assert process.returncode == 1
+    (cause,) = output.split("Root Cause")[1:]
     last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
     assert re.search(last, cause), cause
 

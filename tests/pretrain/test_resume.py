@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from pretrain.checkpoint.reader import read_common
 from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.trainer import Trainer
-from tests.pretrain.conftest import QUIET, Command
+from tests.pretrain.conftest import QUIET, Command, back_to
 from tests.pretrain.jobs import PLAIN
 from tests.ranks import losses, records
 
@@ -154,8 +153,7 @@ def test_changes_are_told_and_recorded(pretrain: Command) -> None:
     printed.
     """
     pretrain("train.steps=4")
-    pretrain("train.steps=4")
-    assert "changed since" not in pretrain.out
+    assert "changed since" not in pretrain("train.steps=4")
     pretrain("train.steps=6", "optimizer.lr=1e-3", "log.interval=3")
     assert (
         "changed since the last attempt: train.steps 4 → 6, optimizer.lr 0.003 → 0.001\n"
@@ -203,8 +201,10 @@ def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
         assert f"{key} is " in said
         assert f"in the checkpoint, {value}" in said
         assert way.format(checkpoint=checkpoint) in said
-    pretrain("train.steps=8", *REFUSED, code=2)
-    assert all(override.split("=")[0] in pretrain.err for override in REFUSED)
+    assert all(
+        override.split("=")[0] in pretrain.refused("train.steps=8", *REFUSED)
+        for override in REFUSED
+    )
     assert (pretrain.run_dir / "config.yaml").read_text() == before
     pretrain("train.steps=8")
 
@@ -252,10 +252,12 @@ def test_weights_alone_ask_for_the_same_model_and_nothing_more(
     pretrain("optimizer.lr=1e-2", "checkpoint.interval=0")
     old, second = losses(pretrain.run_dir), tmp_path / "second"
     start = [f"run_dir={second}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4"]
-    pretrain(*start, f"checkpoint.load={tmp_path / 'nothing'}", code=2)
-    assert "has no checkpoint; expected" in pretrain.err
-    pretrain(*start, "model.hidden_size=48", code=2)
-    assert "model.hidden_size is 32 in the checkpoint, 48 now" in pretrain.err
+    assert "has no checkpoint; expected" in pretrain.refused(
+        *start, f"checkpoint.load={tmp_path / 'nothing'}"
+    )
+    assert "model.hidden_size is 32 in the checkpoint, 48 now" in pretrain.refused(
+        *start, "model.hidden_size=48"
+    )
     # A weight that is read is not drawn first.
     monkeypatch.setattr("fem_megatron.megatron.model.start", None)
     pretrain(
@@ -334,7 +336,7 @@ def test_a_checkpoint_of_another_kind_of_device_resumes(
     assert manifest.pop("rng_device") == written and len(set(whole)) == 4
     other = {"cpu": "cuda", "cuda": "cpu"}[written]
     for kind, older in ((written, False), (other, False), (other, True), (written, True)):
-        shutil.rmtree(pretrain.checkpoints / "step_00000004")
+        back_to(pretrain.run_dir, 2)
         if older:
             (middle / MANIFEST).write_text(json.dumps(manifest))
         restored = train(kind)

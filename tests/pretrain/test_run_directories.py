@@ -61,24 +61,19 @@ def test_a_moved_run_continues_where_it_is(
         assert str(moved) in line and str(trained) in line and f"pretrain {moved};" in line
     monkeypatch.chdir(moved)
     pretrain(config="config.yaml", code=2)
-    pretrain("train.steps=3", config=".")
-    assert "resumed from checkpoints/step_00000002" in pretrain.out
+    assert "resumed from checkpoints/step_00000002" in pretrain("train.steps=3", config=".")
     monkeypatch.chdir(moved.parent)
     pretrain("train.steps=4", config="moved")
     assert "resumed from moved/checkpoints/step_00000003" in pretrain.out
     # This is now the run's own configuration.
-    pretrain("train.steps=4", config="moved/config.yaml")
-    assert "is complete at step 4" in pretrain.out
+    assert "is complete at step 4" in pretrain("train.steps=4", config="moved/config.yaml")
     monkeypatch.chdir(moved)
     # run_dir is relative.
-    pretrain(config="config.yaml", code=2)
-    assert str(moved / "moved") in pretrain.err
-    pretrain("run_dir=elsewhere", config=".", code=2)
-    assert "are two run directories" in pretrain.err
+    assert str(moved / "moved") in pretrain.refused(config="config.yaml")
+    assert "are two run directories" in pretrain.refused("run_dir=elsewhere", config=".")
     # An explicit request.
     pretrain("run_dir=elsewhere", "--check", config="config.yaml")
-    pretrain(config=str(trained / "checkpoints"), code=2)
-    assert "it has no config.yaml" in pretrain.err
+    assert "it has no config.yaml" in pretrain.refused(config=str(trained / "checkpoints"))
     assert sorted(trained.rglob("*")) == before
 
 

@@ -22,9 +22,17 @@ from pretrain.checkpoint.folder import MANIFEST, Progress, find
 from pretrain.config import OptimizerConfig, RunConfig, TrainConfig
 from pretrain.engines.building import LearningRates
 from pretrain.schedule import Schedule
-from pretrain.spikes import Spikes
 from pretrain.training_stages import Part
-from tests.pretrain.conftest import DEMO, SMALL, Command, data_of, steps_of
+from tests.pretrain.conftest import (
+    DEMO,
+    SMALL,
+    Command,
+    back_to,
+    data_of,
+    edit,
+    spikes_at,
+    steps_of,
+)
 from tests.pretrain.test_fork import step_of
 from tests.ranks import losses
 
@@ -145,38 +153,28 @@ def test_the_batch_size_changes_twice_and_back_and_the_run_is_killed(
     """
     ten_steps("megatron", pretrain.run_dir)
     manifest = step_of(pretrain.run_dir, 10) / MANIFEST
-    old = json.loads(manifest.read_text())
-    del old["progress"]["batch_changes"]
-    manifest.write_text(json.dumps(old))
+    edit(manifest, lambda old: old["progress"].pop("batch_changes"))
     wanted, consumed = dict[int, float](), 40
-    for batch, steps, gone in (
-        (8, range(11, 16), range(13, 16)),
-        (2, range(13, 25), range(17, 25)),
-        (4, range(17, 21), ()),
+    for batch, last, kept in (
+        (8, 15, range(11, 13)),
+        (2, 24, range(13, 17)),
+        (4, 20, range(17, 21)),
     ):
         pretrain(*BASE, *TOKENS, f"train.global_batch_size={batch}")
-        assert pretrain.out.count(f" {steps[-1]} steps of {batch * LENGTH} tokens") == 1
-        kept = [step for step in steps if step not in gone]
-        wanted |= dict(
-            zip(
-                kept,
-                cosine(*((consumed + batch * n) / 80 for n in range(1, len(kept) + 1))),
-                strict=True,
-            )
-        )
-        consumed += batch * len(kept)
-        for step in gone:
-            shutil.rmtree(step_of(pretrain.run_dir, step), ignore_errors=True)
+        assert pretrain.out.count(f" {last} steps of {batch * LENGTH} tokens") == 1
+        for step in kept:
+            consumed += batch
+            (wanted[step],) = cosine(consumed / 80)
+        back_to(pretrain.run_dir, kept[-1])
     told = learning_rates(pretrain.run_dir)
     assert {step: told[step] for step in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert consumed == 80
     assert find(pretrain.run_dir).progress.batch_changes == ((10, 40), (12, 56), (16, 64))
     through = losses(pretrain.run_dir)
-    shutil.rmtree(step_of(pretrain.run_dir, 20))
+    back_to(pretrain.run_dir, 19)
     pretrain(*BASE, *TOKENS)
     assert losses(pretrain.run_dir) == through
-    pretrain(*BASE, *TOKENS)
-    assert "is complete at step 20" in pretrain.out
+    assert "is complete at step 20" in pretrain(*BASE, *TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -206,14 +204,11 @@ def test_a_fork_with_another_batch_size(
     """
     ten_steps("megatron", pretrain.run_dir)
     new = tmp_path / "new"
-    for gone in [(), range(13, 21)][: 2 if "optimizer.warmup_steps=8" in more else 1]:
-        for step in gone:
-            shutil.rmtree(step_of(new, step), ignore_errors=True)
-        if gone:
-            manifest = step_of(new, 12) / MANIFEST
-            old = json.loads(manifest.read_text())
-            assert old["progress"].pop("batch_changes") == [[10, 40]]
-            manifest.write_text(json.dumps(old))
+    for killed in (False, True) if "optimizer.warmup_steps=8" in more else (False,):
+        if killed:
+            back_to(new, 12)
+            assert find(new).progress.batch_changes == ((10, 40),)
+            edit(step_of(new, 12) / MANIFEST, lambda old: old["progress"].pop("batch_changes"))
         pretrain.fork(pretrain.run_dir, new, *BASE, *more, "train.global_batch_size=8")
         assert list(learning_rates(new).values()) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
     assert find(new).progress.consumed_samples == 40 + 8 * len(wanted)
@@ -225,8 +220,7 @@ def test_training_goes_back_from_a_spike_up_to_the_change(
     """At step 11 the checkpoint is from before the change, so the step is skipped. At step 12 it is
     that of the change.
     """
-    spikes = iter(["loss", "loss"])
-    monkeypatch.setattr(Spikes, "found", lambda *given: next(spikes, None))
+    spikes_at(monkeypatch, 1, 2)
     ten_steps("megatron", pretrain.run_dir)
     # The checkpoint that the run returns to.
     shutil.copytree(step_of(pretrain.run_dir, 10), step_of(pretrain.run_dir, 8))
@@ -236,8 +230,7 @@ def test_training_goes_back_from_a_spike_up_to_the_change(
         "checkpoint.interval=2",
         "train.global_batch_size=8",
     )
-    pretrain(*BASE, *STEPS, *guard)
-    assert "step 11 skipped" in pretrain.out
+    assert "step 11 skipped" in pretrain(*BASE, *STEPS, *guard)
     assert "back at" in pretrain.out
     assert "step_00000010, 16 samples passed over" in pretrain.out
     last = find(pretrain.run_dir).progress

@@ -25,7 +25,7 @@ from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
 from pretrain.spikes import Recent, Spikes, carried_over
-from tests.pretrain.conftest import DEMO, QUIET, Command, steps_of
+from tests.pretrain.conftest import DEMO, QUIET, REWINDABLE, Command, back_to, spikes_at, steps_of
 from tests.pretrain.data_folder import write_folder, write_pair
 from tests.pretrain.jobs import TP2, deepspeed, quick_or_slow, same
 from tests.ranks import answer, losses
@@ -33,7 +33,6 @@ from tools.demo.report import History
 from tools.tokens.__main__ import main as tokens
 from tools.tokens.steps import read_run
 
-REWINDABLE = ("checkpoint.interval=2", "checkpoint.keep_last=9", "train.spike_rewind=2", *QUIET)
 GUARD = Spikes(deviations=6.0, window=100)
 
 
@@ -117,8 +116,7 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
     assert f"its samples are {4 * first - 4} to {4 * first - 1}, " in pretrain.out
     assert pretrain.out.count("SPIKE, step skipped") == len(skipped)
     assert "NOT FINITE" not in pretrain.out
-    for step in (8, 12):
-        shutil.rmtree(pretrain.checkpoints / f"step_{step:08}")
+    back_to(pretrain.run_dir, 4)
     (pretrain.run_dir / "metrics.jsonl").unlink()
     pretrain(*guard)
     assert judged(pretrain.run_dir) == {step: line for step, line in told.items() if step > 4}
@@ -173,9 +171,7 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     assert [steps.of(sample) for sample in (15, 16, 27, 28, 59)] == [4, None, None, 5, 12]
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / of, resumed)
-    for later in (resumed / "checkpoints").glob("step_*"):
-        if int(later.name[5:]) > kept:
-            shutil.rmtree(later)
+    back_to(resumed, kept)
     pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}")
     assert f"resumed from {resumed}" in pretrain.out
     assert losses(resumed) == wanted
@@ -196,13 +192,8 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     """A blend's order has no spare samples and is extended; one that ends with the tokens of its
     only source starts again.
     """
-    heard, read = list[float](), list[tuple[int, ...]]()
-
-    def found(ours: Spikes, recent: Recent, loss: float, norm: float) -> str | None:
-        heard.append(loss)
-        return "loss" if len(heard) == 7 else None
-
-    monkeypatch.setattr(Spikes, "found", found)
+    spikes_at(monkeypatch, 7)
+    read = list[tuple[int, ...]]()
 
     def noted(data: Any, *given: Any) -> Iterator[Batch]:
         for batch in batches(data, *given):
@@ -220,8 +211,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
         # 48 samples and a last label: the data that twelve steps read.
         write_pair(tmp_path / "short", [[*range(49 * 32)]], "int32")
         base += [f"data.train=[{{prefix: {tmp_path / 'short'}}}]", "model.vocab_size=2000"]
-    pretrain(*base)
-    assert "12 samples passed over so far" in pretrain.out
+    assert "12 samples passed over so far" in pretrain(*base)
     assert len(set(read)) == (60 if blended else 48), (
         "of twelve steps, and three that were gone back from"
     )
@@ -231,7 +221,7 @@ def test_samples_passed_over_are_made_up_for_by_a_longer_order_or_the_end_is_tol
     )
     assert (again in pretrain.out) is not blended
     wanted = losses(pretrain.run_dir)
-    shutil.rmtree(pretrain.checkpoints / "step_00000012")
+    back_to(pretrain.run_dir, 11)
     pretrain(*base)
     assert losses(pretrain.run_dir) == wanted
     assert (again in pretrain.out) is not blended
@@ -348,7 +338,7 @@ def test_a_stage_of_other_data_or_batch_is_passed_with_the_guard_on(
         for path in pretrain.checkpoints.glob("step_*")
     }
     assert steps == {60: 12, 64: 12, 76: 12, 88: 12}
-    shutil.rmtree(pretrain.checkpoints / "step_00000088")
+    back_to(pretrain.run_dir, 76)
     pretrain(*base, *guard, f"stages=[{stages.replace('steps: 12, global', 'steps: 3, global')}]")
     assert find(pretrain.run_dir).progress.recent[0] == 3
 
@@ -393,13 +383,7 @@ def test_going_back_past_such_a_change_starts_the_guard_anew(
     engine: str, pretrain: Command, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint of step 4 is the first attempt's, with four joined steps in its statistics."""
-    asked = list[float]()
-
-    def found(self: Spikes, recent: Recent, loss: float, grad_norm: float) -> str | None:
-        asked.append(loss)
-        return "loss" if len(asked) == 8 else None
-
-    monkeypatch.setattr(Spikes, "found", found)
+    spikes_at(monkeypatch, 8)
     base = [
         *TINY,
         engine,
@@ -572,8 +556,7 @@ def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(
 
     plain = run("plain")
     shutil.copytree(tmp_path / "plain", tmp_path / "killed")
-    for later in sorted((tmp_path / "killed" / "checkpoints").glob("step_*"))[3:]:
-        shutil.rmtree(later)
+    back_to(tmp_path / "killed", 6)
     back = run("back", bad=plain[7][0])
     assert "back at" in (tmp_path / "back.out.0").read_text()
     straight = run("straight", lost=slice(4, 7))

@@ -22,11 +22,9 @@ from pretrain.config import load_run
 from pretrain.data import datasets
 from pretrain.data.stage_documents import stage_documents
 from pretrain.training_stages import parts_of
-from tests.pretrain.conftest import DEMO, QUIET, Command, steps_of
-from tests.pretrain.jobs import same
-from tests.pretrain.test_checkpoints import weights
-from tests.pretrain.test_fork import step_of
-from tests.ranks import finished, losses, started, wait_for_lock, wait_until
+from tests.pretrain.conftest import DEMO, QUIET, Command, back_to, steps_of
+from tests.pretrain.test_checkpoints import check_kills
+from tests.ranks import finished, losses
 from tests.wording import Wording
 
 STAGES = (
@@ -105,8 +103,7 @@ def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
     """
     pretrain(*STAGED, "--index")
     assert pretrain.out.count(" samples of training and ") == 3
-    pretrain(*STAGED)
-    assert "building it" not in pretrain.out
+    assert "building it" not in pretrain(*STAGED)
     run = pretrain.run_dir
     wanted, curve = losses(run), {record["step"]: record for record in steps_of(run)}
     assert list(curve) == list(range(1, 11))
@@ -121,13 +118,11 @@ def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(
     for gone in first_gone:
         kept = tmp_path / f"kept_{gone}"
         shutil.copytree(run, kept)
-        for step in range(gone, 11):
-            shutil.rmtree(step_of(kept, step), ignore_errors=True)
+        back_to(kept, gone - 1)
         pretrain(*STAGED, f"run_dir={kept}")
         assert losses(kept) == wanted, gone
     assert find(run).progress.stage == 2
-    pretrain(*STAGED)
-    assert "is complete at step 10" in pretrain.out
+    assert "is complete at step 10" in pretrain(*STAGED)
 
 
 def test_ranks_share_out_the_documents_that_each_stage_reads(
@@ -210,8 +205,6 @@ def test_twenty_kills_over_three_stages_with_muon_change_no_bit(
     """SIGKILL to both ranks at random steps and at both boundaries, with a guard whose moments pass
     the boundaries too.
     """
-    seed = random.randrange(10**6)
-    dice = random.Random(seed)
     stages = (
         STAGES.replace("steps: 3", "steps: 12")
         .replace("steps: 4", "steps: 16")
@@ -226,29 +219,9 @@ def test_twenty_kills_over_three_stages_with_muon_change_no_bit(
     ]
     more += ["train.spike_deviations=2"]
     base = [DEMO, *settings[1:], *(stages if text == STAGES else text for text in STAGED), *more]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for run_dir, kills in (
-        (whole, []),
-        (
-            killed,
-            sorted([12, 28, *dice.sample([*range(2, 12), *range(13, 28), *range(29, 40)], 18)]),
-        ),
-    ):
-        arguments = [*base, f"run_dir={run_dir}"]
-        for step in kills:
-            with started(
-                2,
-                arguments,
-                tmp_path / "out.killed",
-                {0: 0.05, 1: 0.05},
-                (step, tmp_path / "never"),
-            ) as ranks:
-                wait_until(lambda: max(losses(run_dir), default=0) >= step, ranks)  # noqa: B023
-            wait_for_lock(run_dir)
-        output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
-    assert "resumed from" in output and list(losses(whole)) == list(range(1, 41))
-    assert losses(killed) == losses(whole), f"kills drawn with seed {seed}"
-    assert same(weights(killed), weights(whole))
+    inner = random.sample([*range(2, 12), *range(13, 28), *range(29, 40)], 18)
+    check_kills(base, tmp_path, sorted([12, 28, *inner]))
+    assert list(losses(tmp_path / "whole")) == list(range(1, 41))
 
 
 def test_stages_that_cannot_be(pretrain: Command, wording: Wording) -> None:
@@ -274,8 +247,7 @@ def test_stages_that_cannot_be(pretrain: Command, wording: Wording) -> None:
     pretrain(*base, "stages=[{name: one, tokens: 256}, {name: two, steps: 2}]")
     pretrain(*base, "stages=[{name: one, steps: 3}, {name: two, steps: 2}]", code=2)
     wording(pretrain.err)
-    for step in (2, 3, 4):
-        shutil.rmtree(step_of(pretrain.run_dir, step))
+    back_to(pretrain.run_dir, 1)
     # Within the stage: the documents reserved for it are the same, but the remaining steps differ.
     pretrain(
         *base,

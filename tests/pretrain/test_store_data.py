@@ -29,18 +29,15 @@ from pretrain.data.store_client import BLOCK, blocks_of, may_keep, shares
 from pretrain.data.store_reader import StoreReader
 from pretrain.validate import prepare
 from tests.one_process import megatron_of_one_process
-from tests.pretrain.conftest import DEMO, SMALL, Command
+from tests.pretrain.conftest import DEMO, SMALL, Command, data_of
 from tests.pretrain.data_folder import write_folder, write_pair
+from tests.pretrain.jobs import datasets_of
 from tests.pretrain.stores import SECRET, Store, bring_here, refused
 from tests.ranks import PATIENCE, _pretrain, forked, losses, records, wait_until
 from tools.tokens.__main__ import main as tokens
 
 ALL, HALF, NONE = "data.store_cache_gb=1", "data.store_cache_gb=0.0105", "data.store_cache_gb=0"
-MANY = ["data.valid=[]", "data.test=[]", "train.global_batch_size=8", "train.steps=16"]
-
-
-def sources(place: object, *splits: str) -> list[str]:
-    return [f"data.{split}.0.prefix={place}/{split}" for split in splits or ("train", "valid")]
+MANY = ["train.global_batch_size=8", "train.steps=16"]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,7 @@ def expected(
     with forked(
         1,
         _pretrain,
-        [DEMO, f"run_dir={folder}", *SMALL, *sources(large, "train"), *MANY],
+        [DEMO, f"run_dir={folder}", *SMALL, *data_of(large, "train"), *MANY],
         {},
         output=folder / "said",
     ) as (rank,):
@@ -140,7 +137,7 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
     for place, run_dir in ((tiny_data, tmp_path / "local"), (url, tmp_path / "stored")):
         blend = [
             f"data.train=[{{prefix: {place}/train, weight: 3}}, {{prefix: {tiny_data}/valid}}]",
-            *sources(place, "valid"),
+            f"data.valid.0.prefix={place}/valid",
         ]
         codes, said = train(
             store, run_dir, *blend, "data.test=[]", "data.packing=best_fit", ranks=2
@@ -201,7 +198,7 @@ def test_the_losses_are_those_of_the_folder_whatever_is_kept(
         codes, said = train(
             here,
             tmp_path / f"run{number}",
-            *sources(url, "train"),
+            *data_of(url, "train"),
             *MANY,
             room,
             f"data.store_cache={cache}",
@@ -223,11 +220,9 @@ def test_what_is_kept_stays_within_its_bound(
     """
     url, content = here.upload(large), (large / "train.bin").read_bytes()
     words = [
-        *sources(url, "train"),
+        *data_of(url, "train"),
         f"data.store_cache={tmp_path}",
         f"data.store_cache_gb={gigabytes}",
-        "data.valid=[]",
-        "data.test=[]",
     ]
     config = load_run(DEMO, words)
     check_contents(check_data(config))
@@ -283,7 +278,7 @@ def test_a_store_may_be_away_for_a_while(
 ) -> None:
     url = store.upload(large)
     dying = Dying(store, 64 + 80, lambda: "; trying again" in (tmp_path / "run.said.0").read_text())
-    codes, said = train(store, tmp_path / "run", *sources(url, "train"), *MANY, NONE)
+    codes, said = train(store, tmp_path / "run", *data_of(url, "train"), *MANY, NONE)
     assert codes == [0], said
     assert losses(tmp_path / "run") == expected
     assert dying.died and said.count("; trying again") == said.count("is read again") >= 1
@@ -294,7 +289,7 @@ def test_a_run_goes_on_where_its_store_died(
     large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]
 ) -> None:
     url = store.upload(large)
-    settings = (*sources(url, "train"), *MANY, NONE, "checkpoint.interval=2")
+    settings = (*data_of(url, "train"), *MANY, NONE, "checkpoint.interval=2")
     Dying(store, 64 + 90, lambda: False)
     codes, said = train(store, tmp_path / "run", *settings, patience=0.5)
     assert codes == [1] and said.count("error: ") == 1 and "Traceback" not in said
@@ -313,32 +308,19 @@ def test_samples_are_asked_for_before_they_are_needed(
     """Sixteen micro-batches are loaded before the first is used, so a store that fails at that
     point has no effect.
     """
-    from pretrain.data.datasets import batches, build_datasets
+    from pretrain.data.datasets import batches
 
     def stream(place: object, reader: StoreReader | None = None) -> tuple[Any, StoreReader]:
         words = [
             *SMALL,
-            *sources(place, "train"),
+            *data_of(place, "train"),
             *MANY,
             NONE,
             f"data.store_cache={tmp_path / 'cache'}",
         ]
         prepared = prepare(load_run(DEMO, words), 1)
-        assert prepared.facts is not None
         reader = StoreReader(prepared.config)
-        given = {
-            "contents": check_contents(prepared.facts),
-            "train_samples": 200,
-            "default_cache": tmp_path / "index",
-        }
-        data = build_datasets(
-            prepared.config,
-            vocab_size=500,
-            eod_id=0,
-            say=lambda _: None,
-            reader=reader,
-            **given,  # type: ignore[arg-type]
-        )
+        data = datasets_of(prepared, 200, tmp_path / "index", reader=reader)
         return batches(data.train, 8, 2, torch.device("cpu"), reader), reader
 
     url = here.upload(large)
@@ -368,22 +350,15 @@ def test_index_plan_and_resume_know_urls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, cache = here.upload(tiny_data), f"data.store_cache={tmp_path / 'cache'}"
-    pretrain = Command(
-        [f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]", cache], capsys
-    )
-    pretrain("--plan")
-    assert "512" in pretrain.out
-    pretrain("--check")
-    assert "the configuration and the data are right" in pretrain.out
+    pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *data_of(url), cache], capsys)
+    assert "512" in pretrain("--plan")
+    assert "the configuration and the data are right" in pretrain("--check")
     heard = Heard(here)
-    pretrain("--index")
-    assert "built in" in pretrain.out
+    assert "built in" in pretrain("--index")
     assert not heard.ranges
-    pretrain()
-    assert "building it" not in pretrain.out
+    assert "building it" not in pretrain()
     assert url in (tmp_path / "run/config.yaml").read_text()
-    pretrain("train.steps=14", *sources(tiny_data))
-    assert "resumed from" in pretrain.out
+    assert "resumed from" in pretrain("train.steps=14", *data_of(tiny_data))
     assert f"data.train.0.prefix {url}/train → {tiny_data}/train" in pretrain.out
     # The index of another run is the same if the URL and the contents are the same.
     pretrain(
@@ -403,9 +378,7 @@ def test_a_wrong_place_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = here.upload(tiny_data)
-    pretrain = Command(
-        [f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]"], capsys
-    )
+    pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *data_of(url)], capsys)
 
     def refused_with(code: int, *settings: str) -> str:
         said = pretrain.refused(*settings, code=code)
@@ -475,11 +448,9 @@ def test_another_file_of_the_same_size_is_noticed_without_a_manifest(
         write_pair(folder / "train", [[filling] * 6_500_000])
         url = here.upload(folder)
         words = [
-            *sources(url, "train"),
+            *data_of(url, "train"),
             f"data.store_cache={tmp_path}/cache",
             "model.vocab_size=500",
-            "data.valid=[]",
-            "data.test=[]",
         ]
         config = load_run(DEMO, words)
         contents = check_contents(check_data(config))
@@ -511,10 +482,8 @@ def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here:
         load_run(
             DEMO,
             [
-                *sources(url, "train"),
+                *data_of(url, "train"),
                 f"data.store_cache={tmp_path}",
-                "data.valid=[]",
-                "data.test=[]",
             ],
         )
     )
@@ -542,7 +511,7 @@ def test_a_killed_rank_leaves_no_process(large: Path, tmp_path: Path, store: Sto
         DEMO,
         f"run_dir={tmp_path / 'run'}",
         *SMALL,
-        *sources(url, "train"),
+        *data_of(url, "train"),
         *MANY,
         "train.steps=100000",
     ]

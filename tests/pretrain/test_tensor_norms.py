@@ -14,6 +14,7 @@ import torch
 from pretrain.report.tensor_norms import KINDS, PREFIX, TensorNorms
 from tests.pretrain.conftest import SMALL, data_of
 from tests.pretrain.jobs import (
+    FAMILIES,
     MUON,
     OVERLAP,
     PLAIN,
@@ -71,16 +72,10 @@ def results(
 ) -> tuple[dict[str, Done], Path]:
     """Results of this session's cases."""
     folder = tmp_path_factory.mktemp("norms")
-    model = [
-        "model.pattern=[fem_softmax, hyperset, mamba2, cem]",
-        "model.num_layers=4",
-        "model.mlp=swiglu",
-        "model.tie_embeddings=true",
-    ]
     base = [
         *data_of(tiny_data, "train"),
         *SMALL,
-        *model,
+        *FAMILIES,
         "train.precision=fp32",
         "data.seq_length=16",
         f"optimizer.clip_grad={CLIP}",

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
 from pretrain.trainer import Trainer
 from pretrain.validate import prepare
-from tests.pretrain.conftest import DEMO, QUIET, ROOT, SMALL, Command, steps_of
+from tests.pretrain.conftest import DEMO, QUIET, ROOT, SMALL, Command, back_to, steps_of
 from tests.pretrain.data_folder import write_pair
 from tests.pretrain.jobs import engine_of, micro_batches
 from tests.ranks import PATIENCE, ended, finished, losses, records
@@ -132,8 +131,8 @@ def test_an_id_outside_the_vocabulary_ends_a_run_in_one_line(
         f"pretrain: error: {tmp_path / 'bad'} contains token id 60000, but model.vocab_size = 500 "
         "has ids 0 to 499; "
     )
-    pretrain(*words, f"data.train={good}", f"data.valid={bad}", code=2)
-    assert pretrain.err.splitlines()[-1].startswith(wanted)
+    one_process = (f"data.train={good}", f"data.valid={bad}")
+    assert pretrain.refused(*words, *one_process).startswith(wanted)
     tensor = [
         f"data.train={bad}",
         "data.valid=[]",
@@ -257,9 +256,8 @@ def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(
         ]
         pretrain(*given)
         if name == "resumed":
-            shutil.rmtree(run_dir / "checkpoints" / "step_00000008")
-            pretrain(*given)
-            assert "at step 4" in pretrain.out
+            back_to(run_dir, 4)
+            assert "at step 4" in pretrain(*given)
     told = {name: losses(run_dir) for name, run_dir in runs.items()}
     assert told["resumed"] == told["eight"]
     kept = {name: load_full_model_state(run_dir)[0] for name, run_dir in runs.items()}
@@ -282,11 +280,11 @@ def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(
     pretrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEM_KERNELS", "time_decay_scan=fastest")
-    pretrain(code=2)
-    assert pretrain.err.startswith(
+    said = pretrain.refused()
+    assert said.startswith(
         "pretrain: error: FEM_KERNELS: time_decay_scan has no implementation 'fastest'; it has "
     )
-    assert pretrain.err.count("\n") == 1 and not pretrain.run_dir.exists()
+    assert not pretrain.run_dir.exists()
 
 
 def test_a_run_says_which_kernels_run(settings: list[str], tmp_path: Path) -> None:
