@@ -55,12 +55,16 @@ def names() -> list[str]:
     return [BASELINE, *own, *(name for name in SETTINGS if name not in MIXERS)]
 
 
+def run_folder(name: str, folder: Path) -> Path:
+    """Return the run directory of the model ``name`` below ``folder``."""
+    return folder / "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
 def overrides(name: str, steps: int, folder: Path) -> list[str]:
     """Return the ``section.key=value`` overrides with which the model ``name`` trains."""
     mixer = [f"model.mixer={name}"] if name in MIXERS else []
-    run_dir = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
     fixed = [
-        f"run_dir={run_dir}",
+        f"run_dir={run_folder(name, folder)}",
         f"train.steps={steps}",
         f"train.eval_interval={steps}",
         "log.interval=5",
@@ -83,11 +87,7 @@ def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
         raise Fault(
             f"{name}: {' '.join(command)} ended with {done.returncode}\n{done.stderr[-2000:]}"
         )
-    run_dir = Path(
-        next(setting for setting in settings if setting.startswith("run_dir=")).removeprefix(
-            "run_dir="
-        )
-    )
+    run_dir = run_folder(name, folder)
     config, history = load_run(run_dir / "config.yaml", ()), History.read(run_dir)
     counts = count_by_component(config.model)
     label = f"{name} (lr {config.optimizer.lr:g})" if set(GENTLER) <= set(settings) else name

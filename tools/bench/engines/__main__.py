@@ -286,7 +286,6 @@ def compare(job: Job, options: argparse.Namespace) -> int:
     """Measure every variant in turn and print the table. Return 0. Raises ConfigError, Fault."""
     if job.model is not None:
         file = runner.model_file(job.model)
-        # The ranks have another working directory.
         job = replace(job, model=file.stem if file.parent == runner.MODELS else str(file))
     configuration(job)
     names = [

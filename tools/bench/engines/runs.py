@@ -26,7 +26,7 @@ from tools.bench.engines.variants import VARIANTS, Job, configuration, plan_of
 from tools.bench.runner import ROOT
 from tools.bench.training import command, step_rows, write_data
 
-ENDING = 30.0  # seconds in which a rank that has not trained yet must end itself
+ENDING = 8.0  # seconds in which a rank that has not trained yet must end itself
 POLL = 0.5  # seconds between reads of the metrics
 TAIL = 15  # lines of a failed rank's output that are reported
 IMPORTS = """
@@ -131,7 +131,7 @@ class Ranks:
     def end(self) -> None:
         """End all processes: with SIGKILL, after SIGTERM if they do not train yet.
 
-        A rank that is compiling an op of DeepSpeed removes its lock at SIGTERM.
+        A rank that is killed while it loads an op of DeepSpeed leaves a lock file.
         """
         if not self.rows():
             for process in self.processes:

@@ -32,6 +32,7 @@ VARIANTS: Mapping[str, EngineConfig] = {
 SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "model": {
+            "mixer": "transformer",
             "hidden_size": 640,
             "num_layers": 8,
             "num_attention_heads": 10,
@@ -43,6 +44,7 @@ SIZES: Mapping[str, dict[str, dict[str, Any]]] = {
     },
     "gpu": {
         "model": {
+            "mixer": "transformer",
             "hidden_size": 1024,
             "num_layers": 24,
             "num_attention_heads": 16,
@@ -108,8 +110,7 @@ def configuration(job: Job) -> RunConfig:
 
     size = SIZES[job.size] if job.model is None else _size_of(model_file(job.model), job.size)
     values = {
-        "model": {"mixer": "transformer", **size["model"]} if job.model is None else size["model"],
-        "data": size["data"],
+        **size,
         "train": {**size["train"], "steps": job.warmup + job.steps, "precision": job.precision},
         "optimizer": {"schedule": "constant", "warmup_steps": 0},
     }
@@ -120,21 +121,15 @@ def configuration(job: Job) -> RunConfig:
             "engine: name, zero_stage and offload are set by the variants: use --variants; "
             "only engine.deepspeed.* can be overridden"
         )
+    train = config.train
     if not any(text.startswith("train.global_batch_size=") for text in job.overrides):
-        micro_batches = job.ranks * (
-            MICRO_BATCHES if job.model is not None and job.size == "gpu" else 1
-        )
-        config = replace(
-            config,
-            train=replace(
-                config.train, global_batch_size=micro_batches * config.train.micro_batch_size
-            ),
-        )
+        of_rank = MICRO_BATCHES if job.model is not None and job.size == "gpu" else 1
+        train = replace(train, global_batch_size=job.ranks * of_rank * train.micro_batch_size)
     config = replace(
-        config, engine=replace(VARIANTS[job.variant], deepspeed=config.engine.deepspeed)
-    )
-    config = replace(
-        config, model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY)
+        config,
+        train=train,
+        engine=replace(VARIANTS[job.variant], deepspeed=config.engine.deepspeed),
+        model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY),
     )
     validate(config, job.ranks)
     return config

@@ -164,17 +164,10 @@ class Worker:
             for line in lines
             if line.startswith(("Invalid", "Error", "Warning", "Race reported", "Potential"))
         ]
-        if reported:
-            return {
-                **answer,
-                "gap": None,
-                "result": {"checked": answer.get("result"), "reported": reported},
-            }
-        return (
-            answer
-            if answer.get("gap")
-            else {"result": {"checked": answer["result"], "reported": []}}
-        )
+        if answer.get("gap") and not reported:
+            return answer
+        result = {"checked": answer.get("result"), "reported": reported}
+        return {**answer, "gap": None, "result": result}
 
     def _last_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")

@@ -108,6 +108,11 @@ class Draw:
         return self.normal(size.batch, size.heads, size.tokens, change=change, wide=wide)
 
 
+def no_products(size: Size) -> tuple[float, float]:
+    """Return (0, 0), the matrix FLOPs of an operation without matrix products."""
+    return 0.0, 0.0
+
+
 @dataclass(frozen=True)
 class Baseline:
     """Computation that an operation is compared with.
@@ -122,7 +127,7 @@ class Baseline:
     name: str
     inputs: Callable[[Draw, Size], Inputs]
     call: Callable[[Inputs], Outputs]
-    flops: Callable[[Size], tuple[float, float]]
+    flops: Callable[[Size], tuple[float, float]] = no_products
     lacks: Callable[[torch.device], str | None] = lambda device: None
     engine: str | None = None
 
@@ -147,7 +152,7 @@ class Workload:
     op: str
     inputs: Callable[[Draw, Size], Inputs]
     call: Callable[[Inputs, str], Outputs]
-    flops: Callable[[Size], tuple[float, float]]
+    flops: Callable[[Size], tuple[float, float]] = no_products
     heads: int = 16
     key: int = 128
     value: int = 64
@@ -164,11 +169,6 @@ class Workload:
     def small_size(self, tokens: int) -> Size:
         """Return the shape for a CPU: one sequence of ``tokens`` tokens."""
         return Size(1, tokens, *self.small)
-
-
-def no_products(size: Size) -> tuple[float, float]:
-    """Return (0, 0), the matrix FLOPs of an operation without matrix products."""
-    return 0.0, 0.0
 
 
 def per_pair(widths: Callable[[Size], float]) -> Callable[[Size], tuple[float, float]]:
@@ -194,13 +194,14 @@ SDPA = {
 }
 
 
+def queries_and_keys(draw: Draw, size: Size) -> Inputs:
+    """Return q and k of attention."""
+    return {name: draw.heads(size, size.key) for name in ("q", "k")}
+
+
 def attention_inputs(draw: Draw, size: Size) -> Inputs:
     """Return q, k, v of standard attention."""
-    return {
-        "q": draw.heads(size, size.key),
-        "k": draw.heads(size, size.key),
-        "v": draw.heads(size, size.value),
-    }
+    return {**queries_and_keys(draw, size), "v": draw.heads(size, size.value)}
 
 
 def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
@@ -338,5 +339,5 @@ LINEAR = {
         per_token(lambda size: 2 * size.key * size.value),
         needs_fla,
     ),
-    FLA_HGRN: Baseline(FLA_HGRN, scan_inputs, _fla_hgrn, no_products, needs_fla),
+    FLA_HGRN: Baseline(FLA_HGRN, scan_inputs, _fla_hgrn, lacks=needs_fla),
 }

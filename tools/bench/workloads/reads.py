@@ -25,6 +25,7 @@ from tools.bench.workloads.base import (
     Workload,
     by_name,
     per_pair,
+    queries_and_keys,
 )
 
 
@@ -41,19 +42,14 @@ def gated_read(draw: Draw, size: Size) -> Inputs:
 
 
 def _fem_inputs(draw: Draw, size: Size) -> Inputs:
-    return {
-        "q": draw.heads(size, size.key),
-        "k": draw.heads(size, size.key),
-        **gated_read(draw, size),
-    }
+    return {**queries_and_keys(draw, size), **gated_read(draw, size)}
 
 
 def _cem_inputs(draw: Draw, size: Size) -> Inputs:
     width = size.heads * size.key
     slopes = 2.0 ** (-8.0 * torch.arange(1, size.heads + 1, device=draw.device) / size.heads)
     return {
-        "q": draw.heads(size, size.key),
-        "k": draw.heads(size, size.key),
+        **queries_and_keys(draw, size),
         "slopes": slopes,
         "self_bias": draw.normal(1, wide=True),
         "cross_bias": draw.normal(1, wide=True),
@@ -78,8 +74,7 @@ def _second_order_inputs(draw: Draw, size: Size) -> Inputs:
         torch.rand(1, 1, size.tokens, size.key // 2, generator=draw.rng, device=draw.device) * 6.28
     )
     return {
-        "q": draw.heads(size, size.key),
-        "k": draw.heads(size, size.key),
+        **queries_and_keys(draw, size),
         "gram": draw.normal(size.heads, size.key, size.key, change=positive_definite, wide=True),
         "temperature": draw.normal(size.heads, change=lambda x: size.key + x, wide=True),
         "newton_temperature": draw.normal(size.heads, change=lambda x: size.key + x, wide=True),
