@@ -97,21 +97,17 @@ def test_files_of_images_are_cut_to_the_middle_and_trained_on(
         images.divided(images.FILES, size, 0)
 
 
-@pytest.mark.parametrize("form", ["save_to_disk", "parquet", "folders"])
+@pytest.mark.parametrize("form", ["save_to_disk", "parquet"])
 def test_cifar_is_read_from_a_folder(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every form gives the same pixels and classes; the fine label is used if two exist."""
+    """Both forms give the same pixels and classes; the fine label is used if two exist."""
     datasets = in_folder(tmp_path, monkeypatch)
     folder = catalogue.DATA / "cifar-100"
     monkeypatch.setitem(images.CASES, "CIFAR-100", (32, 3, 3, 8))
     parts = {}
     for part, count in (("train", 12), ("test", 6)):
         shades = [Image.new("RGB", (32, 32), (n % 3 * 100, 20, n)) for n in range(count)]
-        if form == "folders":
-            for n, picture in enumerate(shades):
-                (folder / part / f"c{n % 3}").mkdir(parents=True, exist_ok=True)
-                picture.save(folder / part / f"c{n % 3}" / f"{n:02}.png")
         features = datasets.Features(
             {
                 "img": datasets.Image(),
@@ -125,10 +121,10 @@ def test_cifar_is_read_from_a_folder(
             "coarse_label": [9] * count,
         }
         parts[part] = datasets.Dataset.from_dict(rows, features=features)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     if form == "save_to_disk":
         datasets.DatasetDict(parts).save_to_disk(folder)
-    elif form == "parquet":
+    else:
         for part, rows in parts.items():
             rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
     whole, classes, first = images.images("CIFAR-100")

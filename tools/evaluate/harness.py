@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import datasets
@@ -45,7 +44,7 @@ class NotANumber(ValueError):
     """Error: the model returned NaN as a log-likelihood, so its weights are broken."""
 
 
-class Answers:
+class Answers(ExitStack):
     """Context manager with the model's answers to the requests of a task, stored in the file
     ``path``.
 
@@ -59,11 +58,11 @@ class Answers:
     def __init__(
         self, path: Path, identity: dict[str, Any], progress: Progress | None = None
     ) -> None:
+        super().__init__()
         self.path, self.identity = path, identity
         self.progress = progress or Progress(0, "requests", quiet=True)
         self.known: dict[str, Any] = {}
         self.truncated: set[str] = set()
-        self._held = ExitStack()
         self._file: BinaryIO
 
     def __enter__(self) -> Answers:
@@ -72,18 +71,10 @@ class Answers:
             f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}:"
             " wait for it"
         )
-        self._held.enter_context(locked(self.path, busy))
-        self._file = self._held.enter_context(open(self.path, "a+b"))
+        self.enter_context(locked(self.path, busy))
+        self._file = self.enter_context(open(self.path, "a+b"))
         self._read()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._held.close()
 
     def _read(self) -> None:
         """Read the answers that an earlier process with the same identity stored."""
@@ -333,12 +324,7 @@ class Asked:
 
 
 def ask(
-    adaptor: Adaptor,
-    tasks: Tasks,
-    column: SuiteTask,
-    limit: int | None,
-    seed: int | None,
-    answers: Answers,
+    adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, seed: int | None
 ) -> Asked:
     """Evaluate the model on one task; a group is evaluated with all its members.
 
@@ -365,19 +351,14 @@ def ask(
     assert found is not None
     leaves = [leaf.name for leaf in tasks.leaves[column.task]]
     versions = sorted({str(found["versions"][leaf]) for leaf in leaves})
+    chance = {leaf: guessing(loaded["tasks"][leaf]) for leaf in leaves}
     return Asked(
-        scores={
-            name: numbers(found["results"][name]) for name in dict.fromkeys([column.task, *leaves])
-        },
+        scores={name: numbers(found["results"][name]) for name in [column.task, *leaves]},
         counts={leaf: found["n-samples"][leaf]["effective"] for leaf in leaves},
-        chance={
-            leaf: by_choices
-            for leaf in leaves
-            if (by_choices := guessing(loaded["tasks"][leaf])) is not None
-        },
+        chance={leaf: share for leaf, share in chance.items() if share is not None},
         fewshot=max(found["n-shot"][leaf] for leaf in leaves),
         version=f"lm-eval {harness_version()}, task version {', '.join(versions)}",
-        truncated=len(answers.truncated),
+        truncated=len(adaptor.answers.truncated),
         requests=sum(len(task.instances) for task in loaded["tasks"].values()),
     )
 

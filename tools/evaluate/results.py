@@ -114,29 +114,27 @@ class Settings:
         digest: hash of the definition of the harness task, or of the tokens of a held-out loss.
         """
         if column.kind == "heldout":
-            windows = {
+            wanted = {
+                "kind": "heldout",
+                "dtype": self.dtype,
+                "data": column.data,
+                "data_digest": digest,
                 "context_lengths": list(column.context_lengths),
                 "stride": column.stride,
                 "max_tokens": column.max_tokens,
             }
             # Results without this entry are of the first tokens of the data.
-            sample = {"sample": "spread"} if column.max_tokens else {}
-            return {
-                "kind": "heldout",
-                "dtype": self.dtype,
-                "data": column.data,
-                "data_digest": digest,
-                **windows,
-                **sample,
-            }
-        general = {
+            return {**wanted, "sample": "spread"} if column.max_tokens else wanted
+        return {
+            "task": column.task,
+            "fewshot": column.fewshot,
+            "task_digest": digest,
             "limit": self.limit,
             "seed": self.seed,
             "dtype": self.dtype,
             "max_length": self.max_length,
             "lm_eval": self.harness,
         }
-        return {"task": column.task, "fewshot": column.fewshot, "task_digest": digest, **general}
 
 
 def result_file(out: Path, model: str, column: SuiteTask) -> Path:

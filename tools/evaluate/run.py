@@ -224,7 +224,7 @@ class Runner:
         with self._answers(job, count) as answers, answers.progress:
             self._adaptor.keep_in(answers)
             limit, seed = self.settings.limit, self.settings.seed
-            asked = ask(self._adaptor, self.tasks, job.columns[0], limit, seed, answers)
+            asked = ask(self._adaptor, self.tasks, job.columns[0], limit, seed)
         return [results.harness_result(column, asked) for column in job.columns]
 
     def _heldout(self, job: Job) -> list[dict[str, Any]]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fem_common import cli
 from fem_common.errors import ConfigError
@@ -29,24 +27,24 @@ def check(given: argparse.Namespace) -> None:
     Raises:
         ConfigError: a number is out of its range, or two arguments contradict each other.
     """
-    ranges: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-        ("--max-new-tokens", lambda number: number >= 1, "at least 1"),
-        ("--beams", lambda number: number >= 1, "at least 1"),
-        ("--temperature", lambda number: number > 0, "more than 0, or --greedy"),
-        ("--top-k", lambda number: number >= 0, "at least 1, or 0 for all tokens"),
-        ("--top-p", lambda number: 0 < number <= 1, "more than 0, up to 1"),
-        ("--seed", lambda number: 0 <= number < 2**63, "a number from 0 on"),
+    ranges = (
+        ("max_new_tokens", lambda number: number >= 1, "at least 1"),
+        ("beams", lambda number: number >= 1, "at least 1"),
+        ("temperature", lambda number: number > 0, "more than 0, or --greedy"),
+        ("top_k", lambda number: number >= 0, "at least 1, or 0 for all tokens"),
+        ("top_p", lambda number: 0 < number <= 1, "more than 0, up to 1"),
+        ("seed", lambda number: 0 <= number < 2**63, "a number from 0 on"),
     )
-    values = {name: getattr(given, name[2:].replace("-", "_")) for name, *_ in ranges}
     for name, fits, told in ranges:
-        if values[name] is not None and not fits(values[name]):
-            raise ConfigError(f"{name} {values[name]}: must be {told}")
+        value = getattr(given, name)
+        if value is not None and not fits(value):
+            raise ConfigError(f"{_option(name)} {value}: must be {told}")
     fixed = None
     if given.greedy:
         fixed = "--greedy"
     elif given.beams > 1:
         fixed = "--beams"
-    asked = [name for name in ("--temperature", "--top-k", "--top-p") if values[name] is not None]
+    asked = [_option(name) for name in DRAWN if getattr(given, name) is not None]
     if fixed and asked:
         raise ConfigError(
             f"{asked[0]} is for sampling tokens, and {fixed} samples none: leave one of them out"
@@ -62,6 +60,10 @@ def check(given: argparse.Namespace) -> None:
                 setattr(given, name, default)
     if given.seed is None:
         given.seed = int.from_bytes(os.urandom(4), "little")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def parser() -> cli.Parser:

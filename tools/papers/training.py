@@ -86,27 +86,16 @@ def regression(
     )
 
 
-def train(
-    problem: Problem,
-    size: Size,
-    rate: float,
-    seed: int,
-    tick: Callable[[float], None] = lambda loss: None,
-) -> dict[str, Any]:
+def train(problem: Problem, size: Size, rate: float, seed: int) -> dict[str, Any]:
     """Train the network of a problem, measure it and return the record of a trial.
-
-    ``tick`` is called with the loss of each step.
 
     Returns:
         Number of parameters and steps, last loss, seconds, the problem's scores on test data and,
         with the prefix ``train_``, on training data, and ``validation``, the score on validation
         data. If the loss was not finite, ``loss`` and ``validation`` are None, without scores.
     """
-    network, began, where = (
-        problem.network.to(platform.device()),
-        time.monotonic(),
-        platform.device(),
-    )
+    began, where = time.monotonic(), platform.device()
+    network = problem.network.to(where)
     optimizer = torch.optim.AdamW(groups(network, size.weight_decay), lr=rate)
     order = torch.Generator().manual_seed(seed)
     inputs, targets = (whole.to(where) for whole in problem.train)
@@ -127,27 +116,22 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), size.clip)
         optimizer.step()
-        tick(last)
         if problem.enough < math.inf and (step + 1) % max(1, size.steps // LOOKS) == 0:
             if measure(problem, problem.validation)[problem.score] >= problem.enough:
                 break
             network.train()
-    record: dict[str, Any] = {
-        "parameters": sum(weight.numel() for weight in network.parameters()),
-        "loss": last,
-        "steps": step + 1,
-    }
-    if not math.isfinite(last):
-        return record | {
-            "loss": None,
-            "validation": None,
-            "seconds": round(time.monotonic() - began, 1),
-        }
-    few = (inputs[: len(problem.test[0])], targets[: len(problem.test[0])])
-    record |= {f"train_{name}": value for name, value in measure(problem, few).items()}
-    record |= measure(problem, problem.test)
-    record["validation"] = measure(problem, problem.validation)[problem.score]
-    return record | problem.after() | {"seconds": round(time.monotonic() - began, 1)}
+    parameters = sum(weight.numel() for weight in network.parameters())
+    record: dict[str, Any] = {"parameters": parameters, "loss": last, "steps": step + 1}
+    if math.isfinite(last):
+        tested = len(problem.test[0])
+        few = measure(problem, (inputs[:tested], targets[:tested]))
+        record |= {f"train_{name}": value for name, value in few.items()}
+        record |= measure(problem, problem.test)
+        record["validation"] = measure(problem, problem.validation)[problem.score]
+        record |= problem.after()
+    else:
+        record |= {"loss": None, "validation": None}
+    return record | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def schedule(step: int, size: Size) -> float:
@@ -178,12 +162,10 @@ def measure(problem: Problem, examples: Examples) -> dict[str, float]:
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     where = platform.device()
-    for inputs, targets in zip(
-        *(whole.to(where).split(EVALUATED) for whole in examples), strict=True
-    ):
-        for name, (value, count) in problem.scores(
-            problem.network(inputs), inputs, targets
-        ).items():
+    parts = [whole.to(where).split(EVALUATED) for whole in examples]
+    for inputs, targets in zip(*parts, strict=True):
+        found = problem.scores(problem.network(inputs), inputs, targets)
+        for name, (value, count) in found.items():
             sums[name] = sums.get(name, 0.0) + float(value)
             counts[name] = counts.get(name, 0) + count
     means = {name: value / max(1, counts[name]) for name, value in sums.items()}

@@ -222,7 +222,7 @@ def asked(
     with Answers(tmp_path / "answers" / "x.jsonl", {}) as answers:
         adaptor = Adaptor(model, 3)
         adaptor.keep_in(answers)
-        return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, None, answers)
+        return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, None)
 
 
 def right(

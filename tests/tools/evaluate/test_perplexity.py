@@ -106,6 +106,12 @@ def one(prefix: Path, *context: int, **changes: Any) -> SuiteTask:
     return SuiteTask(**{**fields, "metric": "nats_per_token", "higher_is_better": False, **changes})
 
 
+def measured(
+    model: OpenModel, task: SuiteTask, out: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    return heldout_result(model, task, out, "key", **options)
+
+
 class Ends:
     """The part of a tokenizer that defines the ends of documents."""
 
@@ -152,16 +158,14 @@ def test_the_mean_is_that_of_a_loop_over_tokens(
         assert sorted(losses) == list(range(1, len(ids))), "every token but the first, once"
         mean, stderr = expected(losses, LENGTHS)
         for size in (1, 3, 64):
-            asked = (
+            result = measured(
                 replace(model, tokenizer=Ends()),
                 one(prefix, context, stride=stride),
-                None,
-                "key",
+                per_document=len(spans) > 1,
+                batch_size=size,
             )
-            result = heldout_result(*asked, per_document=len(spans) > 1, batch_size=size)
-            assert result["value"] == pytest.approx(mean, rel=rel) and result[
-                "stderr"
-            ] == pytest.approx(stderr, rel=1e-9)
+            assert result["value"] == pytest.approx(mean, rel=rel)
+            assert result["stderr"] == pytest.approx(stderr, rel=1e-9)
             assert (result["raw"]["tokens"], result["n"]) == (len(ids) - 1, len(LENGTHS))
 
 
@@ -185,17 +189,14 @@ def test_windows_score_every_token_once_and_from_enough() -> None:
 def test_several_contexts_are_sub_tasks_and_the_longest_is_the_value(
     fem: OpenModel, prefix: Path, tmp_path: Path
 ) -> None:
-    result = heldout_result(fem, one(prefix, 32, 8), tmp_path, "key")
+    result = measured(fem, one(prefix, 32, 8), tmp_path)
     assert (
         list(result["subtasks"])
         == ["@8", "@32"]
         == [f"@{length}" for length in result["raw"]["contexts"]]
     )
     assert result["value"] == result["subtasks"]["@32"]["value"] == result["raw"]["nats_per_token"]
-    assert (
-        result["subtasks"]["@8"]["value"]
-        == heldout_result(fem, one(prefix, 8), None, "key")["value"]
-    )
+    assert result["subtasks"]["@8"]["value"] == measured(fem, one(prefix, 8))["value"]
     assert not list(tmp_path.glob(".*.json")), "nothing partial stays behind"
 
 
@@ -221,10 +222,10 @@ def test_documents_whose_first_tokens_are_not_scored_are_documents(
             write_text(tmp_path / f"end {end}", (4, 4, 4), end),
             replace(fem, tokenizer=Ends()),
         )
-        raw = heldout_result(model, one(text, 8), None, "key", per_document=True)["raw"]
+        raw = measured(model, one(text, 8), per_document=True)["raw"]
         assert (raw["documents"], raw["tokens"], raw["unscored"]) == (3, tokens, 11 - tokens)
         assert (raw["bytes"] is None, raw["bits_per_byte"] is None) == (end is None, end is None)
-        stream = heldout_result(model, one(text, 8), None, "key")["raw"]
+        stream = measured(model, one(text, 8))["raw"]
         assert (stream["documents"], stream["tokens"], stream["unscored"]) == (3, 11, 0) and stream[
             "bytes"
         ]
@@ -245,21 +246,19 @@ def test_bits_a_byte_count_the_bytes_of_the_text(
     writer.add(np.concatenate(documents), np.array([len(ids) for ids in documents]))
     writer.finish()
     model = replace(opened(vocab_size=len(tokenizer)), tokenizer=tokenizer)
-    raw = heldout_result(model, one(tmp_path / "text", 16), None, "key")["raw"]
+    raw = measured(model, one(tmp_path / "text", 16))["raw"]
     assert raw["bytes"] == (size := sum(len(text.encode()) for text in texts))
     assert raw["bits_per_byte"] == pytest.approx(raw["nats"] / math.log(2) / size, rel=1e-15)
     assert raw["nats"] == pytest.approx(raw["nats_per_token"] * raw["tokens"], rel=1e-12)
-    cut = heldout_result(
-        model, one(tmp_path / "text", 16, max_tokens=len(documents[0]) + 2), None, "key"
-    )
+    cut = measured(model, one(tmp_path / "text", 16, max_tokens=len(documents[0]) + 2))
     assert cut["raw"]["bytes"] == len((texts[0] + texts[2][:2]).encode()), (
         "the first document, and of the last two letters"
     )
-    assert heldout_result(fem, one(prefix, 16), None, "key")["raw"]["bits_per_byte"] is None
+    assert measured(fem, one(prefix, 16))["raw"]["bits_per_byte"] is None
     folder = write_folder(
         tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 10, 49], [11, 12, 49]]
     )
-    assert heldout_result(fem, one(folder / "valid", 16), None, "key")["raw"]["bytes"] == 4 * 7, (
+    assert measured(fem, one(folder / "valid", 16))["raw"]["bytes"] == 4 * 7, (
         "what the manifest records"
     )
 
@@ -281,7 +280,7 @@ def test_a_sample_is_spread_over_the_text(tmp_path: Path, fem: OpenModel) -> Non
             and len(found.ids) == found.starts[-1]
         )
         assert len(numbers) == documents and max(np.diff([*numbers, numbers[0] + 40])) <= gap
-    raw = heldout_result(fem, one(tmp_path / "text", 16, max_tokens=105), None, "key")["raw"]
+    raw = measured(fem, one(tmp_path / "text", 16, max_tokens=105))["raw"]
     assert (raw["documents"], raw["tokens"]) == (11, 104)
     assert open_text(write_text(tmp_path / "one", (90,))).sample(20).starts.tolist() == [0, 20]
 
@@ -327,9 +326,7 @@ def test_the_value_is_trainings_validation_loss(
     """
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     (loss,) = [line["valid_loss"] for line in lines if "valid_loss" in line]
-    result = heldout_result(
-        open_model(trained), SuiteTask(task="valid", kind="heldout"), None, "key"
-    )
+    result = measured(open_model(trained), SuiteTask(task="valid", kind="heldout"))
     # None: the data contains only one document.
     assert (result["raw"]["tokens"], result["raw"]["context"], result["stderr"]) == (
         8 * 32,
@@ -401,14 +398,12 @@ def test_an_interrupted_measurement_goes_on_to_the_same_number(
     fem: OpenModel, prefix: Path, tmp_path: Path
 ) -> None:
     task = one(prefix, 8, 12, stride=4)
-    whole = heldout_result(fem, task, None, "key", batch_size=3)
+    whole = measured(fem, task, batch_size=3)
     calls = Stops(fem.model, 10**6)
     for at in (4, 1):
         with pytest.raises(KeyboardInterrupt):
-            heldout_result(
-                replace(fem, model=Stops(fem.model, at)), task, tmp_path, "key", batch_size=3
-            )
-    again = heldout_result(replace(fem, model=calls), task, tmp_path, "key", batch_size=3)
+            measured(replace(fem, model=Stops(fem.model, at)), task, tmp_path, batch_size=3)
+    again = measured(replace(fem, model=calls), task, tmp_path, batch_size=3)
     assert (again["value"], again["stderr"], again["subtasks"]) == (
         whole["value"],
         whole["stderr"],
@@ -424,7 +419,7 @@ def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
     fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, add, calls = one(prefix, 8), Sums.add, list[int]()
-    whole = heldout_result(fem, task, None, "key", batch_size=2)
+    whole = measured(fem, task, batch_size=2)
 
     def interrupted(sums: Sums, *arguments: Any) -> None:
         calls.append(0)
@@ -434,10 +429,10 @@ def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Sums, "add", interrupted)
-        heldout_result(fem, task, tmp_path, "key", batch_size=2)
+        measured(fem, task, tmp_path, batch_size=2)
     (kept,) = Kept(tmp_path / ".valid.partial.json").sums.values()
     assert kept.position == 17, "one batch"
-    assert heldout_result(fem, task, tmp_path, "key", batch_size=2)["value"] == whole["value"]
+    assert measured(fem, task, tmp_path, batch_size=2)["value"] == whole["value"]
 
 
 def test_sums_on_disk_are_of_one_measurement_alone(
@@ -541,7 +536,7 @@ def test_mistakes(
     prefix: Path, raised: Refused, model: dict[str, Any], data: str | None, task: dict[str, Any]
 ) -> None:
     asked = one(prefix, 8, **{**task, "data": data and str(prefix.with_name(data))})
-    raised(heldout_result, opened(**model), asked, None, "key")
+    raised(measured, opened(**model), asked)
 
 
 def test_data_and_models_that_are_none(
@@ -558,10 +553,10 @@ def test_data_and_models_that_are_none(
             return {f"one{n}": n if n != 5 else 6 for n in range(VOCAB)}
 
     folder = write_folder(tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 49]])
-    raised(heldout_result, replace(fem, tokenizer=Other()), one(folder / "valid", 8), None, "key")
+    raised(measured, replace(fem, tokenizer=Other()), one(folder / "valid", 8))
     broken = opened()
     torch.nn.init.constant_(broken.model.model.norm.weight, math.nan)
-    raised(heldout_result, broken, one(prefix, 8), None, "key")
+    raised(measured, broken, one(prefix, 8))
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
@@ -571,11 +566,11 @@ def test_data_and_models_that_are_none(
     }
     llama = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=24)).eval()
     foreign = OpenModel("llama", Path(), llama, None, None, {})
-    assert heldout_result(foreign, one(prefix), None, "key")["raw"]["context"] == 24
-    raised(heldout_result, foreign, one(prefix, 25), None, "key")
+    assert measured(foreign, one(prefix))["raw"]["context"] == 24
+    raised(measured, foreign, one(prefix, 25))
     IndexedWriter(tmp_path / "empty", "uint16").finish()
-    raised(heldout_result, fem, one(tmp_path / "empty", 8), None, "key")
+    raised(measured, fem, one(tmp_path / "empty", 8))
     prefix.with_suffix(".bin").write_bytes(prefix.with_suffix(".bin").read_bytes()[:-2])
-    raised(heldout_result, fem, one(prefix, 8), None, "key")
+    raised(measured, fem, one(prefix, 8))
     prefix.with_suffix(".idx").unlink()
-    raised(heldout_result, fem, one(prefix, 8), None, "key")
+    raised(measured, fem, one(prefix, 8))

@@ -121,12 +121,6 @@ def test_the_digest_sees_what_a_task_asks(tmp_path: Path) -> None:
 # --- the quick suite ------------------------------------------------------------------------------
 
 
-def test_quick_is_found_and_needs_no_data() -> None:
-    tasks = find_tasks(load_suite("quick"))
-    assert len(tasks.leaves) == 5
-    assert all(leaf.data is None for leaves in tasks.leaves.values() for leaf in leaves)
-
-
 def test_items_are_the_same_everywhere() -> None:
     """Scores are comparable only while this holds; a change of the items requires a new version in
     the tasks' YAML files.
