@@ -48,8 +48,8 @@ class Held:
 
     place: location of the parameter in the checkpoint, with the replica id of this part. tensors:
     the optimizer's existing tensors by their names in STATE. They are flat fp32 views of the
-    optimizer's own, at least ``numel`` long. gradient: a tensor of the same form during an update,
-    already multiplied by ``clipped``; None otherwise.
+    optimizer's own, at least ``numel`` long. gradient: a tensor of the same form, already
+    multiplied by ``clipped`` during an update; None if there is none.
     """
 
     place: ShardedTensor
