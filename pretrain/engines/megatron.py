@@ -212,7 +212,7 @@ class MegatronEngine:
         (optimizer,) = self.optimizer.chained_optimizers
         for parameter, place in self._places.items():
             main = getattr(parameter, "main_param", parameter)
-            yield Held.of(place, main, optimizer.optimizer.state[main])
+            yield Held.of(place, main, optimizer.optimizer.state[main], main.grad)
 
     def _model_state(self) -> dict[str, Any]:
         if self.config.parallel.overlap_param_gather:
@@ -429,19 +429,24 @@ class _SplitState:
         Missing state of a new optimizer is initialized first.
         """
         self._prepare()
-        return self.parts()
+        return self._parts()
 
     def parts(self) -> Iterator[Held]:
-        """Yield the parts as `held` does.
+        """Return the parts as `held` does, with their gradients.
 
         Missing state is not initialized: the parts of a new optimizer have no moments.
         """
+        return self._parts(updating=True)
+
+    def _parts(self, *, updating: bool = False) -> Iterator[Held]:
         for parameter, place in self.places.items():
             # The map contains only parameters of which this rank has a part.
             if parameter in self.optimizer.model_param_gbuf_map:
                 state = self.optimizer._get_main_param_and_optimizer_states(parameter)
                 elements = self.optimizer._get_model_param_range_map(parameter)["param"]
-                yield Held.of(place, state["param"], state, elements.start, len(elements))
+                main = state["param"]
+                gradient = main.grad if updating else None
+                yield Held.of(place, main, state, gradient, elements.start, len(elements))
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups, each with its step count and without its parameters."""

@@ -65,13 +65,15 @@ class Held:
         place: ShardedTensor,
         flat: torch.Tensor,
         state: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor | None,
         start: int = 0,
         numel: int | None = None,
         offset: int = 0,
     ) -> Held:
         """Return the part that begins at element ``offset`` of the optimizer's tensor ``flat``.
 
-        state: the optimizer's state of ``flat``. numel: None for all elements of ``flat``.
+        state, gradient: the optimizer's state and the gradient of ``flat``. numel: None for all
+        elements of ``flat``.
         """
         size = flat.numel() if numel is None else numel
 
@@ -79,8 +81,8 @@ class Held:
             return tensor.detach().view(-1).narrow(0, offset, size)
 
         moments = {name: own(state[name]) for name in MOMENTS if name in state}
-        gradient = None if flat.grad is None else own(flat.grad)
-        return cls(place, start, size, {"param": own(flat), **moments}, gradient)
+        tensors = {"param": own(flat), **moments}
+        return cls(place, start, size, tensors, None if gradient is None else own(gradient))
 
 
 def data_parallel_group() -> torch.distributed.ProcessGroup:

@@ -194,7 +194,7 @@ class ZeroState:
             return None
         flat, *extent = part
         place = only_here(place) if self.stage else place
-        return Held.of(place, flat, self.adam.state[flat], *extent)
+        return Held.of(place, flat, self.adam.state[flat], flat.grad, *extent)
 
     def updating(self, clipped: float) -> Iterator[Held]:
         """Yield this rank's parts of the parameters that the optimizer is about to update.
