@@ -5,7 +5,8 @@ The module uses only the standard library.
 A command creates a `Parser` and calls ``run(program, main)``. A command with verbs has a table
 ``{"plan": Verb("tools.scaling.planned_runs", "purpose")}``. Only the module of the called verb is
 imported. That module defines ``add_arguments(parser)`` and ``main(arguments)``. It imports torch
-only inside ``main``, so that ``--help`` is fast.
+only inside ``main``, so that ``--help`` is fast. A command whose verbs share one module passes its
+parser to ``call_verb``.
 """
 
 from __future__ import annotations
@@ -228,6 +229,20 @@ def verb_main(
         return int(arguments.main(arguments) or 0)
 
     return run(program, main, kept=kept)
+
+
+def call_verb(
+    program: str, parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, kept: str = KEPT
+) -> int:
+    """Parse the command line of a program whose parser knows all verbs, run the verb, and return
+    the exit code.
+
+    The parser sets ``function``, which is called with all other arguments as keywords. The exit
+    code is 1 if it returns False. See `run`.
+    """
+    given = vars(parser.parse_args(argv))
+    function = given.pop("function")
+    return run(program, lambda: function(**given) is False, kept=kept)
 
 
 @contextmanager

@@ -32,10 +32,13 @@ COMMAND_LINE = "command line"
 _HUGE = {int: 2.0**63, float: 1e300}
 _NUMBER = re.compile(r"[+-]?((0|[1-9]\d*(_\d+)*)(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 _EXPONENT = re.compile(r"[+-]?[\d_.]+[eE][+-]?\d{1,3}")
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # Tags that YAML may assign to a plain value.
 _KINDS = "str int float bool null timestamp merge value seq map".split()
 _hints = functools.cache(typing.get_type_hints)  # evaluates every annotation of a class
 
+Key = tuple[str, ...]
+"""Names of the sections from the root, and of the key."""
 Mistake = tuple[str, ConfigError]
 """Section of the configuration ("" if unknown), and the error."""
 
@@ -408,12 +411,10 @@ def _merged(under: Node, over: Node) -> Node:
     return replace(over, value=values)
 
 
-def _moved(
-    cls: type, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _moved(cls: type, path: Key = ()) -> Iterator[tuple[Key, Key]]:
     """Yield (old key, new key) for every renamed key of a configuration class and its sections.
 
-    The names are in the class attributes ``moved``. Keys are tuples of names from the root.
+    The names are in the class attributes ``moved``.
     """
     for old, new in getattr(cls, "moved", {}).items():
         yield (*path, *old.split(".")), (*path, *new.split("."))
@@ -423,18 +424,16 @@ def _moved(
             yield from _moved(typing.cast(type, kind), (*path, item.name))
 
 
-def _under(
-    names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]
-) -> dict[tuple[str, ...], tuple[str, ...]]:
+def _under(names: Mapping[Key, Key], keys: Sequence[str]) -> dict[Key, Key]:
     """Return the renames of keys inside the section ``keys``, with names relative to the section.
 
-    ``names`` maps old keys to new ones; each key is a tuple of names from the root.
+    ``names`` maps old keys to new ones.
     """
     here, n = tuple(keys), len(keys)
     return {old[n:]: new[n:] for old, new in names.items() if old[:n] == new[:n] == here}
 
 
-def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> Node:
+def _renamed(node: Node, names: Mapping[Key, Key]) -> Node:
     """Return the tree of one file with old key names replaced by the new ones.
 
     An old key is not renamed if its new name is also present.
@@ -467,7 +466,7 @@ def _assignment(text: str) -> tuple[list[str], Node]:
     )
 
 
-def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
+def _assigned(node: Node, keys: Sequence[str], value: Node, above: Key = ()) -> Node:
     """Return a copy of the tree ``node`` with the node ``value`` at the path ``keys``.
 
     A number in ``keys`` is the index of a list item, from 0; the index after the last item appends.
@@ -539,8 +538,8 @@ class _Reader:
         if not self.parts and "base" not in self.known:
             tree = self.over_base(tree, "", self.path.parent, (os.path.abspath(self.path),))
         elif self.sections:
-            given = _mapping(tree)
-            values = dict(given)
+            assert isinstance(tree.value, dict)
+            given, values = tree.value, dict(tree.value)
             for key in self.sections & given.keys():
                 values[key] = Node({}, tree.where, "map")  # used if the section is invalid
                 with self.noted(key):
@@ -596,17 +595,9 @@ class _Reader:
             node = Node({"base": node}, node.where, "map")
         if not isinstance(node.value, dict):
             raise ConfigError(f"{node.where}: {section} = {node}: expected a mapping or {what}")
-        if "base" not in node.value or (not section and node.value["base"].tag == "null"):
-            return replace(
-                node,
-                value={name: entry for name, entry in node.value.items() if name != "base"}
-                if not section
-                else node.value,
-            )
-        base = node.value["base"]
-        own = replace(
-            node, value={name: entry for name, entry in node.value.items() if name != "base"}
-        )
+        base, own = _taken(node, ["base"])
+        if base is None or (not section and base.tag == "null"):
+            return own
         if (
             not isinstance(base.value, str)
             or base.tag == "null"
@@ -640,7 +631,7 @@ class _Reader:
             self.over_base(under, section, file.parent, (*chain, os.path.abspath(file))), own
         )
 
-    def build(self, cls: Any, node: Node, path: tuple[str, ...]) -> Any:
+    def build(self, cls: Any, node: Node, path: Key) -> Any:
         if not isinstance(node.value, dict):
             raise ConfigError(f"{node.where}: {'.'.join(path)} = {node}: expected a mapping")
         hints = _hints(cls)
@@ -665,7 +656,7 @@ class _Reader:
                 )
         return cls(**values)
 
-    def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
+    def suggestion(self, path: Key, key: str, known: Sequence[str]) -> str:
         """Return a suggestion for the unknown key ``key`` of the section ``path``.
 
         The first that exists is returned: the explanation in ``absent``, the same key in another
@@ -685,7 +676,7 @@ class _Reader:
         )
         return f"did you mean {near}?" if near else f"valid keys: {', '.join(known)}"
 
-    def convert(self, kind: Any, node: Node, path: tuple[str, ...], said: Spec) -> Any:
+    def convert(self, kind: Any, node: Node, path: Key, said: Spec) -> Any:
         if kind is Any:
             return _as_written(node)
         inner, optional = _strip_optional(kind)
@@ -726,11 +717,6 @@ class _Reader:
         if fault := said.fault(value):
             raise ConfigError(f"{node.where}: {name} = {node}: {fault}")
         return value
-
-
-def _mapping(node: Node) -> dict[str, Node]:
-    assert isinstance(node.value, dict)
-    return node.value
 
 
 def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
@@ -788,14 +774,7 @@ def _scalar(kind: Callable[..., Any], node: Node) -> Any:
     if node.quoted:
         return None
     if kind is bool:
-        return {
-            "true": True,
-            "false": False,
-            "yes": True,
-            "no": False,
-            "on": True,
-            "off": False,
-        }.get(text.lower())
+        return _TRUTH.get(text.lower())
     if not _NUMBER.fullmatch(text) or not abs(float(text)) < _HUGE[kind]:  # type: ignore[index]
         return None
     if kind is float:

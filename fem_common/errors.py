@@ -40,14 +40,15 @@ class UserError(CommandError):
     code = Exit.WRONG_INPUT
 
 
-class ConfigError(UserError, ValueError):
-    """Error in a configuration or an input path: location, key, value and valid values.
-
-    Each run of white space in the message becomes one space.
-    """
+class OneLine(Exception):
+    """Base class of errors in whose message each run of white space becomes one space."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class ConfigError(OneLine, UserError, ValueError):
+    """Error in a configuration or an input path: location, key, value and valid values."""
 
 
 class InUse(UserError):
@@ -62,14 +63,11 @@ class Fault(CommandError):
     code = Exit.FAULT
 
 
-class StorageError(Fault):
-    """Failure of a file system. Each run of white space in the message becomes one space.
+class StorageError(OneLine, Fault):
+    """Failure of a file system.
 
     It is not an OSError, because readers treat an OSError as a damaged file.
     """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
 
 
 def reason(error: OSError) -> str:

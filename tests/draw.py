@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -38,6 +38,11 @@ def read_durations() -> Recorded:
 def function_of(case: str) -> str:
     """Return a node id without its parameters."""
     return case.partition("[")[0]
+
+
+def file_of(case: str) -> str:
+    """Return the file of a node id."""
+    return case.partition("::")[0]
 
 
 def seconds_of(case: str, seconds: Mapping[str, float]) -> float:
@@ -68,8 +73,8 @@ def draw(cases: Iterable[str], seconds: Mapping[str, float], budget: float, seed
             if waiting[function]:
                 drawn.append(case := waiting[function].pop())
                 budget -= seconds_of(case, seconds)
-                files[case.partition("::")[0]] += seconds_of(case, seconds)
-    return sorted(drawn, key=lambda case: (-files[case.partition("::")[0]], case))
+                files[file_of(case)] += seconds_of(case, seconds)
+    return sorted(drawn, key=lambda case: (-files[file_of(case)], case))
 
 
 def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
@@ -78,20 +83,18 @@ def measured(reports: Iterable[tuple[str, str, float, bool]]) -> Recorded:
     A module's fixtures run in the set-up of one test for all: a file's set-up time is shared
     equally by its tests.
     """
-    own, set_up = defaultdict[str, float](float), defaultdict[str, float](float)
+    own, set_up, quick = (defaultdict[str, float](float) for _ in range(3))
     slow: dict[str, bool] = {}
     for case, phase, seconds, is_slow in reports:
         slow[case] = is_slow
         if phase == "setup":
-            set_up[case.partition("::")[0]] += seconds
+            set_up[file_of(case)] += seconds
         else:
             own[case] += seconds
-    tests = defaultdict[str, int](int)
-    for case in slow:
-        tests[case.partition("::")[0]] += 1
-    quick, functions = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
+    tests = Counter(map(file_of, slow))
+    functions = defaultdict[str, dict[str, float]](dict)
     for case, is_slow in slow.items():
-        file = case.partition("::")[0]
+        file = file_of(case)
         seconds = own[case] + set_up[file] / tests[file]
         if is_slow:
             functions[function_of(case)][case] = seconds
@@ -127,7 +130,7 @@ def merged(recorded: Recorded, found: Recorded) -> Recorded:
             name: float(f"{seconds:.2g}")
             for name, seconds in sorted(values.items())
             if (seconds >= LEAST or kind == "slow tests")
-            and (DURATIONS.parents[1] / name.partition("::")[0]).exists()
+            and (DURATIONS.parents[1] / file_of(name)).exists()
         }
         answer[kind] = kept
     return answer

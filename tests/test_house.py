@@ -85,13 +85,17 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Rule = Callable[[Sources], list[str]]
 
 
+def printed(*command: str) -> str:
+    """Return the output of a command in the repository's root, which must succeed."""
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
 def repository_files() -> list[str]:
     """Return the paths of the repository's files, tracked or new and not ignored."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(
-        command, cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    return sorted(name for name in set(listed) if (ROOT / name).is_file())
+    listed = printed("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    return sorted(name for name in set(listed.splitlines()) if (ROOT / name).is_file())
 
 
 @functools.cache
@@ -243,25 +247,16 @@ def too_long(sources: Sources) -> list[str]:
     """
     faults = []
     for name, text in sources.items():
-        tree = parsed(text)
-        found: list[tuple[str, Any, int, int]] = [
-            ("the module", tree, len(text.splitlines()), MODULE_LINES)
-        ]
-        functions = [
-            node
-            for node in walked(text)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
-        found += [
-            (node.name, node, (node.end_lineno or 0) - node.lineno + 1, FUNCTION_LINES)
-            for node in functions
-        ]
-        long = [
-            each
-            for each in found
-            if each[2] > each[3] and not LONG.search(ast.get_docstring(each[1]) or "")
-        ]
-        faults += [f"{name}: {what} has {lines} lines" for what, _, lines, _ in long]
+        for node in walked(text):
+            if isinstance(node, ast.Module):
+                what, lines, most = "the module", len(text.splitlines()), MODULE_LINES
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                what, most = node.name, FUNCTION_LINES
+            else:
+                continue
+            if lines > most and not LONG.search(ast.get_docstring(node) or ""):
+                faults.append(f"{name}: {what} has {lines} lines")
     return faults
 
 
@@ -417,16 +412,11 @@ def everything() -> Sources:
 @pytest.mark.parametrize(
     ("rule", "sources"),
     [
-        *(
-            (rule, of_rooms)
-            for rule in (
-                imports_against_the_stream,
-                knows_cuda,
-                patches_a_library,
-                own_exit_code,
-                own_list_of_secrets,
-            )
-        ),
+        (imports_against_the_stream, of_rooms),
+        (knows_cuda, of_rooms),
+        (patches_a_library, of_rooms),
+        (own_exit_code, of_rooms),
+        (own_list_of_secrets, of_rooms),
         (undocumented, of_rooms),
         (too_long, python_sources),
         (not_plain, python_sources),
@@ -538,9 +528,7 @@ def loaded_after(
     interpreter.
     """
     code = f"import sys, {', '.join(modules)}; print(*sorted(set({of!r}) & set(sys.modules)))"
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return printed(sys.executable, "-c", code)
 
 
 def modules_of(room: str) -> list[str]:
@@ -593,12 +581,7 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_loggers() -> 
         "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb',"
         " 'tensorboard'} & {*sys.modules})"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout
-        == "True\n"
-    )
+    assert printed(sys.executable, "-c", code) == "True"
 
 
 # --- packaging ------------------------------------------------------------------------------------
@@ -660,11 +643,8 @@ def test_every_third_party_import_is_declared() -> None:
 def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     drawn = set(re.findall(r"^([\w]+)/ ", text[text.index("```text") :], re.MULTILINE))
-    assert drawn == {
-        name.split("/")[0]
-        for name in repository_files()
-        if "/" in name and not name.startswith(".")
-    }
+    folders = {name.split("/")[0] for name in repository_files() if "/" in name}
+    assert drawn == {folder for folder in folders if not folder.startswith(".")}
     rows = re.findall(r"^\| *`([\w-]+)` *\| *(\S.*?) *\|", text, re.MULTILINE)
     assert set(requirements("gpu", "deepspeed", "eval", "dev")) <= {
         canonicalize_name(name) for name, _ in rows
@@ -673,14 +653,9 @@ def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() ->
 
 def test_the_readme_is_short() -> None:
     """Code and table separators do not count as words."""
-    assert (
-        len(
-            re.sub(
-                r"(?s)^```.*?^```$|\||---+", " ", texts(".md")["README.md"], flags=re.MULTILINE
-            ).split()
-        )
-        <= 1000
-    )
+    text = texts(".md")["README.md"]
+    words = re.sub(r"(?s)^```.*?^```$|\||---+", " ", text, flags=re.MULTILINE).split()
+    assert len(words) <= 1000
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:

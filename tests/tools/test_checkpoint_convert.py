@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,21 @@ def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline: int 
     return step
 
 
+Call = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a verb, check its exit code, and return what it printed on stdout and stderr."""
+
+    def run(code: int, *arguments: Path | str) -> tuple[str, str]:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == code
+        return capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def base(tiny_data: Path) -> list[str]:
     return [
@@ -133,29 +149,18 @@ fp32_alone = pytest.mark.parametrize("plain", ["fp32"], indirect=True)
 
 
 def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
-    plain: Run,
-    base: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    wording: Wording,
+    plain: Run, base: list[str], tmp_path: Path, call: Call, wording: Wording
 ) -> None:
     precision, run_dir, wanted = plain
     split, back = tmp_path / "split", tmp_path / "back"
-    capsys.readouterr()
-    assert convert(step_of(run_dir), "--engine", "megatron", "--out", split) == 0
-    said = capsys.readouterr()
-    wording(said.out, RUN=run_dir)
+    out, err = call(0, "convert", step_of(run_dir), "--engine", "megatron", "--out", split)
+    wording(out, RUN=run_dir)
     before, after = tensors(step_of(run_dir)), tensors(step_of(split))
-    assert (
-        len(hashes_of(step_of(split))) == len(hashes_of(step_of(run_dir)))
-        and main(["verify", str(split)]) == 0
-    )
+    assert len(hashes_of(step_of(split))) == len(hashes_of(step_of(run_dir)))
+    call(0, "verify", split)
     weights = [name for name in before if not name.startswith("optimizer.")]
-    assert (
-        said.err == ""
-        and weights
-        and all(torch.equal(before[name], after[name]) for name in weights)
-    )
+    assert err == "" and weights
+    assert all(torch.equal(before[name], after[name]) for name in weights)
     names = [name for name in weights if not name.startswith("rng.")]
     main_weight = "optimizer.state.fp32_param.{}" if precision == "bf16" else "{}"
     assert all(
@@ -214,17 +219,15 @@ def test_weights_alone_stay_weights_alone(
     plain: Run,
     base: list[str],
     tmp_path: Path,
+    call: Call,
     capsys: pytest.CaptureFixture[str],
     wording: Wording,
 ) -> None:
     source, out = tmp_path / "imported", tmp_path / "out"
     step = altered(plain[1], source, contents="weights")
-    capsys.readouterr()
-    assert convert(source, "--engine", "deepspeed", "--out", out) == 0
-    wording(capsys.readouterr().out)
+    wording(call(0, "convert", source, "--engine", "deepspeed", "--out", out)[0])
     assert_same(step_of(out), step)
-    assert main(["show", str(out)]) == 0
-    said = capsys.readouterr().out
+    said, _ = call(0, "show", out)
     assert "contents    weights only, for checkpoint.load\n" in said
     assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in said
     # A run cannot resume from it.
@@ -243,10 +246,8 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
     torch.save(common, altered(run_dir, foreign) / "common.pt")
     altered(run_dir, foreign)
     (tmp_path / "file").write_text("")
-    names, before = (
-        {"RUN": run_dir},
-        {file.name: sha256(file) for file in step_of(run_dir).iterdir()},
-    )
+    names = {"RUN": run_dir}
+    before = {file.name: sha256(file) for file in step_of(run_dir).iterdir()}
     size = (step_of(run_dir) / "__0_0.distcp").stat().st_size
     for source, engine, more, to in (
         (tmp_path / "absent", "megatron", [], out),
@@ -258,19 +259,8 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
         (run_dir, "deepspeed", [], run_dir / "checkpoints" / "new"),
         (run_dir, "deepspeed", [], tmp_path / "file"),
     ):
-        refused(
-            main,
-            "tools.checkpoint",
-            "convert",
-            source,
-            "--engine",
-            engine,
-            *more,
-            "--out",
-            to,
-            SIZE=size,
-            **names,
-        )
+        words = ["convert", source, "--engine", engine, *more, "--out", to]
+        refused(main, "tools.checkpoint", *words, SIZE=size, **names)
     assert not out.exists()
     assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 0
     again = ("convert", step_of(run_dir), "--engine", "deepspeed", "--out", out)
@@ -291,11 +281,7 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
 
 @fp32_alone
 def test_unsupported_settings_are_reported_and_files_are_copied_if_links_fail(
-    plain: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    wording: Wording,
+    plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call, wording: Wording
 ) -> None:
     step = altered(plain[1], tmp_path / "run", pipeline=2)
 
@@ -303,21 +289,16 @@ def test_unsupported_settings_are_reported_and_files_are_copied_if_links_fail(
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr("os.link", refuse)
-    capsys.readouterr()
-    assert convert(step, "--engine", "deepspeed", "--out", tmp_path / "out") == 0
-    said = capsys.readouterr()
-    wording(said.err + said.out)
+    out, err = call(0, "convert", step, "--engine", "deepspeed", "--out", tmp_path / "out")
+    wording(err + out)
     shutil.rmtree(tmp_path / "run")
     assert len(tensors(step_of(tmp_path / "out"))) > 100
 
 
 @fp32_alone
-def test_show(
-    plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
-) -> None:
+def test_show(plain: Run, tmp_path: Path, call: Call, refused: Refused) -> None:
     _, run_dir, _ = plain
-    assert main(["show", str(run_dir)]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    lines = dict(line.split(maxsplit=1) for line in call(0, "show", run_dir)[0].splitlines())
     weights = [
         tensor
         for name, tensor in tensors(step_of(run_dir, UNTIL)).items()
@@ -346,19 +327,11 @@ def test_show(
     step = altered(run_dir, tmp_path / "run")
     with (step / "common.pt").open("r+b") as file:
         file.write(b"x")
-    assert main(["show", str(step)]) == 1
-    assert (
-        "undamaged   no: common.pt does not match the hash recorded when it was saved\n"
-        in capsys.readouterr().out
-    )
+    damage = "undamaged   no: common.pt does not match the hash recorded when it was saved\n"
+    assert damage in call(1, "show", step)[0]
     (step / ".metadata").unlink()
-    assert main(["show", str(step)]) == 1
-    said = capsys.readouterr()
-    assert (
-        ".metadata is missing\n" in said.out
-        and "optimizer   unknown\n" in said.out
-        and said.err == ""
-    )
+    out, err = call(1, "show", step)
+    assert ".metadata is missing\n" in out and "optimizer   unknown\n" in out and err == ""
     (step / MANIFEST).unlink()
     refused(main, "tools.checkpoint", "show", step)
     # head closes the pipe after one line.
@@ -378,35 +351,27 @@ def test_show(
 
 
 @fp32_alone
-def test_verify(
-    plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
-) -> None:
+def test_verify(plain: Run, tmp_path: Path, call: Call, refused: Refused) -> None:
     """Detects one bit of one tensor in any of a run's checkpoints; `show` reads no tensor and does
     not detect it.
     """
     _, run_dir, _ = plain
-    assert main(["verify", str(run_dir)]) == 0
-    assert capsys.readouterr().out.count(": undamaged, ") == len(
-        list((run_dir / "checkpoints").glob("step_*"))
-    )
+    steps = list((run_dir / "checkpoints").glob("step_*"))
+    assert call(0, "verify", run_dir)[0].count(": undamaged, ") == len(steps)
     step = altered(run_dir, tmp_path / "run")
     file = max(step.glob("*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert main(["show", str(step)]) == 0
-    capsys.readouterr()
+    call(0, "show", step)
     for given in (step, tmp_path / "run"):
-        assert main(["verify", str(given)]) == 1
-        assert capsys.readouterr().out.startswith(
-            f"{step}: damaged: {file.name}: the bytes do not match their checksum ("
-        )
+        said, _ = call(1, "verify", given)
+        damage = "the bytes do not match their checksum ("
+        assert said.startswith(f"{step}: damaged: {file.name}: {damage}")
     content[len(content) // 2] ^= 1
     # Padding of the archive, which no checksum of a tensor covers.
     file.write_bytes(content.replace(b"ZZZZ", b"ZZZY", 1))
-    assert main(["verify", str(step)]) == 1
-    assert (
-        capsys.readouterr().out
-        == f"{step}: damaged: {file.name} does not match the hash taken while it was written\n"
-    )
+    said, _ = call(1, "verify", step)
+    damage = "does not match the hash taken while it was written\n"
+    assert said == f"{step}: damaged: {file.name} {damage}"
     refused(main, "tools.checkpoint", "verify", tmp_path / "run" / "nothing")

@@ -66,15 +66,11 @@ def mean(shares: list[float], folders: list[Path]) -> dict[str, torch.Tensor]:
     once.
     """
     states = [weights(folder) for folder in folders]
-    sums = {
-        name: (
-            torch.stack(
-                [share * state[name].double() for share, state in zip(shares, states, strict=True)]
-            ).sum(0)
-        )
-        for name in states[0]
-    }
-    return {name: (total / sum(shares)).to(states[0][name].dtype) for name, total in sums.items()}
+    found = {}
+    for name, first in states[0].items():
+        parts = [share * state[name].double() for share, state in zip(shares, states, strict=True)]
+        found[name] = (torch.stack(parts).sum(0) / sum(shares)).to(first.dtype)
+    return found
 
 
 def assert_equal(merged: Path, shares: list[float], folders: list[Path]) -> None:
@@ -117,18 +113,8 @@ def test_nothing_but_the_average_is_told(runs: Path, tmp_path: Path) -> None:
     """Run a separate process, in which Megatron-core would warn about packages that are not
     needed.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "tools.checkpoint",
-        "merge",
-        "--last",
-        "2",
-        "--of",
-        f"{runs}/tensor",
-        "--out",
-        f"{tmp_path}/merged",
-    ]
+    words = f"-m tools.checkpoint merge --last 2 --of {runs}/tensor --out {tmp_path}/merged"
+    command = [sys.executable, *words.split()]
     assert not subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
@@ -138,34 +124,17 @@ def test_an_average_is_exported_and_trained_on(runs: Path, tiny_data: Path, tmp_
     """
     out = tmp_path / "merged"
     assert merge("--last", "2", "--of", runs / "zero", "--out", out) == 0
-    base = [
-        f"data.train.0.prefix={tiny_data / 'train'}",
-        "data.valid=[]",
-        "data.test=[]",
-        *SMALL,
-        f"run_dir={tmp_path / 'run'}",
-    ]
+    settings = f"""
+        data.train.0.prefix={tiny_data}/train data.valid=[] data.test=[] checkpoint.load={out}
+        run_dir={tmp_path}/run train.steps=2 optimizer.warmup_steps=1 log.diagnostics_interval=0
+    """
     for name in VARIABLES:
         os.environ.pop(name, None)
-    assert (
-        pretrain(
-            [
-                DEMO,
-                *base,
-                f"checkpoint.load={out}",
-                "train.steps=2",
-                "optimizer.warmup_steps=1",
-                "log.diagnostics_interval=0",
-            ]
-        )
-        == 0
-    )
+    assert pretrain([DEMO, *SMALL, *settings.split()]) == 0
     fresh = 6.24  # ln 512: every token is equally likely
     assert losses(tmp_path / "run")[1][0] < fresh - 0.01
-    assert (
-        hf(["export", str(out), str(tmp_path / "hf")]) == 0
-        and (tmp_path / "hf" / "model.safetensors").is_file()
-    )
+    assert hf(["export", str(out), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
 def test_what_is_no_average_is_refused(runs: Path, tmp_path: Path, refused: Refused) -> None:

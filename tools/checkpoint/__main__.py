@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fem_common.cli import Parser, run
+from fem_common.cli import Parser, call_verb
 from fem_common.errors import ConfigError
 
 CHECKPOINT = "a run directory (its newest valid checkpoint), or a step_NNNNNNNN"
@@ -17,10 +17,7 @@ CHECKPOINT = "a run directory (its newest valid checkpoint), or a step_NNNNNNNN"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code; 1 also for a damaged checkpoint."""
-    given = _parser().parse_args(arguments)
-    return run(
-        "tools.checkpoint", lambda: given.run(given) is False, kept="no checkpoint was written"
-    )
+    return call_verb("tools.checkpoint", _parser(), arguments, kept="no checkpoint was written")
 
 
 def _parser() -> Parser:
@@ -64,7 +61,7 @@ def _parser() -> Parser:
         metavar="RUN_DIR",
         help="run directory of the run that will resume; not the run directory of the source",
     )
-    verb.set_defaults(run=_convert)
+    verb.set_defaults(function=_convert)
     _add_merge(verbs)
     verb = verbs.add_parser(
         "show",
@@ -72,7 +69,7 @@ def _parser() -> Parser:
         description="Show the contents of a checkpoint. Exit code 1: it is damaged.",
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
-    verb.set_defaults(run=_show)
+    verb.set_defaults(function=_show)
     verb = verbs.add_parser(
         "verify",
         help=(
@@ -89,7 +86,7 @@ def _parser() -> Parser:
         metavar="CHECKPOINT",
         help="a run directory (all its checkpoints), a step_NNNNNNNN, or the URL of a mirror",
     )
-    verb.set_defaults(run=_verify)
+    verb.set_defaults(function=_verify)
     verb = verbs.add_parser(
         "mirror",
         help="send the newest checkpoint of a run to an object store or another file system",
@@ -116,7 +113,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--follow", action="store_true", help="also send each newer checkpoint, until stdin ends"
     )
-    verb.set_defaults(run=_mirror)
+    verb.set_defaults(function=_mirror)
     verb = verbs.add_parser(
         "fetch",
         help="copy the newest valid checkpoint of a mirror into a run directory",
@@ -142,7 +139,7 @@ def _parser() -> Parser:
             " checks it"
         ),
     )
-    verb.set_defaults(run=_fetch)
+    verb.set_defaults(function=_fetch)
     return parser
 
 
@@ -188,7 +185,7 @@ def _add_merge(verbs: Any) -> None:
         metavar="DIR",
         help="a folder that does not exist yet, or is empty",
     )
-    verb.set_defaults(run=_merge)
+    verb.set_defaults(function=_merge)
 
 
 def _add_places(verb: argparse.ArgumentParser) -> None:
@@ -222,74 +219,73 @@ def _share(text: str) -> float:
 # --help and wrong arguments should be answered at once.
 
 
-def _convert(given: argparse.Namespace) -> None:
-    if given.plain_optimizer and given.engine != "megatron":
+def _convert(checkpoint: Path, engine: str, out: Path, plain_optimizer: bool) -> None:
+    if plain_optimizer and engine != "megatron":
         raise ConfigError(
             "--plain-optimizer exists only for --engine megatron; leave it out for --engine"
-            f" {given.engine}"
+            f" {engine}"
         )
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from tools.checkpoint.convert import convert
 
-    convert(given.checkpoint, given.engine, given.out, plain=given.plain_optimizer)
+    convert(checkpoint, engine, out, plain=plain_optimizer)
 
 
-def _merge(given: argparse.Namespace) -> None:
-    named, last, run = given.checkpoints, given.last, given.of
-    if (last is None) != (run is None) or bool(named) == bool(last):
+def _merge(
+    checkpoints: list[Path],
+    last: int | None,
+    of: Path | None,
+    weights: list[float] | None,
+    ema: float | None,
+    out: Path,
+) -> None:
+    if (last is None) != (of is None) or bool(checkpoints) == bool(last):
         raise ConfigError("name checkpoints, or --last N --of RUN_DIR")
-    if given.weights and (last or len(given.weights) != len(named)):
-        count = f"{last} of --last" if last else str(len(named))
+    if weights and (last or len(weights) != len(checkpoints)):
+        count = f"{last} of --last" if last else str(len(checkpoints))
         raise ConfigError(
-            f"--weights has {len(given.weights)} numbers for {count} checkpoints: give one number"
+            f"--weights has {len(weights)} numbers for {count} checkpoints: give one number"
             " per checkpoint"
         )
-    if given.ema and given.ema >= 1:
-        raise ConfigError(f"--ema {given.ema:g}: expected a number below 1")
+    if ema and ema >= 1:
+        raise ConfigError(f"--ema {ema:g}: expected a number below 1")
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from tools.checkpoint.merge import merge, newest
 
-    merge(newest(run, last) if last else named, given.out, shares=given.weights, decay=given.ema)
+    named = newest(of, last) if of is not None and last is not None else checkpoints
+    merge(named, out, shares=weights, decay=ema)
 
 
-def _show(given: argparse.Namespace) -> bool:
+def _show(checkpoint: Path) -> bool:
     from tools.checkpoint.show import show
 
-    return show(given.checkpoint)
+    return show(checkpoint)
 
 
-def _verify(given: argparse.Namespace) -> bool:
-    if "://" in given.checkpoint:
+def _verify(checkpoint: str) -> bool:
+    if "://" in checkpoint:
         from tools.checkpoint.mirror import verify_mirror
 
-        return verify_mirror(given.checkpoint)
+        return verify_mirror(checkpoint)
     from tools.checkpoint.show import verify
 
-    return verify(Path(given.checkpoint))
+    return verify(Path(checkpoint))
 
 
-def _mirror(given: argparse.Namespace) -> None:
+def _mirror(interval: int, keep_last: int | None, **given: Any) -> None:
     from tools.checkpoint.mirror import Wanted, mirror
 
-    mirror(
-        given.run_dir,
-        given.url,
-        Wanted(given.interval, given.keep_last),
-        follow=given.follow,
-        patience=given.patience,
-    )
+    mirror(wanted=Wanted(interval, keep_last), **given)
 
 
-def _fetch(given: argparse.Namespace) -> None:
+def _fetch(**given: Any) -> None:
     from tools.checkpoint.mirror import fetch
 
-    fetch(
-        given.run_dir, given.url, patience=given.patience, damaged=given.damaged, aside=given.aside
-    )
+    fetch(**given)
 
 
 if __name__ == "__main__":

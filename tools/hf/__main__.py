@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from fem_common.cli import Parser, run
+from fem_common.cli import Parser, call_verb
 
 MODEL = (
     "a run directory (its newest checkpoint), a checkpoint step_NNNNNNNN, or a Hugging Face folder"
@@ -15,15 +17,15 @@ MODEL = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code; 1 also if the compared models differ."""
-    given = vars(_parser().parse_args(arguments))
-    module, function = given.pop("place")
+    return call_verb("tools.hf", _parser(), arguments, kept="no partial output was kept")
 
-    def called() -> int:
-        # torch and transformers take seconds to import, which --help and wrong arguments avoid.
-        found = getattr(importlib.import_module(f"tools.hf.{module}"), function)(**given)
-        return 1 if found is False else 0
 
-    return run("tools.hf", called, kept="no partial output was kept")
+def _run(module: str, function: str, **given: Any) -> Any:
+    """Call a function of the package.
+
+    torch and transformers take seconds to import, which --help and wrong arguments avoid.
+    """
+    return getattr(importlib.import_module(f"tools.hf.{module}"), function)(**given)
 
 
 def _parser() -> Parser:
@@ -86,7 +88,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--overwrite", action="store_true", help="replace OUT if it is an earlier export"
     )
-    verb.set_defaults(place=("export", "export_checkpoint"))
+    verb.set_defaults(function=partial(_run, "export", "export_checkpoint"))
 
     verb = verbs.add_parser(
         "import",
@@ -135,7 +137,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--overwrite", action="store_true", help="replace CHECKPOINT if it is not empty"
     )
-    verb.set_defaults(place=("import_folder", "import_folder"))
+    verb.set_defaults(function=partial(_run, "import_folder", "import_folder"))
 
     verb = verbs.add_parser(
         "verify",
@@ -176,7 +178,7 @@ def _parser() -> Parser:
         default="auto",
         help="default: auto, a GPU if one is available",
     )
-    verb.set_defaults(place=("verify", "verify"))
+    verb.set_defaults(function=partial(_run, "verify", "verify"))
     return parser
 
 

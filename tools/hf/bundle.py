@@ -117,7 +117,8 @@ def packages(files: dict[str, str]) -> list[str]:
     """Return the external packages that the files import, without torch, transformers and the
     optional ones (OPTIONAL).
     """
-    return sorted(set().union(*(_outside_names(text) for text in files.values())) - OPTIONAL)
+    nodes = (node for text in files.values() for node in ast.walk(ast.parse(text)))
+    return sorted(set().union(*map(_outside, nodes)) - OPTIONAL)
 
 
 def license_text() -> str:
@@ -245,11 +246,6 @@ def _outside_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 @functools.cache
-def _outside_names(text: str) -> frozenset[str]:
-    """Return the external packages that a file imports anywhere, without torch and transformers."""
-    return frozenset(name for node in ast.walk(ast.parse(text)) for name in _outside(node))
-
-
 def _outside(node: ast.AST) -> set[str]:
     """Return the external packages that a statement imports, without torch and transformers."""
     if isinstance(node, ast.Import):

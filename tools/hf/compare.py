@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fem_common.nested import leaves
 from fem_common.text import first_few
 
 from .folder import UNREAD
@@ -261,18 +262,16 @@ class Predictions:
 # --- settings and tokenizers ----------------------------------------------------------------------
 
 
-def flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: dict[Any, Any]) -> dict[str, Any]:
     """Return nested dictionaries as one dictionary with dotted keys.
 
     Keys that do not affect the computation are left out.
     """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        elif (prefix or key not in UNREAD) and key not in NOT_COMPUTED:
-            found[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return found
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in leaves(values)
+        if value != {} and key not in UNREAD and key.rpartition(".")[2] not in NOT_COMPUTED
+    }
 
 
 def compare_settings(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -47,7 +47,7 @@ from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import LICENSE, bundle, license_text, packages
 from .configuration_fem import FemLMConfig, named_rope, older_names
-from .folder import CONFIG, SPECIAL_IDS, TRAINING, byte_count, is_folder, write_shards
+from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
 from .model_card import (
     License,
     data_manifests,
@@ -60,6 +60,7 @@ from .model_card import (
 from .stock import exported, stock_config, why_not_stock
 from .tokenizer import (
     NAME_A_TOKENIZER,
+    SPECIAL_IDS,
     Tokenizer,
     special_ids,
     tokenizers_of_checkpoint,
@@ -120,22 +121,18 @@ def export(
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.copy_to(folder, tokens["pad_token_id"], config.model_type)
-        if has_code := any(folder.glob("*.py")):
+        if any(folder.glob("*.py")):
             (folder / LICENSE).write_text(license_text(), encoding="utf-8")
         if training is not None:
             _write_json(folder / TRAINING, training)
         text = model_card(
+            folder,
             model,
+            config,
             sum(map(math.prod, weights.shapes.values())),
-            dtype,
             card,
-            architecture=(config.architectures or [""])[0],
-            has_tokenizer=tokenizer is not None,
-            whole_tokenizer=tokenizer is not None and tokenizer.sha256 is not None,
-            has_training=training is not None,
-            packages=packages(code) if code else None,
-            has_code=has_code,
-            weights_license=weights_license,
+            packages(code) if code else None,
+            weights_license,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -156,6 +153,17 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
         raise ConfigError(
             f"{out} contains the working directory, which --overwrite does not replace: choose"
             " another folder"
+        )
+
+
+def refuse_foreign(out: Path, file: str, what: str) -> None:
+    """Raise ConfigError if the folder ``out`` has content, but not ``file``, which each earlier
+    result (``what``: export or import) contains.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / file).is_file():
+        raise ConfigError(
+            f"{out} is not an earlier {what} ({file} is missing), and --overwrite replaces only"
+            f" {what}s: choose another folder"
         )
 
 
@@ -339,11 +347,7 @@ def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
             " is needed"
         )
     _refuse_overlap(checkpoint, out, inside=False)
-    if out.exists() and any(out.iterdir()) and not (out / CONFIG).is_file():
-        raise ConfigError(
-            f"{out} is not an earlier export ({CONFIG} is missing), and --overwrite replaces only"
-            " exports: choose another folder"
-        )
+    refuse_foreign(out, CONFIG, "export")
 
 
 def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None:

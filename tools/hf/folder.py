@@ -27,14 +27,11 @@ from pretrain.checkpoint.folder import HashedFile
 
 from .weight_conversion import Converted
 
-CONFIG, WEIGHTS, INDEX, TRAINING = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "training.json",
-)
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TRAINING = "training.json"
 GENERATION = "generation_config.json"
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = (
     "tokenizer.json",

@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -46,6 +47,7 @@ from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.shape import Packing, Shape, SwiGluShape
 from pretrain.plan.run_plan import model_weights
 
+from .stock import QKV, grouped
 from .weight_conversion import padded
 
 PACKED = "in_proj.weight"
@@ -83,7 +85,7 @@ class Graft:
 
     target: ModelConfig
     origins: Origins
-    left: tuple[str, ...] = field(default=())
+    left: tuple[str, ...]
 
 
 def check_target(source: ModelConfig, target: ModelConfig) -> None:
@@ -119,11 +121,9 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     """
     have, want = model_weights(source), model_weights(target)
     origins: Origins = {}
-    embedding, output, norm = (
-        "embedding.word_embeddings.weight",
-        "output_layer.weight",
-        "decoder.final_layernorm.weight",
-    )
+    embedding = "embedding.word_embeddings.weight"
+    output = "output_layer.weight"
+    norm = "decoder.final_layernorm.weight"
     for name in {embedding, output, norm} & want.keys():
         theirs = name if name in have else embedding
         # Copy all rows; rows of further padding of the vocabulary are zero.
@@ -151,21 +151,20 @@ def described(plan: Graft) -> dict[str, Any]:
 
     Equal tensors of several layers share one entry. Entries have the order of the model.
     """
-    groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[list[int], int, int]]] = {}
     for name, weight in model_weights(plan.target).items():
         origin = plan.origins.get(name)
-        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-        general = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.N.", name)
+        general, numbers = _general(name)
         status = "new" if origin is None else "copied" if origin.copied == weight.size else "partly"
         parts = origin.parts if origin is not None and status == "partly" else ()
-        entry = (layer[1] if layer else "", weight.size, 0 if origin is None else origin.copied)
+        entry = (numbers, weight.size, 0 if origin is None else origin.copied)
         groups.setdefault((general, status, parts), []).append(entry)
     tensors: list[dict[str, Any]] = []
     for (name, status, parts), found in groups.items():
         layers, sizes, copied = zip(*found, strict=True)
         about = {
             "name": name,
-            "layers": ranges([int(layer) for layer in layers if layer], ","),
+            "layers": ranges(chain.from_iterable(layers), ","),
             "status": status,
             "parts": list(parts),
         }
@@ -196,6 +195,15 @@ def table(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _general(name: str) -> tuple[str, list[int]]:
+    """Return a tensor's name with N as the number of its layer, and a list of that number.
+
+    The list is empty outside the layers.
+    """
+    found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    return (f"decoder.layers.N.{found[2]}", [int(found[1])]) if found else (name, [])
+
+
 def _generalised(names: tuple[str, ...]) -> list[str]:
     """Return the names of tensor parts with equal names of several layers joined.
 
@@ -203,9 +211,8 @@ def _generalised(names: tuple[str, ...]) -> list[str]:
     """
     layers: dict[str, list[int]] = {}
     for name in names:
-        found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-        general = f"decoder.layers.N.{found[2]}" if found else name
-        layers.setdefault(general, []).extend([int(found[1])] if found else [])
+        general, numbers = _general(name)
+        layers.setdefault(general, []).extend(numbers)
     parts: dict[str, list[str]] = {}
     for general, numbers in layers.items():
         tensor, _, part = general.partition(": ")
@@ -328,11 +335,9 @@ def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> 
     Returns:
         q [heads, d, ...], k and v [groups, d, ...], with d the width of a head.
     """
-    each = shape.heads // shape.groups
-    grouped = packed.unflatten(0, (shape.groups, each + 2, shape.head))
+    q, k, v = (part.flatten(0, 1) for part in grouped(packed, shape))
     again = (groups or shape.heads) // shape.groups
-    k, v = (grouped[:, each + i].repeat_interleave(again, dim=0) for i in range(2))
-    return {"q": grouped[:, :each].flatten(0, 1), "k": k, "v": v}
+    return {"q": q, "k": k.repeat_interleave(again, 0), "v": v.repeat_interleave(again, 0)}
 
 
 def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Fill:
@@ -354,14 +359,11 @@ def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str])
 
 
 def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ...]) -> Fill:
-    each = target.heads // target.groups
-    place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}
-
     def fill(start: Tensor, tensors: list[Tensor]) -> Tensor:
         parts = _heads(tensors[0], source, target.groups if "k" in kept else None)
-        grouped = start.unflatten(0, (target.groups, each + 2, target.head))
-        for part in kept:
-            grouped[:, place[part]] = parts[part].unflatten(0, (target.groups, -1))
+        for part, piece in zip(QKV, grouped(start, target), strict=True):
+            if part in kept:
+                piece.copy_(parts[part].unflatten(0, (target.groups, -1)))
         return start
 
     return fill
@@ -374,12 +376,10 @@ def _whole(name: str, size: int) -> Origin:
 def _renamed(origins: Origins, prefix: str) -> Origins:
     """Return the origins with ``prefix`` before all names of tensors and parts."""
     return {
-        prefix + name: Origin(
-            tuple(prefix + source for source in origin.sources),
-            origin.copied,
-            origin.fill,
-            origin.parts,
-            frozenset(prefix + part for part in origin.taken),
+        prefix + name: replace(
+            origin,
+            sources=tuple(prefix + source for source in origin.sources),
+            taken=frozenset(prefix + part for part in origin.taken),
         )
         for name, origin in origins.items()
     }

@@ -37,12 +37,11 @@ from pretrain.plan.run_plan import model_weights
 
 from .configuration_fem import FemLMConfig
 from .encoding import trained_here
-from .export import beside, refuse_occupied
+from .export import beside, refuse_foreign, refuse_occupied
 from .folder import (
     CONFIG,
     GENERATION,
     PICKLES,
-    SPECIAL_IDS,
     TRAINING,
     Folder,
     has_tokenizer,
@@ -53,7 +52,7 @@ from .folder import (
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
 from .stock import StockError, from_stock, model_of, read_stock, to_stock
-from .tokenizer import Tokenizer
+from .tokenizer import SPECIAL_IDS, Tokenizer
 from .weight_conversion import Converted, first_of, from_fem, to_fem
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -151,7 +150,10 @@ def import_folder(
     from pretrain.checkpoint.writer import save_weights
 
     with beside(out) as folder:
-        weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))
+        if plan:
+            weights = dict(_grafted(source, config, plan, dtype))
+        else:
+            weights = {name: _owned(weight, dtype) for name, weight in source.weights.items()}
         parameters = sum(weight.numel() for weight in weights.values())
         types = ", ".join(
             sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
@@ -289,12 +291,8 @@ def check_tensors(source: Source) -> None:
 
     Shapes must match, and all dtypes must be floating-point types.
     """
-    tensors, path, shapes, head = (
-        source.folder.tensors,
-        source.folder.path,
-        source.shapes,
-        "lm_head.weight",
-    )
+    folder, shapes, head = source.folder, source.shapes, "lm_head.weight"
+    tensors, path = folder.tensors, folder.path
     if absent := sorted(shapes.keys() - tensors.keys()):
         raise ConfigError(
             f"{path} lacks {first_of(absent)}, which its {CONFIG} requires: an incomplete model, or"
@@ -322,10 +320,8 @@ def check_tensors(source: Source) -> None:
                 f"{found.file}: {name} has shape {found.shape}, but {shape} according to {CONFIG}:"
                 " they belong to different models"
             )
-    again = head in tensors.keys() - shapes.keys()
-    if again and not torch.equal(
-        source.folder.get(head), source.folder.get("model.embed_tokens.weight")
-    ):
+    twice = head in tensors.keys() - shapes.keys()
+    if twice and not torch.equal(folder.get(head), folder.get("model.embed_tokens.weight")):
         raise ConfigError(
             f"{path}: {CONFIG} ties the output layer to the embedding, but {head} differs from it:"
             " set tie_word_embeddings"
@@ -354,11 +350,7 @@ def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
             " import: choose another one"
         )
     refuse_occupied(out, overwrite)
-    if out.exists() and any(out.iterdir()) and not (out / MODEL).is_file():
-        raise ConfigError(
-            f"{out} is not an earlier import ({MODEL} is missing), and --overwrite replaces only"
-            " imports: choose another folder"
-        )
+    refuse_foreign(out, MODEL, "import")
 
 
 def _no_folder(path: Path) -> str:
@@ -459,11 +451,8 @@ def _kept(source: Source) -> Kept:
     Raises ConfigError if the file is damaged.
     """
     given = source.training
-    progress, data, loss = (
-        given.get("progress") or {},
-        given.get("data") or "",
-        given.get("heldout_loss"),
-    )
+    progress, data = given.get("progress") or {}, given.get("data") or ""
+    loss = given.get("heldout_loss")
     whole = isinstance(progress, dict) and all(
         type(progress.get(key, 0)) is int and progress.get(key, 0) >= 0 for key in PROGRESS
     )
@@ -481,12 +470,6 @@ def _kept(source: Source) -> Kept:
 # --- weights --------------------------------------------------------------------------------------
 
 
-def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and weight, each in its own memory."""
-    for name, weight in source.weights.items():
-        yield name, _owned(weight, dtype)
-
-
 def _grafted(
     source: Source, config: RunConfig, plan: Graft, dtype: str | None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -497,11 +480,8 @@ def _grafted(
     """
     from fem_megatron.megatron.model import start
 
-    model, kind, held = (
-        config.model,
-        STORED[source.folder.tensors["model.embed_tokens.weight"].dtype],
-        source.weights,
-    )
+    model = config.model
+    kind = STORED[source.folder.tensors["model.embed_tokens.weight"].dtype]
     for name, weight in model_weights(model).items():
         origin = plan.origins.get(name)
         if origin is None or origin.copied < weight.size:
@@ -510,14 +490,10 @@ def _grafted(
             )
         else:
             fresh = torch.empty(weight.shape, dtype=kind)  # every element is overwritten
-        yield (
-            name,
-            (
-                fresh
-                if origin is None
-                else _owned(origin.fill(fresh, list(held.read(origin.sources).values())), dtype)
-            ),
-        )
+        if origin is not None:
+            sources = list(source.weights.read(origin.sources).values())
+            fresh = _owned(origin.fill(fresh, sources), dtype)
+        yield name, fresh
 
 
 def _owned(tensor: Tensor, dtype: str | None) -> Tensor:

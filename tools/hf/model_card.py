@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import torch
 import yaml
+from transformers import PretrainedConfig
 
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import describe, mixer_names
@@ -28,8 +28,10 @@ from pretrain.config import RunConfig, Source, run_of
 from pretrain.data.facts import Manifest, read_manifest
 from pretrain.plan.run_plan import flops_per_token
 
-from .bundle import LICENSE, LICENSE_ID
+from .bundle import LICENSE_ID
 from .encoding import trained_here
+from .folder import TRAINING, has_tokenizer
+from .tokenizer import WHOLE
 
 # Oldest and newest version of transformers with which exported folders are tested.
 TESTED = ("4.57.6", "5.23.0")
@@ -77,65 +79,33 @@ class License:
             )
         return cls(name, link or None)
 
-    def metadata(self) -> dict[str, str]:
-        """Return the license entries for the YAML header of a model card, in the Hub's format."""
-        return (
-            {"license": self.name}
-            if self.link is None
-            else {"license": "other", "license_name": self.name, "license_link": self.link}
-        )
-
     def __str__(self) -> str:
         return self.name if self.link is None else f"[{self.name}]({self.link})"
 
 
 def model_card(
+    folder: Path,
     model: ModelConfig,
+    config: PretrainedConfig,
     parameters: int,
-    dtype: torch.dtype,
     card: Mapping[str, Any],
-    *,
-    architecture: str,
-    has_tokenizer: bool,
-    whole_tokenizer: bool,
-    has_training: bool,
     packages: list[str] | None,
-    has_code: bool,
     weights_license: License | None,
 ) -> str:
-    """Return the model card as Markdown.
+    """Return the model card of an export as Markdown.
 
     Args:
+        folder: folder of the export, complete except for the card.
+        config: content of its config.json.
         parameters: number of parameters.
         card: ``name`` (the title), and facts under the keys of ROWS.
-        architecture: class that transformers builds.
-        has_tokenizer: the folder contains a tokenizer.
-        whole_tokenizer: the folder contains a tokenizer.json.
-        has_training: the folder contains training.json.
         packages: requirements of the model's code besides torch and transformers;
             None: the model is a class of transformers.
-        has_code: the folder has Python files of the model or the tokenizer.
         weights_license: None: no license is stated for the weights.
     """
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
-    depth = (
-        f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)`"
-        " applies it N times."
-    )
-    code = (
-        f"The model is the class `{architecture}` of transformers: no code of this folder is run."
-    )
-    if packages is not None:
-        needs = (
-            f"torch, transformers and {', '.join(packages)}"
-            if packages
-            else "only torch and transformers"
-        )
-        code = (
-            "The code of the model is in the Python files of this folder, starting with"
-            f" `modeling_fem.py`; it needs {needs}."
-        )
+    blocks = dict(zip(mixer_names(model), model.blocks(), strict=True))
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(TEMPLATE)
@@ -144,18 +114,22 @@ def model_card(
         parameters=_text(parameters),
         mixers=mixers,
         mixed=told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}, by layer",
-        depth="." if model.recurrence == 1 else depth,
-        has_tokenizer=has_tokenizer,
-        has_training=has_training,
+        recurrence=model.recurrence,
         # Also needed for the tokenizer: transformers 5 first reads the configuration of the model,
         # which has code.
         trust="" if packages is None else ", trust_remote_code=True",
-        notes=[] if packages is None else _notes(model, whole_tokenizer),
-        license={} if weights_license is None else weights_license.metadata(),
-        licenses=_licenses(weights_license, has_code),
+        packages=packages,
+        architecture=(config.architectures or [""])[0],
+        has_code=any(folder.glob("*.py")),
+        has_tokenizer=has_tokenizer(folder),
+        whole_tokenizer=(folder / WHOLE).is_file(),
+        has_training=(folder / TRAINING).is_file(),
+        gated=any(isinstance(block.mlp, SwiGluShape) for block in blocks.values()),
+        counting=[f"`{name}`" for name, block in blocks.items() if block.counts_padding()],
+        weights_license=weights_license,
+        code_license=LICENSE_ID,
         tested=TESTED,
-        code=code,
-        sizes=[(label, _text(value)) for label, value in _architecture(model, dtype)],
+        sizes=[(label, _text(value)) for label, value in _architecture(model, config.dtype)],
         training=[
             (label, _text(card[key])) for key, label in ROWS.items() if card.get(key) is not None
         ],
@@ -168,41 +142,7 @@ def model_card(
     return text.rstrip("\n") + "\n"
 
 
-def _notes(model: ModelConfig, whole_tokenizer: bool) -> list[str]:
-    """Return notes for users of the folder's code that do not apply to transformers' own models."""
-    gated = any(isinstance(block.mlp, SwiGluShape) for block in model.blocks())
-    lora = 'target_modules="all-linear"' + (', target_parameters=["mlp.gate_up"]' if gated else "")
-    notes = [f"LoRA: peft has no default target modules for this model; use `LoraConfig({lora})`."]
-    if whole_tokenizer:
-        notes.insert(
-            0,
-            "The tokenizer needs no code: `PreTrainedTokenizerFast.from_pretrained(folder)` opens"
-            " it without `trust_remote_code`.",
-        )
-    blocks = zip(mixer_names(model), model.blocks(), strict=True)
-    if counting := dict.fromkeys(f"`{name}`" for name, block in blocks if block.counts_padding()):
-        notes.append(
-            f"Pad only before or after the text of a row: {', '.join(counting)} counts positions"
-            " including padding, so that padding between two turns of a conversation would change"
-            " the result. The model raises an error for it."
-        )
-    return notes
-
-
-def _licenses(weights: License | None, has_code: bool) -> list[str]:
-    """Return sentences about the licenses of the code and of the weights.
-
-    The result is empty if the folder has no code and no license was chosen for the weights.
-    """
-    code = (
-        [f"The Python files are under {LICENSE_ID} ([{LICENSE}]({LICENSE}))."] if has_code else []
-    )
-    if weights is not None:
-        return [*code, f"The weights are under {weights}."]
-    return [*code, "No license is stated for the weights."] if code else []
-
-
-def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any]]:
+def _architecture(model: ModelConfig, dtype: Any) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
         ("Layers", model.num_layers),
         ("Width", model.hidden_size),

@@ -57,6 +57,8 @@ from .tokenizer import (
 from .weight_conversion import VOCABULARY, Converted, Tensors, first_of
 
 CACHE_LINE = 64
+Reader = tuple[PreTrainedTokenizerBase | None, Path | None, str | None]
+"""(tokenizer, its folder, None), or (None, None, reason) if no tokenizer exists."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,13 @@ def open_model(
     """
     place = device_named(device)
     path = Path(path)
-    check_there(path)
+    found, usual = _located(path)
     with quiet_transformers():
-        if not is_folder(path):
-            return _open_checkpoint(path, dtype, place, tokenizer)
+        if found is not None:
+            return _open_checkpoint(found, dtype, place, _tokenizer(tokenizer, usual))
         folder = read_folder(path)
         check_architecture(folder)
-        reader, where, why = _tokenizer(tokenizer, [path])
+        reader, where, why = _tokenizer(tokenizer, usual)
         model = _loaded(folder, dtype)
         if reader is not None and where is not None:
             check_tokenizer(reader, model.config.vocab_size, where)
@@ -161,10 +163,20 @@ def weights_at(path: Path) -> Path:
     Raises:
         ConfigError: it has none.
     """
+    found, _ = _located(path)
+    return path if found is None else found.path
+
+
+def _located(path: Path) -> tuple[Found | None, list[Path]]:
+    """Return the checkpoint at ``path``, and the folders that may contain its tokenizer.
+
+    The checkpoint is None for a Hugging Face folder. Raises ConfigError if ``path`` is neither.
+    """
     check_there(path)
     if is_folder(path):
-        return path
-    return find(path).path
+        return None, [path]
+    found = find(path)
+    return found, tokenizers_of_checkpoint(found.path, found.manifest)
 
 
 def device_named(name: str) -> torch.device:
@@ -216,10 +228,8 @@ def quiet_transformers() -> Iterator[None]:
 
     Callers print the relevant messages as one line themselves.
     """
-    verbosity, bar = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    verbosity = transformers_logging.get_verbosity()
+    bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
@@ -331,10 +341,9 @@ def known_model(folder: Folder) -> ModelConfig | None:
 
 
 def _open_checkpoint(
-    path: Path, dtype: torch.dtype | None, device: torch.device, tokenizer: Path | None
+    found: Found, dtype: torch.dtype | None, device: torch.device, tokenizer: Reader
 ) -> OpenModel:
-    found = find(path)
-    reader, where, why = _tokenizer(tokenizer, tokenizers_of_checkpoint(found.path, found.manifest))
+    reader, where, why = tokenizer
     config = ModelConfig.from_dict(found.manifest["config"]["model"])
     if reader is not None and where is not None:
         check_tokenizer(reader, config.vocab_size, where)
@@ -361,11 +370,7 @@ def tokenizer_of(path: Path, tokenizer: Path | None = None) -> PreTrainedTokeniz
 
     Raises ConfigError as ``open_model`` does.
     """
-    check_there(path)
-    if is_folder(path):
-        return _tokenizer(tokenizer, [path])[0]
-    found = find(path)
-    return _tokenizer(tokenizer, tokenizers_of_checkpoint(found.path, found.manifest))[0]
+    return _tokenizer(tokenizer, _located(path)[1])[0]
 
 
 def misread_by_transformers(
@@ -390,13 +395,9 @@ def misread_by_transformers(
     return told and f"transformers opens {path / WHOLE} as {type(theirs).__name__}: {told}; {fix}"
 
 
-def _tokenizer(
-    named: Path | None, usual: list[Path]
-) -> tuple[PreTrainedTokenizerBase | None, Path | None, str | None]:
-    """Find the tokenizer: in the folder ``named``, or else in the first of ``usual`` that has one.
-
-    Returns:
-        (tokenizer, its folder, None), or (None, None, reason) if no tokenizer exists.
+def _tokenizer(named: Path | None, usual: list[Path]) -> Reader:
+    """Find the tokenizer: in the folder ``named``, or else in the first of ``usual`` that has
+    one.
     """
     if named is not None and not has_tokenizer(named):
         raise ConfigError(
@@ -483,24 +484,19 @@ def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
     Raises:
         ConfigError: as ``open_model``.
     """
-    path, tokenizer = (
-        (model.source, model.tokenizer_folder)
-        if isinstance(model, OpenModel)
-        else (model, tokenizer)
-    )
-    check_there(path)
-    if is_folder(path):
-        folder = read_folder(path)
+    if isinstance(model, OpenModel):
+        tokenizer = model.tokenizer_folder
+        model = model.source
+    found, usual = _located(model)
+    reader = _tokenizer_digest(*([tokenizer] if tokenizer else usual))
+    if found is None:
+        folder = read_folder(model)
         settings = {key: value for key, value in folder.config.items() if key not in UNREAD}
-        code = _files(sorted(path.glob("*.py"))) if folder.ours else ""
-        return _digest(
-            [_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder)]
-        )
-    found = find(path)
-    named = [tokenizer] if tokenizer else tokenizers_of_checkpoint(found.path, found.manifest)
+        code = _files(sorted(model.glob("*.py"))) if folder.ours else ""
+        return _digest([_json(settings), code, reader, *_tensors(folder)])
     settings = asdict(ModelConfig.from_dict(found.manifest["config"]["model"]))
     del settings["attention_backend"]
-    return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(Weights(found.path))])
+    return _digest([_json(settings), reader, *_tensors(Weights(found.path))])
 
 
 def _tensors(source: Tensors) -> Iterable[str]:

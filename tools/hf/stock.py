@@ -40,7 +40,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 
 from .configuration_fem import named_rope, read_rope
-from .folder import SPECIAL_IDS
+from .tokenizer import SPECIAL_IDS
 from .weight_conversion import Conversion, Conversions, Converted, Tensors, from_fem, to_fem
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
@@ -150,14 +150,16 @@ def to_stock(model: ModelConfig) -> Conversions:
     Rows that pad the vocabulary are dropped.
     """
     conversions: Conversions = {}
+    attention = AttentionShape.of(model)
     for name, conversion in to_fem(model).items():
         place, _, leaf = name.rpartition(".mixer.in_proj.")
         if place:
-            for part, rows in _rows(AttentionShape.of(model)).items():
+            for index, part in enumerate(QKV):
+                rows = (attention.heads if part == "q" else attention.groups) * attention.head
                 conversions[f"{place}.self_attn.{part}_proj.{leaf}"] = Conversion(
                     conversion.sources,
                     (rows, *conversion.shape[1:]),
-                    _unpacking(AttentionShape.of(model), part),
+                    _unpacking(attention, index),
                 )
         elif name.endswith(GATE_UP):
             for index, part in enumerate(("gate", "up")):
@@ -360,21 +362,19 @@ def _stock_name(name: str) -> str:
     return name
 
 
-def _rows(shape: AttentionShape) -> dict[str, int]:
-    keys = shape.groups * shape.head
-    return {"q": shape.heads * shape.head, "k": keys, "v": keys}
+def grouped(packed: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parts q, k and v of in_proj [rows, ...] as views.
 
-
-def _unpacking(shape: AttentionShape, part: str) -> Callable[[list[Tensor]], Tensor]:
-    """Return the function that extracts the rows of ``part`` (q, k or v) from in_proj.
-
-    It takes a list with one tensor, weight or bias.
+    They have the shapes [groups, heads of a group, d, ...] and [groups, 1, d, ...].
     """
     each = shape.heads // shape.groups
-    place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}[part]
-    return lambda tensors: (
-        tensors[0].unflatten(0, (shape.groups, each + 2, shape.head))[:, place].flatten(0, 2)
-    )
+    q, k, v = packed.unflatten(0, (shape.groups, each + 2, shape.head)).split((each, 1, 1), dim=1)
+    return q, k, v
+
+
+def _unpacking(shape: AttentionShape, index: int) -> Callable[[list[Tensor]], Tensor]:
+    """Return the function that extracts part ``index`` of (q, k, v) from in_proj."""
+    return lambda tensors: grouped(tensors[0], shape)[index].flatten(0, 2)
 
 
 def _packing(shape: AttentionShape) -> Callable[[list[Tensor]], Tensor]:

@@ -21,13 +21,14 @@ from fem_common.files import sha256
 from fem_megatron.config import ModelConfig
 
 from . import tokenization_fem
-from .folder import CONFIG, SPECIAL_IDS, json_object
+from .folder import CONFIG, json_object
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 # Files that a tokenizer's copy leaves out: those of the model in the same folder, and the file that
 # transformers prefers to tokenizer.json for Mistral models.
 NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "training.json", "tekken.json")
 ENDINGS_OF_OTHERS = (".index.json",)
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NAME_A_TOKENIZER = "name its folder with --tokenizer DIR"
 WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 OF_OTHERS = ("auto_map", "fast_tokenizer_files")  # settings that refer to another class or file

@@ -41,7 +41,6 @@ from .compare import (
 )
 from .folder import is_folder, read_folder
 from .open_model import (
-    check_there,
     misread_by_transformers,
     open_model,
     quiet_transformers,
@@ -116,10 +115,8 @@ def _weight_lines(weights: Weights | None) -> Iterator[str]:
     if weights is None:
         yield "weights: not compared, the models have no names in common"
         return
-    count, apart = (
-        len(weights.differences),
-        [found for found in weights.differences if found.absolute],
-    )
+    count = len(weights.differences)
+    apart = [found for found in weights.differences if found.absolute]
     if not apart:
         yield f"weights: {count} tensors, equal bit for bit"
     else:
@@ -178,12 +175,8 @@ def as_json(found: Findings) -> dict[str, Any]:
 
 
 def _numbers(found: Difference) -> dict[str, Any]:
-    return {
-        "where": found.where,
-        "absolute": _finite(found.absolute),
-        "relative": _finite(found.relative),
-        "note": found.note,
-    }
+    absolute, relative = _finite(found.absolute), _finite(found.relative)
+    return {"where": found.where, "absolute": absolute, "relative": relative, "note": found.note}
 
 
 def _finite(value: float) -> float | None:
@@ -300,8 +293,6 @@ def verify(
     if tolerance is not None and not tolerance >= 0:
         raise ConfigError(f"--tolerance {tolerance}: expected a number of at least 0")
     texts = list(TEXTS) if prompts is None else lines_of(prompts)
-    check_there(a)
-    check_there(b)
     with quiet_transformers(), tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         readers = tokenizer_of(a), tokenizer_of(b)
         misread = [
@@ -310,7 +301,10 @@ def verify(
         ]
         one, asked = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
         two, differences, predictions, skipped = _compare(b, asked, Path(scratch), device)
-    weights = _weights(one, two)
+    tied = any(side.hf.tie_word_embeddings for side in (one, two))
+    weights = compare_weights(_tensors(one), _tensors(two), tied=tied)
+    # Without a common name, or with one model of our modeling code, nothing was compared.
+    comparable = bool(weights.differences) and one.ours == two.ours
     settings = compare_settings(one.settings, two.settings)
     if one.ours != two.ours:
         known = one.config is not None and two.config is not None
@@ -332,7 +326,7 @@ def verify(
             path for path, reader in zip((a, b), readers, strict=True) if reader is None
         ],
         vocabularies=(one.hf.vocab_size, two.hf.vocab_size),
-        weights=weights,
+        weights=weights if comparable else None,
         differences=differences,
         predictions=predictions,
         prompts=len(asked) - skipped,
@@ -422,17 +416,6 @@ def _compare(
         for found in compare_traces(one, two):
             worst[found.where] = found.worse(worst[found.where]) if found.where in worst else found
     return side, worst, predictions, skipped
-
-
-def _weights(one: Side, two: Side) -> Weights | None:
-    """Return the comparison of the weights.
-
-    None if no names match, or if exactly one model is of our modeling code.
-    """
-    found = compare_weights(
-        _tensors(one), _tensors(two), tied=any(side.hf.tie_word_embeddings for side in (one, two))
-    )
-    return found if found.differences and one.ours == two.ours else None
 
 
 def _tensors(side: Side) -> Tensors:

@@ -26,8 +26,10 @@ from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.folder import Progress, find
 from pretrain.checkpoint.reader import Weights
 from pretrain.checkpoint.writer import save_weights
-from pretrain.config import RunConfig
+from pretrain.config import DataConfig, RunConfig
+from tests.tools.hf.small import random_state
 from tools.hf.__main__ import main
+from tools.hf.folder import json_object
 
 STOCK_SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -48,16 +50,19 @@ STOCK: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 }
 
 
-def save(model: ModelConfig, out: Path, state: dict[str, Tensor]) -> Path:
-    """Write a checkpoint with only weights at step 12."""
-    save_weights(
-        out,
-        state.items(),
-        replace(RunConfig(), name="small", model=model),
-        Progress(12, 96, 960),
-        "data-key",
-        heldout_loss=2.5,
-    )
+def save(
+    model: ModelConfig,
+    out: Path,
+    state: dict[str, Tensor] | None = None,
+    *,
+    step: int = 12,
+    data: DataConfig | None = None,
+) -> Path:
+    """Write a checkpoint with only weights, random by default."""
+    state = random_state(model) if state is None else state
+    config = replace(RunConfig(), name="small", model=model, data=data or DataConfig())
+    progress = Progress(step, 96, 960)
+    save_weights(out, state.items(), config, progress, "data-key", heldout_loss=2.5)
     return out
 
 
@@ -131,4 +136,4 @@ def held(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:
 
 def changed(path: Path, **values: Any) -> None:
     """Set keys of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(json_object(path) | values))

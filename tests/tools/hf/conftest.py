@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.runs import copy as copy
@@ -56,7 +55,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[...
     def of(name: str) -> Exported:
         if name not in known:
             config = config_of(name)
-            state = random_state(config, dtype=torch.float32)
+            state = random_state(config)
             # The same last folder name for all, so that transformers must distinguish them by their
             # contents.
             folder = export(config, tmp_path_factory.mktemp(name) / "model", state=state)

@@ -22,8 +22,11 @@ from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, Trai
 from tests.pretrain.data_folder import write_folder, write_manifest
 from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.small import VOCAB, Held, random_state, small, write_tokenizer
+from tools.hf.folder import json_object
 from tools.hf.stock import exported
 
+Folders = dict[str, Path]
+"""Name -> its folder."""
 STEP, SAMPLES, LENGTH = 12, 96, 16
 RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": torch.bfloat16}
 
@@ -58,12 +61,12 @@ def run_of(model: ModelConfig, data: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Run directories with a log, and their data."""
     root = tmp_path_factory.mktemp("runs")
     data = write_folder(root / "data", vocab_size=VOCAB)
     shutil.rmtree(data / "tokenizer")
-    manifest = json.loads((data / "manifest.json").read_text())
+    manifest = json_object(data / "manifest.json")
     tokenizer = write_tokenizer(data / "tokenizer", VOCAB) / "tokenizer.json"
     manifest["tokenizer"]["sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     write_manifest(data, manifest)
@@ -81,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def exports(runs: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Exports of every run, created once; read-only."""
     out = tmp_path_factory.mktemp("exports")
     for name in RUNS:
@@ -90,7 +93,7 @@ def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
+def copy(runs: Folders, tmp_path: Path) -> Path:
     """A copy of a run directory that a test may damage."""
     return Path(shutil.copytree(runs["fem_softmax"], tmp_path / "run"))
 
@@ -103,7 +106,7 @@ def step_of(run: Path) -> Path:
 def edit_manifest(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the checkpoint's manifest by ``change``."""
     (file,) = run.glob("checkpoints/step_*/manifest.json")
-    manifest = json.loads(file.read_text())
+    manifest = json_object(file)
     change(manifest)
     file.write_text(json.dumps(manifest))
 

@@ -24,6 +24,7 @@ from fem_megatron.rope import RopeScaling
 from pretrain.plan.run_plan import model_weights
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.export import export as export_weights
+from tools.hf.folder import json_object
 from tools.hf.modeling_fem import FemLMForCausalLM
 from tools.hf.tokenizer import Tokenizer
 from tools.hf.weight_conversion import hf_name
@@ -118,7 +119,7 @@ def config_of(name: str) -> ModelConfig:
 
 
 def random_state(
-    model: ModelConfig, dtype: torch.dtype = torch.float64, scale: float = 0.2
+    model: ModelConfig, dtype: torch.dtype = torch.float32, scale: float = 0.2
 ) -> dict[str, Tensor]:
     """Return weights far from their initialisation, so that no part of the model is near the
     identity or zero.
@@ -170,10 +171,8 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 def padded_batch() -> tuple[Tensor, Tensor]:
     """Return ids and mask of three rows with PADDED tokens, padded on the left."""
-    ids, mask = (
-        tokens(len(PADDED), max(PADDED)),
-        torch.zeros(len(PADDED), max(PADDED), dtype=torch.long),
-    )
+    ids = tokens(len(PADDED), max(PADDED))
+    mask = torch.zeros(len(PADDED), max(PADDED), dtype=torch.long)
     for row, length in enumerate(PADDED):
         mask[row, max(PADDED) - length :] = 1
     return ids, mask
@@ -200,7 +199,7 @@ def export(
     **changes: Any,
 ) -> Path:
     """Write the model's folder with random weights (default) and the tokenizer of a folder."""
-    state = state or random_state(model, dtype=torch.float32)
+    state = state or random_state(model)
     options: dict[str, Any] = {
         "tokenizer": Tokenizer.load(tokenizer, model) if tokenizer else None,
         "card": {},
@@ -243,7 +242,7 @@ def write_tokenizer(folder: Path, entries: int) -> Path:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eod>").save_pretrained(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = json_object(folder / "tokenizer_config.json")
     settings.pop("model_input_names", None)
     # The class that data_prep writes; transformers 4 does not know the class that version 5 writes.
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"

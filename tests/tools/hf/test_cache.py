@@ -110,11 +110,9 @@ def test_padding_inside_a_text_changes_nothing_or_is_refused(name: str) -> None:
     """At once, with a cache and with a static one; padding at the ends is accepted. The property of
     a mixer's shape is measured in this test.
     """
-    model, ids, mask = (
-        here(name, torch.float64),
-        tokens(1, 14),
-        torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]]),
-    )
+    model = here(name, torch.float64)
+    ids = tokens(1, 14)
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]])
     caches, counts = (model.new_cache(), model.new_cache(14)), model.model.counts_padding
     refusal = "padding between two tokens of a row, .* pad only on the left"
     with torch.no_grad():

@@ -29,6 +29,7 @@ from tests.tools.hf.small import (
     small,
     write_tokenizer,
 )
+from tools.hf.folder import json_object
 from tools.hf.model_card import TESTED
 
 ROOT = Path(__file__).parents[3]
@@ -100,10 +101,7 @@ def with_readers(root: Path) -> dict[tuple[str, Trust], Path]:
     PreTrainedTokenizerFast.from_pretrained(saved, extra_special_tokens=["<pad>"]).save_pretrained(
         saved
     )
-    assert (
-        json.loads((saved / "tokenizer_config.json").read_text())["tokenizer_class"]
-        == "TokenizersBackend"
-    )
+    assert json_object(saved / "tokenizer_config.json")["tokenizer_class"] == "TokenizersBackend"
     given = dict.fromkeys(FAMILIES, saved)
     named = {
         "GPT2Tokenizer": "regex",

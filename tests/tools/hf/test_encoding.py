@@ -17,6 +17,7 @@ from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.texts import save, text_model
 from tools.evaluate.harness import Adaptor
 from tools.generate import generation
+from tools.hf.folder import json_object
 from tools.hf.open_model import OpenModel, open_model
 
 END = 256
@@ -81,7 +82,7 @@ def test_another_projects_model_reads_what_its_tokenizer_says(tmp_path: Path) ->
             and read(opened, "a<eod>b") == [END, 64, END, 65, END]
         )
     file = places[1] / "step_00000000" / "manifest.json"
-    manifest = json.loads(file.read_text())
+    manifest = json_object(file)
     assert manifest["inherited"].pop("foreign") is True
     file.write_text(json.dumps(manifest))
     assert not open_model(places[1]).trained_here

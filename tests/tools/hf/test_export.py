@@ -27,20 +27,28 @@ from pretrain.checkpoint.folder import Progress
 from pretrain.checkpoint.reader import Weights
 from pretrain.plan.run_plan import flops_per_token
 from tests.tools.hf.checkpoints import hf, tensors
-from tests.tools.hf.runs import LENGTH, SAMPLES, STEP, edit_manifest, files, run_of, step_of
+from tests.tools.hf.runs import (
+    LENGTH,
+    SAMPLES,
+    STEP,
+    Folders,
+    edit_manifest,
+    files,
+    run_of,
+    step_of,
+)
 from tests.tools.hf.small import VOCAB, small, write_tokenizer
 from tests.tools.refusals import Refused
 from tests.wording import Wording
 from tools.hf.__main__ import main
+from tools.hf.folder import json_object
 from tools.hf.model_card import PAPERS
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-def test_the_same_bytes_every_time(
-    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_same_bytes_every_time(runs: Folders, exports: Folders, tmp_path: Path) -> None:
     """Export in this process, and by the command elsewhere, with another order of Python's sets, no
     GPU and no warning.
     """
@@ -77,8 +85,8 @@ def test_the_same_bytes_every_time(
         assert len({file.stat().st_mode & 0o777 for file in exports[name].iterdir()}) == 1
 
 
-def test_a_transformer_needs_no_code(exports: dict[str, Path]) -> None:
-    config = json.loads((exports["transformer"] / "config.json").read_text())
+def test_a_transformer_needs_no_code(exports: Folders) -> None:
+    config = json_object(exports["transformer"] / "config.json")
     assert not list(exports["transformer"].glob("*.py")) and "auto_map" not in config
     assert (config["architectures"], config["dtype"], config["max_position_embeddings"]) == (
         ["LlamaForCausalLM"],
@@ -90,27 +98,22 @@ def test_a_transformer_needs_no_code(exports: dict[str, Path]) -> None:
 
 
 def test_what_is_told_of_the_training(
-    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, wording: Wording
+    runs: Folders, exports: Folders, tmp_path: Path, wording: Wording
 ) -> None:
     """For programs: the data that an import restores; for readers: the model card, whose numbers
     are recomputed in this test.
     """
-    training = json.loads((exports["fem_softmax"] / "training.json").read_text())
+    folder, run = exports["fem_softmax"], runs["fem_softmax"]
+    training = json_object(folder / "training.json")
     assert training == {
         "format": 1,
-        "config": json.loads((step_of(runs["fem_softmax"]) / "manifest.json").read_text())[
-            "config"
-        ],
-        "progress": json.loads(
-            json.dumps(
-                asdict(Progress(step=STEP, consumed_samples=SAMPLES, order_samples=2 * SAMPLES))
-            )
-        ),
+        "config": json_object(step_of(run) / "manifest.json")["config"],
+        "progress": json.loads(json.dumps(asdict(Progress(STEP, SAMPLES, 2 * SAMPLES)))),
         "data": "data-key",
         "inherited": {"foreign": False},
         "heldout_loss": 3.0,
     }
-    card, tokens = (exports["fem_softmax"] / "README.md").read_text(), SAMPLES * LENGTH
+    card, tokens = (folder / "README.md").read_text(), SAMPLES * LENGTH
     wording(card)
     for row in (
         "| Data | `data/train` (75% of the blend, 900 tokens); `data/other` (25% of the blend) |",
@@ -126,53 +129,50 @@ def test_what_is_told_of_the_training(
     assert per_token == pytest.approx(expected, rel=1e-3) and all_of_them == pytest.approx(
         per_token * tokens, rel=1e-3
     )
-    assert (
-        f" of {sum(tensor.numel() for tensor in tensors(exports['fem_softmax']).values()):,}"
-        " parameters " in card
-    )
-    generation = json.loads((exports["fem_softmax"] / "generation_config.json").read_text())
+    parameters = sum(tensor.numel() for tensor in tensors(folder).values())
+    assert f" of {parameters:,} parameters " in card
+    generation = json_object(folder / "generation_config.json")
     assert generation.pop("transformers_version") and generation == {
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    (tmp_path / "link").mkdir()
+    link, out = tmp_path / "link", tmp_path / "out"
+    link.mkdir()
     # runs/demo links to the demo's model in the same way.
-    (tmp_path / "link" / "checkpoints").symlink_to(runs["fem_softmax"] / "checkpoints")
-    assert hf("export", tmp_path / "link", tmp_path / "out") == 0 and files(
-        tmp_path / "out"
-    ) == files(exports["fem_softmax"])
+    (link / "checkpoints").symlink_to(run / "checkpoints")
+    assert hf("export", link, out) == 0 and files(out) == files(folder)
 
 
 def test_little_is_known(
     copy: Path,
-    runs: dict[str, Path],
+    runs: Folders,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     wording: Wording,
 ) -> None:
     """Without readable data, log and tokenizer the export succeeds and states no unknown facts."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "manifest.json").write_text("{")
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    (data / "manifest.json").write_text("{")
     edit_manifest(
         copy,
         lambda told: told["config"]["data"].update(
-            train=[], valid=[{"prefix": str(tmp_path / "data" / "v")}], tokenizer=None
+            train=[], valid=[{"prefix": str(data / "v")}], tokenizer=None
         ),
     )
     edit_manifest(copy, lambda told: told["progress"].update(step=0, consumed_samples=0))
     step_of(copy).rename(copy / "checkpoints" / "step_00000000")
     (copy / "metrics.jsonl").unlink()
-    assert hf("export", copy, tmp_path / "out") == 0
+    assert hf("export", copy, out) == 0
     wording(capsys.readouterr().err)
-    wording((tmp_path / "out" / "README.md").read_text())
-    assert json.loads((tmp_path / "out" / "training.json").read_text())["heldout_loss"] is None
+    wording((out / "README.md").read_text())
+    assert json_object(out / "training.json")["heldout_loss"] is None
     # An imported checkpoint has its tokenizer at this path.
     shutil.copytree(runs["data"] / "tokenizer", copy / "checkpoints" / "tokenizer")
     edit_manifest(copy, lambda told: told.update(heldout_loss=2.25))
-    assert hf("export", copy, tmp_path / "out", "--overwrite") == 0
-    assert (tmp_path / "out" / "tokenizer.json").is_file() and "| 2.2500 |" in (
-        tmp_path / "out" / "README.md"
-    ).read_text()
+    assert hf("export", copy, out, "--overwrite") == 0
+    assert (out / "tokenizer.json").is_file()
+    assert "| 2.2500 |" in (out / "README.md").read_text()
 
 
 def test_every_mixers_paper_can_be_cited() -> None:
@@ -184,14 +184,10 @@ def test_every_mixers_paper_can_be_cited() -> None:
         )
 
 
-def test_of_a_tokenizers_folder_its_files_alone_go_along(
-    runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_of_a_tokenizers_folder_its_files_alone_go_along(runs: Folders, tmp_path: Path) -> None:
     """The folder may be that of a full model with weights and code."""
-    folder, out = (
-        Path(shutil.copytree(runs["data"] / "tokenizer", tmp_path / "model")),
-        tmp_path / "out",
-    )
+    folder = Path(shutil.copytree(runs["data"] / "tokenizer", tmp_path / "model"))
+    out = tmp_path / "out"
     others = (
         "config.json model-00001-of-00002.safetensors model.safetensors.index.json modeling_x.py"
         " README.md training.json".split()
@@ -204,10 +200,15 @@ def test_of_a_tokenizers_folder_its_files_alone_go_along(
     assert not [
         name for name in others if (out / name).is_file() and "theirs" in (out / name).read_text()
     ]
-    assert json.loads((out / "tokenizer_config.json").read_text())["model_input_names"] == [
+    assert json_object(out / "tokenizer_config.json")["model_input_names"] == [
         "input_ids",
         "attention_mask",
     ]
+
+
+def only(out: Path, wanted: Path) -> bool:
+    """Return True if ``out`` is alone in its folder and contains the same files as ``wanted``."""
+    return files(out) == files(wanted) and list(out.parent.iterdir()) == [out]
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -284,8 +285,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_one_line(
     copy: Path,
-    runs: dict[str, Path],
-    exports: dict[str, Path],
+    runs: Folders,
+    exports: Folders,
     monkeypatch: pytest.MonkeyPatch,
     refused: Refused,
     case: str,
@@ -311,7 +312,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_full_disk(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+    runs: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     """A file system with a limit of 8 kB per file: exit code 1, because the same command may
     succeed later.
@@ -329,14 +330,14 @@ def test_a_full_disk(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(
-    runs: dict[str, Path],
-    exports: dict[str, Path],
+    runs: Folders,
+    exports: Folders,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
 ) -> None:
     """An interruption within the weights leaves no files, and keeps an earlier export."""
-    shutil.copytree(exports["transformer"], tmp_path / "out")
+    out = shutil.copytree(exports["transformer"], tmp_path / "out")
     reads, read, handler = [0], Weights.read, signal.getsignal(number)
 
     def interrupted(self: Weights, names: Iterable[str]) -> dict[str, Tensor]:
@@ -346,21 +347,17 @@ def test_interrupted(
         return read(self, names)
 
     monkeypatch.setattr(Weights, "read", interrupted)
-    assert hf("export", runs["fem_softmax"], tmp_path / "out", "--overwrite") == 128 + number
-    assert files(tmp_path / "out") == files(exports["transformer"]) and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["out"]
+    assert hf("export", runs["fem_softmax"], out, "--overwrite") == 128 + number
+    assert only(out, exports["transformer"])
     assert signal.getsignal(number) is handler
-    assert hf("export", runs["fem_softmax"], tmp_path / "out", "--overwrite") == 0
-    assert files(tmp_path / "out") == files(exports["fem_softmax"]) and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["out"]
+    assert hf("export", runs["fem_softmax"], out, "--overwrite") == 0
+    assert only(out, exports["fem_softmax"])
 
 
 def test_an_export_that_cannot_take_its_place_leaves_the_earlier_one(
-    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Folders, exports: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(exports["transformer"], tmp_path / "out")
+    out = shutil.copytree(exports["transformer"], tmp_path / "out")
     rename = os.rename
 
     def refuse(source: Path, target: Path) -> None:
@@ -369,7 +366,5 @@ def test_an_export_that_cannot_take_its_place_leaves_the_earlier_one(
         rename(source, target)
 
     monkeypatch.setattr("os.rename", refuse)
-    assert hf("export", runs["fem_softmax"], tmp_path / "out", "--overwrite") == 1
-    assert files(tmp_path / "out") == files(exports["transformer"]) and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["out"]
+    assert hf("export", runs["fem_softmax"], out, "--overwrite") == 1
+    assert only(out, exports["transformer"])

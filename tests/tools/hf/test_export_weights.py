@@ -5,7 +5,6 @@ a time.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import subprocess
@@ -29,6 +28,7 @@ from tests.tools.hf.checkpoints import equal, hf, tensors, weights
 from tests.tools.hf.runs import (
     LENGTH,
     RUNS,
+    Folders,
     edit_manifest,
     files,
     made,
@@ -41,7 +41,7 @@ from tests.tools.hf.small import Held, random_state, small
 from tests.tools.refusals import Refused
 from tools.checkpoint.__main__ import main as checkpoint
 from tools.hf import folder as shards
-from tools.hf.folder import byte_count, write_shards
+from tools.hf.folder import byte_count, json_object, write_shards
 from tools.hf.stock import exported
 
 MEASURE = """
@@ -60,7 +60,7 @@ sys.exit(code)
 ROOT = Path(__file__).parents[3]
 
 
-def test_weights_are_what_megatron_reads(runs: dict[str, Path]) -> None:
+def test_weights_are_what_megatron_reads(runs: Folders) -> None:
     """Equal names, dtypes and bits, for any number at a time in any order. test_layouts.py tests
     weights of several ranks.
     """
@@ -120,7 +120,7 @@ def test_parts_that_do_not_fit_are_refused(copy: Path, raised: Refused, case: st
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_folder_holds_the_weights_bit_for_bit(
-    runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, name: str
+    runs: Folders, exports: Folders, tmp_path: Path, name: str
 ) -> None:
     """Every file equals the one that the safetensors library writes for its tensors; in another
     dtype, the same numbers rounded.
@@ -133,7 +133,7 @@ def test_the_folder_holds_the_weights_bit_for_bit(
     assert hf("export", runs[name], many, "--max-shard-size", "9KB") == 0
     equal(tensors(many), wanted)
     assert checkpoint(["verify", str(whole)]) == 0 == checkpoint(["verify", str(many)])
-    index = json.loads((many / "model.safetensors.index.json").read_text())
+    index = json_object(many / "model.safetensors.index.json")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     held = {file.name: [*shards.header(file)] for file in sorted(many.glob("*.safetensors"))}
     assert (
@@ -152,7 +152,7 @@ def test_the_folder_holds_the_weights_bit_for_bit(
     told, dtype = ("float32", torch.float32) if name == "fem_gla" else ("bfloat16", torch.bfloat16)
     assert hf("export", runs[name], tmp_path / "cast", "--dtype", told) == 0
     equal(tensors(tmp_path / "cast"), {key: tensor.to(dtype) for key, tensor in wanted.items()})
-    assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == told
+    assert json_object(tmp_path / "cast" / "config.json")["dtype"] == told
 
 
 def test_large_tensors_change_their_type_in_pieces(
@@ -161,7 +161,7 @@ def test_large_tensors_change_their_type_in_pieces(
     """Chunks that do not divide the tensors, and a source that is not contiguous."""
     monkeypatch.setattr(shards, "PIECE", 7)
     model = small("transformer", tie_embeddings=True)
-    state = random_state(model, dtype=torch.float32)
+    state = random_state(model)
     weights = exported(Held(state), model)
     write_shards(weights, tmp_path, torch.bfloat16, 10**9, Progress(None, "", quiet=True))
     equal(tensors(tmp_path), {key: tensor.bfloat16() for key, tensor in made(state, model).items()})
@@ -193,7 +193,7 @@ class Counted(Held):
 @pytest.mark.parametrize("name", ["fem_mamba", "transformer", "cem"])
 def test_one_source_is_held_at_a_time(tmp_path: Path, name: str) -> None:
     model = small(name)
-    state = random_state(model, dtype=torch.float32)
+    state = random_state(model)
     source = Counted(state)
     weights = exported(source, model)
     write_shards(weights, tmp_path, torch.float32, 9000, Progress(None, "", quiet=True))
@@ -224,38 +224,22 @@ def test_memory_is_a_shards(tmp_path: Path) -> None:
     """110 MB in files of 20 MB: the additional peak memory of the process is at most 1.3 x one
     shard and one tensor.
     """
-    model, shard = (
-        small(
-            "transformer",
-            hidden_size=384,
-            num_attention_heads=6,
-            num_layers=8,
-            ffn_hidden_size=1536,
-            vocab_size=8000,
-        ),
-        20e6,
-    )
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_layers": 8}
+    model = small("transformer", **sizes, ffn_hidden_size=1536, vocab_size=8000)
+    shard = 20e6
     config = replace(run_of(model, tmp_path / "data"), data=DataConfig(seq_length=LENGTH))
     state = {name: torch.zeros(shape).uniform_() for name, shape in parameter_shapes(model).items()}
     step = write_checkpoint(tmp_path / "run", config, state)
-    command = [
-        sys.executable,
-        "-c",
-        MEASURE,
-        "export",
-        str(step),
-        str(tmp_path / "out"),
-        "--max-shard-size",
-        f"{shard:.0f}",
-    ]
+    words = f"export {step} {tmp_path / 'out'} --max-shard-size {shard:.0f}".split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command,
+        [sys.executable, "-c", MEASURE, *words],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    sizes = [tensor.nbytes for tensor in state.values()]
-    assert int(done.stdout.split()[-1]) <= 1.3 * shard + max(sizes) < sum(sizes)
+    held = [tensor.nbytes for tensor in state.values()]
+    assert int(done.stdout.split()[-1]) <= 1.3 * shard + max(held) < sum(held)

@@ -105,21 +105,13 @@ def test_what_generate_returns_beside_the_tokens(exported: Exports, name: str) -
     cache; Llama is the control.
     """
     given, (ids, mask), new = exported(name).model, padded_batch(), 4
-    rows, told = (
-        len(ids),
-        {
-            "return_dict_in_generate": True,
-            "output_scores": True,
-            "output_logits": True,
-            "output_hidden_states": True,
-        },
-    )
-    common: dict[str, Any] = {
+    rows = len(ids)
+    told = ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states")
+    common: dict[str, Any] = dict.fromkeys(told, True) | {
         "attention_mask": mask,
         "max_new_tokens": new,
         "min_new_tokens": new,
         "pad_token_id": 0,
-        **told,
     }
     for beams, drawn in ((1, False), (1, True), (2, False)):
         found = [
@@ -127,10 +119,8 @@ def test_what_generate_returns_beside_the_tokens(exported: Exports, name: str) -
             for use in (True, False)
         ]
         for made, cached in zip(found, (True, False), strict=True):
-            assert torch.equal(made.sequences[:, :8], ids) and made.sequences.shape == (
-                rows,
-                8 + new,
-            )
+            assert torch.equal(made.sequences[:, :8], ids)
+            assert made.sequences.shape == (rows, 8 + new)
             assert len(made.scores) == len(made.logits) == len(made.hidden_states) == new
             assert all(
                 step.shape == (rows * beams, given.config.vocab_size)
@@ -210,10 +200,8 @@ def test_generation_stops_at_a_string(model: Any, tmp_path: Path) -> None:
     """transformers passes the tokenizer it needs for it through ``forward``; a misspelled argument
     is refused.
     """
-    tokenizer, ids = (
-        PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None)),
-        tokens(1, 4),
-    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(write_reader(tmp_path, "regex", None))
+    ids = tokens(1, 4)
     whole = model.generate(ids, **FIVE)
     words = tokenizer.convert_ids_to_tokens(whole[0, 4:])
     end = 4 + words.index(words[2]) + 1

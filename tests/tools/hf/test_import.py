@@ -4,7 +4,6 @@ tokenizer, training.json.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +28,10 @@ from tests.tools.hf.checkpoints import (
     tensors,
     weights,
 )
-from tests.tools.hf.small import VOCAB, export, random_state, small, write_tokenizer
+from tests.tools.hf.small import VOCAB, export, small, write_tokenizer
 from tests.tools.refusals import Refused
 from tools.hf.__main__ import main
+from tools.hf.folder import json_object
 
 RUN = Path(__file__).resolve().parents[3] / "configs/run/demo.yaml"
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -149,14 +149,13 @@ def test_one_line_for_a_wrong_place(
 ) -> None:
     """Invalid folders to import, invalid paths for a checkpoint, and invalid settings."""
     monkeypatch.chdir(tmp_path)
-    model = small("transformer")
-    save(model, Path("ck"), random_state(model, dtype=torch.float32))
+    save(small("transformer"), Path("ck"))
     shutil.copytree("ck", "run/checkpoints")
     for name in ("mine/thesis.tex", "file"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text("x")
     newer = export(small("cem"), Path("newer")) / "config.json"
-    changed(newer, architecture=json.loads(newer.read_text())["architecture"] | {"wormholes": 2})
+    changed(newer, architecture=json_object(newer)["architecture"] | {"wormholes": 2})
     before = sorted(tmp_path.rglob("*"))
     for arguments in PLACES:
         refused(main, "tools.hf", "import", *arguments.split())
@@ -167,43 +166,35 @@ def test_what_is_written(copy: Path, tmp_path: Path) -> None:
     """Dtypes as stored or requested; settings; the model section as a file; an earlier import is
     replaced; the tokenizer is copied.
     """
+    ck, again = tmp_path / "ck", tmp_path / "again"
     write_tokenizer(copy, VOCAB)
-    options = (
-        "--set",
-        "model.make_vocab_size_divisible_by=20",
-        "--set",
-        "model.rope_base=10",
-        "--set",
-        "name=mine",
-    )
-    assert hf("import", copy, tmp_path / "ck") == 0
-    stored = weights(tmp_path / "ck")
-    assert hf("import", copy, tmp_path / "ck", "--overwrite", "--dtype", "bfloat16", *options) == 0
-    told = find(tmp_path / "ck").manifest["config"]
+    changes = "--set model.make_vocab_size_divisible_by=20 --set model.rope_base=10 --set name=mine"
+    assert hf("import", copy, ck) == 0
+    stored = weights(ck)
+    assert hf("import", copy, ck, "--overwrite", "--dtype", "bfloat16", *changes.split()) == 0
+    told = find(ck).manifest["config"]
     model = ModelConfig.from_dict(told["model"])
     assert (model.rope_base, model.padded_vocab_size(), told["name"]) == (10, 60, "mine")
     assert (told["train"]["precision"], told["data"]["seq_length"]) == ("bf16", 64)
-    got = weights(tmp_path / "ck")
+    got = weights(ck)
     for name, tensor in stored.items():
         rows = VOCAB if tensor.shape[0] == 128 else len(tensor)
         assert tensor.dtype == torch.float32 and torch.equal(
             got[name][:rows], tensor[:rows].bfloat16()
         ), name
-    tokenizer = tmp_path / "ck" / "tokenizer"
+    tokenizer = ck / "tokenizer"
     assert told["data"]["tokenizer"] == str(tokenizer)
     assert (tokenizer / "tokenizer.json").read_bytes() == (copy / "tokenizer.json").read_bytes()
     assert sorted(file.name for file in tokenizer.iterdir()) == [
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert (
-        ModelConfig.from_dict(yaml.safe_load((tmp_path / "ck" / "model.yaml").read_text())) == model
-    )
-    assert load_run(RUN, [f"model={tmp_path / 'ck'}/model.yaml"]).model == model
-    assert hf("export", tmp_path / "ck", tmp_path / "again") == 0
-    assert (tmp_path / "again" / "tokenizer.json").exists()
+    assert ModelConfig.from_dict(yaml.safe_load((ck / "model.yaml").read_text())) == model
+    assert load_run(RUN, [f"model={ck}/model.yaml"]).model == model
+    assert hf("export", ck, again) == 0
+    assert (again / "tokenizer.json").exists()
     equal(
-        tensors(tmp_path / "again"),
+        tensors(again),
         {name: tensor.bfloat16() for name, tensor in tensors(copy).items()},
     )
 

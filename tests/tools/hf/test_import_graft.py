@@ -4,7 +4,7 @@ initialised as in training, and the table lists both.
 
 from __future__ import annotations
 
-import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from fem_megatron.mixers.attention.shape import AttentionConfig
 from pretrain.checkpoint.folder import find
 from pretrain.plan.run_plan import count_by_component, model_weights
 from tests.tools.hf.checkpoints import hf, stock_folder, tensors, weights
-from tests.tools.hf.small import MIXERS, VOCAB, export, small
+from tests.tools.hf.small import MIXERS, export, small
+from tools.hf.folder import json_object
 from tools.hf.open_model import open_model
 
 MODES = "fem.free_energy fem.temperature fem.gate fem.conditioner"
@@ -33,10 +34,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def graft(
     source: Path, out: Path, mixer: str, *settings: str
 ) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
-    given = [part for setting in settings for part in ("--set", setting)]
+    given = chain.from_iterable(("--set", setting) for setting in settings)
     assert hf("import", source, out, "--mixer", mixer, *given) == 0
     model = ModelConfig.from_dict(find(out).manifest["config"]["model"])
-    return model, weights(out), json.loads((out / "grafted.json").read_text())
+    return model, weights(out), json_object(out / "grafted.json")
+
+
+def in_proj(told: dict[str, Any]) -> dict[str, Any]:
+    """Return the table's first entry about a packed projection."""
+    return next(
+        entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
+    )
+
+
+@torch.no_grad()
+def logits(path: Path) -> Tensor:
+    found: Tensor = open_model(path).model(torch.arange(24).view(2, 12)).logits
+    return found
 
 
 def of_layer(folder: Path, layer: int = 0) -> dict[str, Tensor]:
@@ -64,9 +78,7 @@ def test_fem_with_its_switches_off_is_the_transformer(llama: Path, tmp_path: Pat
     off = [f"model.{name}=false" for name in MODES.split()]
     _, _, told = graft(llama, tmp_path / "ck", "fem_softmax", *off, "model.fem.value_size=32")
     assert told["copied"] == told["parameters"] and told["left_behind"] == []
-    ids = torch.arange(24).view(2, 12)
-    with torch.no_grad():
-        wanted, got = (open_model(path).model(ids).logits for path in (llama, tmp_path / "ck"))
+    wanted, got = logits(llama), logits(tmp_path / "ck")
     # Both in fp32 on the CPU; the sums of attention are in a different order.
     assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert wanted.std() > 0.1
@@ -130,9 +142,7 @@ def test_packed_projections(mixer: str, llama: Path, tmp_path: Path) -> None:
         at, copied = at + HEAD, copied + HEAD
     assert at == heads.shape[1] and {weight.dtype for weight in state.values()} == {torch.float32}
     assert torch.equal(state[f"{layer}out_proj.weight"], theirs["o_proj"]) == out_proj
-    entry = next(
-        entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
-    )
+    entry = in_proj(told)
     assert entry["copied"] == model.num_layers * HEADS * copied * 32
     assert entry["status"] == ("copied" if copied == at else "partly" if copied else "new")
 
@@ -149,20 +159,11 @@ def test_two_of_attentions_heads_make_one_differential(llama: Path, tmp_path: Pa
 def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_path: Path) -> None:
     """If fewer queries share a key, the model is the same. If more do, no shared key is defined."""
     _, _, told = graft(llama, tmp_path / "ck", "transformer", f"model.num_query_groups={groups}")
-    entry = next(
-        entry for entry in told["tensors"] if entry["name"].endswith("mixer.in_proj.weight")
-    )
     if groups == 4:
-        ids = torch.arange(24).view(2, 12)
-        with torch.no_grad():
-            assert torch.allclose(
-                open_model(llama).model(ids).logits,
-                open_model(tmp_path / "ck").model(ids).logits,
-                atol=1e-5,
-            )
+        assert torch.allclose(logits(llama), logits(tmp_path / "ck"), atol=1e-5)
         assert told["copied"] == told["parameters"]
     else:
-        assert (entry["status"], entry["parts"]) == ("partly", parts)
+        assert (in_proj(told)["status"], in_proj(told)["parts"]) == ("partly", parts)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -279,36 +280,22 @@ def test_one_line_where_nothing_can_stand_on_it(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fem = export(small("fem_softmax"), tmp_path / "fem")
-    for source, mixer, options, told in (
+    for source, words, told in (
+        (llama, "cem model.hidden_size=64", "model.hidden_size is 64, but 32 in the folder"),
+        (llama, "cem model.num_layers=4", "model.num_layers is 4, but 2 in the folder"),
+        (llama, "cem model.vocab_size=49", "model.vocab_size is 49, but 50 in the folder"),
+        (llama, "cen", "model.mixer = 'cen' is not a choice; did you mean cem?"),
+        (llama, "fla.GatedLinearAttention", "a layer of another package"),
         (
             llama,
-            "cem",
-            ("--set", "model.hidden_size=64"),
-            "model.hidden_size is 64, but 32 in the folder",
-        ),
-        (
-            llama,
-            "cem",
-            ("--set", "model.num_layers=4"),
-            "model.num_layers is 4, but 2 in the folder",
-        ),
-        (
-            llama,
-            "cem",
-            ("--set", f"model.vocab_size={VOCAB - 1}"),
-            "model.vocab_size is 49, but 50 in the folder",
-        ),
-        (llama, "cen", (), "model.mixer = 'cen' is not a choice; did you mean cem?"),
-        (llama, "fla.GatedLinearAttention", (), "a layer of another package"),
-        (
-            llama,
-            "fem_softmax",
-            ("--set", "model.num_attention_heads=3"),
+            "fem_softmax model.num_attention_heads=3",
             "model.num_attention_heads=3 does not divide",
         ),
-        (fem, "cem", (), "layer 0 of the folder is fem_softmax; import it without --mixer"),
+        (fem, "cem", "layer 0 of the folder is fem_softmax; import it without --mixer"),
     ):
-        assert hf("import", source, tmp_path / "ck", "--mixer", mixer, *options) == 2
+        mixer, *settings = words.split()
+        options = ["--mixer", mixer, *chain.from_iterable(("--set", one) for one in settings)]
+        assert hf("import", source, tmp_path / "ck", *options) == 2
         err = capsys.readouterr().err
         assert err.startswith("tools.hf: error: ") and err.count("\n") == 1 and told in err, err
     assert not (tmp_path / "ck").exists()

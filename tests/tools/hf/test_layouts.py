@@ -5,7 +5,6 @@ trained at any layout equals the one that its engine computed.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.ranks import VARIABLES, finished, losses
 from tests.tools.hf.checkpoints import equal, hf, stock_folder, tensors
 from tests.tools.hf.small import MIXERS, VOCAB, export, random_state, small
 from tests.tools.refusals import Refused
+from tools.hf.folder import json_object
 from tools.hf.open_model import open_model
 
 LENGTH, CONTEXT = 16, 64
@@ -77,7 +77,7 @@ def imported(
         # layer to layer.
         state = {
             name: tensor / 2 if tensor.ndim > 1 else tensor
-            for name, tensor in random_state(model, dtype=torch.float32).items()
+            for name, tensor in random_state(model).items()
         }
         folder = export(model, place / "hf", state=state, card={"seq_length": CONTEXT})
     assert hf("import", folder, place / "ck") == 0
@@ -87,25 +87,13 @@ def imported(
 
 
 def arguments(checkpoint: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
-    settings = [
-        f"run_dir={run_dir}",
-        f"model={checkpoint}/model.yaml",
-        f"checkpoint.load={checkpoint}",
-        f"data.seq_length={LENGTH}",
-    ]
-    settings += [
-        f"data.train.0.prefix={data / 'train'}",
-        "data.valid=[]",
-        "data.test=[]",
-        "optimizer.warmup_steps=0",
-    ]
-    settings += [
-        "train.steps=2",
-        "train.micro_batch_size=1",
-        "train.global_batch_size=2",
-        "train.precision=fp32",
-    ]
-    return [DEMO, *settings, *more]
+    settings = f"""
+        run_dir={run_dir} model={checkpoint}/model.yaml checkpoint.load={checkpoint}
+        data.seq_length={LENGTH} data.train.0.prefix={data / "train"} data.valid=[] data.test=[]
+        train.steps=2 train.micro_batch_size=1 train.global_batch_size=2 train.precision=fp32
+        optimizer.warmup_steps=0
+    """
+    return [DEMO, *settings.split(), *more]
 
 
 def check(checkpoint: Path, run_dir: Path, loss: float, tolerance: float) -> None:
@@ -118,8 +106,7 @@ def check(checkpoint: Path, run_dir: Path, loss: float, tolerance: float) -> Non
     wanted, got = tensors(checkpoint.parent / "hf"), tensors(run_dir / "hf")
     equal(got, {name: tensor.to(got[name].dtype) for name, tensor in wanted.items()})
     there, here = (
-        json.loads((folder / "config.json").read_text())
-        for folder in (checkpoint.parent / "hf", run_dir / "hf")
+        json_object(folder / "config.json") for folder in (checkpoint.parent / "hf", run_dir / "hf")
     )
     assert {key: here.get(key) for key in OF_THE_MODEL} == {
         key: there.get(key) for key in OF_THE_MODEL
@@ -203,7 +190,7 @@ def test_the_models_own_context_length_never_shrinks(data: Path, tmp_path: Path)
         assert main(arguments(tmp_path / "ck", data, tmp_path / run, *settings)) == 0
         assert find(tmp_path / run).progress.step == steps
         assert hf("export", tmp_path / run, tmp_path / "out", "--overwrite") == 0
-        told = json.loads((tmp_path / "out" / "config.json").read_text())
+        told = json_object(tmp_path / "out" / "config.json")
         assert (told["max_position_embeddings"], told["bos_token_id"], told["eos_token_id"]) == (
             context,
             1,

@@ -38,6 +38,7 @@ from tests.tools.hf.small import (
 )
 from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
+from tools.hf.folder import json_object
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM
 from tools.hf.weight_conversion import hf_name
 
@@ -55,7 +56,7 @@ def load(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., An
 @pytest.fixture(scope="module")
 def plain(load: Any) -> Any:
     """The default mixer's model in float64; read-only."""
-    return load(small(), random_state(small()))
+    return load(small(), random_state(small(), torch.float64))
 
 
 @pytest.mark.usefixtures("one_process")
@@ -74,15 +75,11 @@ def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> 
     """transformers' convention: position_ids that do not increase by one begin a document; the
     third one is the rest of a longer document.
     """
-    given, ids, packed = (
-        exported(name),
-        tokens(2, 21),
-        (((0, 5), (0, 1), (7, 15)), ((3, 20), (0, 1))),
-    )
-    model, without = (
-        given.model,
-        {} if (given.folder / "modeling_fem.py").exists() else {"use_cache": False},
-    )  # with a cache, Llama joins packed documents
+    given = exported(name)
+    ids = tokens(2, 21)
+    packed = (((0, 5), (0, 1), (7, 15)), ((3, 20), (0, 1)))
+    model, ours = given.model, (given.folder / "modeling_fem.py").exists()
+    without = {} if ours else {"use_cache": False}  # with a cache, Llama joins packed documents
     rows = [[torch.arange(first, first + size)[None] for first, size in row] for row in packed]
     with torch.no_grad():
         made = model(
@@ -104,7 +101,7 @@ def test_packed_documents_are_read_as_if_alone(exported: Exports, name: str) -> 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
     """Also with every block recomputed: the same operations in the same order."""
-    model, ids = load(small(), random_state(small())).train(), tokens(2, 8)
+    model, ids = load(small(), random_state(small(), torch.float64)).train(), tokens(2, 8)
     labels, gradients = ids.clone(), []
     labels[0, :3] = -100
     logits = model(ids).logits.log_softmax(-1)
@@ -200,15 +197,11 @@ def test_packed_documents_by_their_ends_or_numbers() -> None:
     """With the arguments of transformers' collator for flattened batches, with or without
     position_ids, documents are separate.
     """
-    plain, row, ends = (
-        here("fem_softmax", torch.float64),
-        tokens(1, 12),
-        torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32),
-    )
-    positions, numbers = (
-        torch.cat([torch.arange(n) for n in (5, 1, 6)])[None],
-        torch.tensor([[0] * 5 + [1] + [2] * 6], dtype=torch.int32),
-    )
+    plain = here("fem_softmax", torch.float64)
+    row = tokens(1, 12)
+    ends = torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 6)])[None]
+    numbers = torch.tensor([[0] * 5 + [1] + [2] * 6], dtype=torch.int32)
     with torch.no_grad():
         alone = torch.cat(
             [plain(part, use_cache=False).logits for part in row.split([5, 1, 6], dim=1)], dim=1
@@ -362,7 +355,7 @@ def test_a_missing_weight_starts_anew(tmp_path: Path) -> None:
 
 
 def test_recurrence_may_be_raised(plain: Any, load: Any, open_folder: Callable[..., Any]) -> None:
-    ids, thrice = tokens(2, 6), load(small(recurrence=3), random_state(small()))
+    ids, thrice = tokens(2, 6), load(small(recurrence=3), random_state(small(), torch.float64))
     raised = open_folder(plain.config._name_or_path, recurrence=3)
     assert raised.config.recurrence == 3 and raised.config.architecture["recurrence"] == 1
     with torch.no_grad():
@@ -395,7 +388,7 @@ def test_rope_is_told_and_set_by_transformers_names(exported: Exports, tmp_path:
     configuration.
     """
     given = exported("stretched")
-    config = json.loads((given.folder / "config.json").read_text())
+    config = json_object(given.folder / "config.json")
     scaling = {
         "rope_type": "yarn",
         "factor": 4.0,

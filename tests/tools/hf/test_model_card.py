@@ -16,6 +16,7 @@ from fem_common.errors import ConfigError
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.readers import FAMILIES
+from tests.tools.hf.runs import Folders
 from tests.tools.hf.small import LORA, VOCAB, export, small, write_tokenizer
 from tools.hf.model_card import License
 
@@ -79,7 +80,7 @@ def test_padding_between_turns(
     assert bool(LORA.search(text)) == ("modeling_fem.py" in text)
 
 
-def test_licenses(tmp_path: Path, runs: dict[str, Path]) -> None:
+def test_licenses(tmp_path: Path, runs: Folders) -> None:
     """For the code this project's, as a file; for the weights the given one, or none."""
     ours = (ROOT / "LICENSE").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

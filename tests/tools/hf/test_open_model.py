@@ -4,7 +4,6 @@ failures are one line.
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from collections.abc import Callable, Iterable
@@ -21,15 +20,20 @@ from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import byte_tokenizer, save, text_model
 from tests.tools.refusals import Refused
 from tools.hf import open_model as from_store
+from tools.hf.folder import json_object
 from tools.hf.open_model import fingerprint, open_model, tokenizer_of
 from tools.hf.weight_conversion import Conversion, Converted
 
 MIXERS = ("fem_softmax", "transformer")
+Pairs = dict[str, tuple[Path, Path]]
+"""Mixer -> checkpoint, its export."""
+Copy = Callable[[str, int], Path]
+"""Mixer and 0 for the checkpoint or 1 for the export -> copy that a test may damage."""
 IDS = torch.arange(5, 25)[None]
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """Mixer -> checkpoint, its export."""
     found = {}
     for mixer in MIXERS:
@@ -43,7 +47,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 
 @pytest.fixture
-def copy(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> Callable[[str, int], Path]:
+def copy(pairs: Pairs, tmp_path: Path) -> Copy:
     """Copies of a pair's checkpoint or export that a test may damage."""
     return lambda mixer, which: Path(
         shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}")
@@ -52,7 +56,7 @@ def copy(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> Callable[[str, 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_checkpoint_is_its_export(
-    pairs: dict[str, tuple[Path, Path]], mixer: str, monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, mixer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The class of the export, equal numbers, tokenizer, special tokens and lengths; no network is
     used.
@@ -93,7 +97,7 @@ def test_a_checkpoint_is_its_export(
     )
 
 
-def test_in_another_type(pairs: dict[str, tuple[Path, Path]]) -> None:
+def test_in_another_type(pairs: Pairs) -> None:
     """Weights have that dtype; the constants of RoPE are computed, not rounded."""
     for path in pairs["transformer"]:
         opened = open_model(path, dtype=torch.bfloat16)
@@ -103,17 +107,13 @@ def test_in_another_type(pairs: dict[str, tuple[Path, Path]]) -> None:
         assert opened.model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_weights_are_held_once(
-    pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_held_once(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one source tensor is in memory besides the results, and no result keeps more memory
     alive than its size.
     """
-    weights, reads, read = (
-        Weights(pairs["transformer"][0] / "step_00000012"),
-        list[list[str]](),
-        Weights.read,
-    )
+    weights = Weights(pairs["transformer"][0] / "step_00000012")
+    reads = list[list[str]]()
+    read = Weights.read
     name = "decoder.layers.0.mixer.in_proj.weight"
     halves = {
         "a": Conversion((name,), (32, 32), lambda tensors: tensors[0][:32]),
@@ -142,9 +142,7 @@ def test_weights_are_held_once(
     )
 
 
-def test_without_a_tokenizer_there_is_a_reason(
-    copy: Callable[[str, int], Path], tmp_path: Path
-) -> None:
+def test_without_a_tokenizer_there_is_a_reason(copy: Copy, tmp_path: Path) -> None:
     checkpoint, folder = copy("fem_softmax", 0), copy("fem_softmax", 1)
     shutil.rmtree(checkpoint / "tokenizer")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -170,7 +168,7 @@ def test_without_a_tokenizer_there_is_a_reason(
 
 @pytest.mark.parametrize("which", [0, 1], ids=["checkpoint", "export"])
 def test_a_fingerprint_changes_with_what_is_computed_alone(
-    copy: Callable[[str, int], Path], tmp_path: Path, which: int
+    copy: Copy, tmp_path: Path, which: int
 ) -> None:
     path = copy("fem_softmax", which)
     first = fingerprint(path)
@@ -184,7 +182,7 @@ def test_a_fingerprint_changes_with_what_is_computed_alone(
 
 
 def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
-    copy: Callable[[str, int], Path], tmp_path: Path
+    copy: Copy, tmp_path: Path
 ) -> None:
     folder = copy("fem_softmax", 1)
     found = [fingerprint(folder)]
@@ -198,13 +196,13 @@ def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(
         ),
     )
     found.append(fingerprint(folder))
-    architecture = json.loads((folder / "config.json").read_text())["architecture"]
+    architecture = json_object(folder / "config.json")["architecture"]
     changed(folder / "config.json", architecture=architecture | {"norm_eps": 1e-3})
     found.append(fingerprint(folder))
     (folder / "modeling_fem.py").write_text((folder / "modeling_fem.py").read_text() + "\n")
     found.append(fingerprint(folder))
     model = text_model("fem_softmax")
-    state = random_state(model, dtype=torch.float32)
+    state = random_state(model)
     found.append(fingerprint(save(model, tmp_path / "one", state)))
     assert fingerprint(save(model, tmp_path / "two", state, step=13)) == found[-1]
     state["decoder.layers.0.mixer.beta"] = state["decoder.layers.0.mixer.beta"] + 1e-3
@@ -231,17 +229,13 @@ BROKEN: dict[str, tuple[str, Spoil]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_folder_is_one_line(
-    copy: Callable[[str, int], Path], raised: Refused, case: str
-) -> None:
+def test_a_broken_folder_is_one_line(copy: Copy, raised: Refused, case: str) -> None:
     mixer, spoil = BROKEN[case]
     spoil(folder := copy(mixer, 1))
     raised(open_model, folder)
 
 
-def test_what_cannot_be_opened_is_one_line(
-    copy: Callable[[str, int], Path], tmp_path: Path, raised: Refused
-) -> None:
+def test_what_cannot_be_opened_is_one_line(copy: Copy, tmp_path: Path, raised: Refused) -> None:
     path = copy("fem_softmax", 0)
     larger = byte_tokenizer(tmp_path / "larger", pad_token="<pad>", unk_token="<unk>")
     for named in (path, copy("fem_softmax", 1)):

@@ -4,7 +4,6 @@ byte of every exported file.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from tests.tools.hf.checkpoints import (
     tensors,
     weights,
 )
-from tests.tools.hf.runs import files
+from tests.tools.hf.runs import Folders, files
 from tests.tools.hf.small import MIXERS, VOCAB, random_state, small
 from tests.wording import Wording
+from tools.hf.folder import json_object
 from tools.hf.open_model import open_model
 from tools.hf.weight_conversion import VOCABULARY
 
@@ -119,7 +119,7 @@ def test_special_tokens_need_no_tokenizer(
         place, more = tmp_path / f"hf{trip}", []
         assert hf("export", tmp_path / f"ck{trip}", place) == 0
         for file in ("config.json", "generation_config.json"):
-            told = json.loads((place / file).read_text())
+            told = json_object(place / file)
             assert (told["bos_token_id"], told["eos_token_id"], told.get("pad_token_id")) == (
                 3,
                 ends,
@@ -127,7 +127,7 @@ def test_special_tokens_need_no_tokenizer(
             )
     for found in (
         open_model(tmp_path / "ck1").model.config.to_dict(),
-        json.loads((place / "config.json").read_text()),
+        json_object(place / "config.json"),
     ):
         assert (found["max_position_embeddings"], found["eos_token_id"]) == (64, ends)
 
@@ -152,7 +152,7 @@ def test_a_stock_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_the_configuration_that_transformers_reads_wins(
-    exports: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+    exports: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     """An edited config.json: another norm, more iterations; a folder of an older version:
     defaults.
@@ -161,7 +161,7 @@ def test_the_configuration_that_transformers_reads_wins(
     folder.mkdir()
     for file in exports["fem_softmax"].iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    raw = json.loads((folder / "config.json").read_text())
+    raw = json_object(folder / "config.json")
     older = {
         key: value
         for key, value in raw["architecture"].items()

@@ -4,7 +4,6 @@ weights that convert back bit for bit.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from fem_megatron.update import frequencies
 from tests.tools.hf.checkpoints import STOCK_SIZES
 from tests.tools.hf.small import VOCAB, Held, random_state, small, tokens, trained_logits
 from tests.tools.refusals import Refused
+from tools.hf.folder import json_object
 from tools.hf.stock import StockError, exported, from_stock, model_of, stock_config
 from tools.hf.weight_conversion import VOCABULARY, Converted
 
@@ -103,7 +103,7 @@ def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
     """Logits are equal; weights convert back bit for bit; the configuration survives a file."""
     model, family = CASES[name]
     # Every number is different, so that an exchange of two rows is detected.
-    state = random_state(model, dtype=torch.float32, scale=0.15)
+    state = random_state(model, scale=0.15)
     ids = tokens(2, LENGTH)
     there = dict(exported(Held(state), model).items())
     for dtype, tolerance in TOLERANCES.items():
@@ -120,7 +120,7 @@ def test_it_is_transformers_own(name: str, tmp_path: Path) -> None:
     stock_config(
         model, dtype=torch.bfloat16, max_position_embeddings=64, eos_token_id=3
     ).save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
+    written = json_object(tmp_path / "config.json")
     assert (written["dtype"], written["max_position_embeddings"], written["eos_token_id"]) == (
         "bfloat16",
         64,

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Reader
 
+from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.readers import FAMILIES, KINDS, TEXTS, ids, write_reader
 from tests.tools.hf.small import export, small
-from tools.hf.__main__ import main
+from tools.hf.folder import json_object
 from tools.hf.open_model import quiet_transformers
 from tools.hf.tokenizer import auto_tokenizer, load_tokenizer
 
@@ -43,19 +44,19 @@ def test_classes_keep_their_special_tokens(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert load_tokenizer(folder).eos_token == "<|endoftext|>"
     out = export(small("transformer", vocab_size=640), tmp_path / "out", tokenizer=folder)
-    settings = json.loads((out / "tokenizer_config.json").read_text())
+    settings = json_object(out / "tokenizer_config.json")
     assert (
         settings["eos_token"] == "<|endoftext|>"
         and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     )
-    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert json_object(out / "config.json")["eos_token_id"] == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_opens_with_its_own_ids(tmp_path: Path, family: str) -> None:
     folder = write_reader(tmp_path / "tokenizer", "regex", "PreTrainedTokenizerFast")
     out = export(small(**FAMILIES[family]), tmp_path / "out", tokenizer=folder)
-    assert json.loads((out / "config.json").read_text())["model_type"] == family
+    assert json_object(out / "config.json")["model_type"] == family
     assert (out / "tokenization_fem.py").is_file() == (family == "qwen2")
     with quiet_transformers():
         for trust in (True, False):
@@ -77,10 +78,10 @@ def test_verify_compares_ids_also_as_transformers_reads_them(
     text = (folder / "tokenizer.json").read_text()
     assert "{1,3}" in text
     (other / "tokenizer.json").write_text(text.replace("{1,3}", "{1,4}"))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = json_object(folder / "tokenizer_config.json")
     del settings["auto_map"]
     (other / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert main(["verify", str(folder), str(other), "--device", "cpu"]) == 1
+    assert hf("verify", folder, other, "--device", "cpu") == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "the tokenizers differ: the same entries, but other ids for \"It's 7 o'clock" in last
     assert (

@@ -4,7 +4,6 @@ for all formats; numbers against a manual count.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -14,34 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from fem_megatron.config import ModelConfig
-from tests.tools.hf.checkpoints import changed, rewrite
+from tests.tools.hf.checkpoints import changed, hf, rewrite
 from tests.tools.hf.small import export, random_state, small
 from tests.tools.hf.texts import save, text_model
 from tests.tools.refusals import Refused
 from tests.wording import Wording
 from tools.hf.__main__ import main
 from tools.hf.compare import LOGITS, Predictions, compare_traces, difference, layer_of, trace
-from tools.hf.export import hf_config
+from tools.hf.configuration_fem import FemLMConfig
+from tools.hf.folder import json_object
 from tools.hf.modeling_fem import FemLMForCausalLM
 from tools.hf.open_model import open_model
 from tools.hf.verify import fixed_ids
 
 FEM = text_model("fem_softmax", num_layers=3)
 PLAIN = text_model("transformer", num_query_groups=2, num_layers=3)
+Copy = Callable[[str], Path]
+"""Name of a folder -> copy that a test may change."""
 IN_PROJ = "model.layers.1.mixer.in_proj.weight"
-
-
-def exported(
-    model: ModelConfig,
-    state: dict[str, torch.Tensor],
-    out: Path,
-    tokenizer: Path,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    return export(
-        model, out, state=state, tokenizer=tokenizer, dtype=dtype, card={"seq_length": 64}
-    )
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +44,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # grow from layer to layer.
         state = {
             key: tensor / 3 if tensor.ndim > 1 else tensor
-            for key, tensor in random_state(model, dtype=torch.float32).items()
+            for key, tensor in random_state(model).items()
         }
         tokenizer = save(model, out / name, state) / "tokenizer"
-        exported(model, state, out / f"{name}_hf", tokenizer)
-        exported(model, state, out / f"{name}_bf16", tokenizer, torch.bfloat16)
+        for kind, dtype in (("hf", torch.float32), ("bf16", torch.bfloat16)):
+            place, card = out / f"{name}_{kind}", {"seq_length": 64}
+            export(model, place, state, tokenizer, dtype=dtype, card=card)
     return out
 
 
 @pytest.fixture
-def other(folder: Path, tmp_path: Path) -> Callable[[str], Path]:
+def other(folder: Path, tmp_path: Path) -> Copy:
     """Copies of a folder that a test may change."""
     return lambda name: Path(shutil.copytree(folder / name, tmp_path / "other"))
 
@@ -80,18 +70,9 @@ def verify(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(code: int, a: str | Path, b: str | Path, *more: str) -> tuple[str, dict[str, Any]]:
         capsys.readouterr()
-        given = [
-            "verify",
-            str(folder / a),
-            str(folder / b),
-            "--json",
-            str(tmp_path / "found.json"),
-            "--device",
-            "cpu",
-            *more,
-        ]
-        assert main(given) == code
-        found = json.loads((tmp_path / "found.json").read_text())
+        output = ("--json", tmp_path / "found.json")
+        assert hf("verify", folder / a, folder / b, *output, "--device", "cpu", *more) == code
+        found = json_object(tmp_path / "found.json")
         assert found["equal"] == (code == 0) == (found["faults"] == []) and (
             code == 1 or found["first"] is None
         )
@@ -135,7 +116,7 @@ def test_rounded_weights_are_equal_at_their_own_tolerance(verify: Verify, name: 
     ],
 )
 def test_the_broken_tensor_is_named(
-    verify: Verify, other: Callable[[str], Path], name: str, tensor: str, where: str
+    verify: Verify, other: Copy, name: str, tensor: str, where: str
 ) -> None:
     broken = other(f"{name}_hf")
     rewrite(broken, lambda found: found[tensor][7, 3].add_(0.12))
@@ -153,7 +134,7 @@ def test_the_broken_tensor_is_named(
 
 
 def test_a_weight_that_no_prompt_reads_is_found(
-    verify: Verify, other: Callable[[str], Path], tmp_path: Path
+    verify: Verify, other: Copy, tmp_path: Path
 ) -> None:
     row = next(row for row in range(101, 256) if all(row not in ids for ids in fixed_ids(257, 64)))
     (tmp_path / "prompts.txt").write_text("abc\n\n")
@@ -167,11 +148,9 @@ def test_a_weight_that_no_prompt_reads_is_found(
     )
 
 
-def test_a_setting_alone_is_told_from_a_weight(
-    verify: Verify, other: Callable[[str], Path]
-) -> None:
+def test_a_setting_alone_is_told_from_a_weight(verify: Verify, other: Copy) -> None:
     edited = other("plain_hf")
-    rope = json.loads((edited / "config.json").read_text())["rope_parameters"]
+    rope = json_object(edited / "config.json")["rope_parameters"]
     changed(edited / "config.json", rope_parameters=rope | {"rope_theta": 500.0})
     text, found = verify(1, "plain", edited)
     assert (
@@ -187,7 +166,7 @@ def test_a_setting_alone_is_told_from_a_weight(
     )
 
 
-def test_other_tokenizers_are_told(verify: Verify, other: Callable[[str], Path]) -> None:
+def test_other_tokenizers_are_told(verify: Verify, other: Copy) -> None:
     edited = other("plain_hf")
     text = (edited / "tokenizer.json").read_text()
     (edited / "tokenizer.json").write_text(
@@ -287,8 +266,7 @@ def test_a_trace_is_what_the_model_computes(folder: Path) -> None:
     assert torch.equal(seen["layer 1"], wanted.hidden_states[2][0]) and torch.equal(
         seen["final norm"], wanted.hidden_states[-1][0]
     )
-    config: Any = hf_config(text_model("cem", recurrence=2), torch.float32)
-    looped = FemLMForCausalLM(config).eval()
+    looped = FemLMForCausalLM(FemLMConfig(text_model("cem", recurrence=2).__dict__)).eval()
     seen = trace(looped, ids)
     assert {
         "layer 0, mixer",

@@ -4,20 +4,17 @@ tokens; and checkpoints of models for it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.folder import Progress
-from pretrain.checkpoint.writer import save_weights
-from pretrain.config import RunConfig
-from tests.tools.hf.small import random_state, small
+from pretrain.config import DataConfig
+from tests.tools.hf import checkpoints
+from tests.tools.hf.small import small
 
 ENTRIES = 257  # bytes, and the end of a text
 
@@ -53,15 +50,7 @@ def save(
     """Write an import's folder: a checkpoint with only weights, random by default, and its
     tokenizer.
     """
-    state = random_state(model, dtype=torch.float32) if state is None else state
-    config = replace(RunConfig(), name="small", model=model)
-    save_weights(
-        out,
-        state.items(),
-        replace(config, data=replace(config.data, seq_length=64)),
-        Progress(step, 96, 960),
-        "data-key",
-    )
+    checkpoints.save(model, out, state, step=step, data=DataConfig(seq_length=64))
     if tokenizer:
         byte_tokenizer(out / "tokenizer")
     return out
