@@ -35,13 +35,10 @@ from tests.data_prep.forked import forked_workers as forked_workers
 from tests.launch.supervised import alive
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARES = ("--valid-percent", "10", "--test-percent", "5")
-ALL_TRAIN = ("--valid-percent", "0", "--test-percent", "0")
-SMALL_UNITS = ("--unit-mb", "0.001")  # one unit per row group
-HF = (
-    "--encoder",
-    "hf",
-)  # skips gigatoken's self-check, which takes longer than the rest of a run
+SHARES = "--valid-percent 10 --test-percent 5"
+ALL_TRAIN = "--valid-percent 0 --test-percent 0"
+SMALL_UNITS = "--unit-mb 0.001"  # one unit per row group
+HF = "--encoder hf"  # skips gigatoken's self-check, which takes longer than the rest of a run
 WORDS = (
     "the of and energy free mixer value return import class self def tensor gate prior reads "
     "writes 3.14 2025 naïve 東京 🙂 "
@@ -87,9 +84,20 @@ def write_parquet(
 # --- commands -------------------------------------------------------------------------------------
 
 
+def words_of(*arguments: object) -> list[str]:
+    """Return the words of a command line. A text that begins with ``--`` is split at spaces."""
+    words: list[str] = []
+    for argument in arguments:
+        if isinstance(argument, str) and argument.startswith("--"):
+            words += argument.split(" ")
+        else:
+            words.append(str(argument))
+    return words
+
+
 def command(*arguments: object) -> list[str]:
     """Return the words of ``python -m data_prep …``."""
-    return [sys.executable, "-m", "data_prep", *map(str, arguments)]
+    return [sys.executable, "-m", "data_prep", *words_of(*arguments)]
 
 
 def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -97,12 +105,8 @@ def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
 
     The keyword arguments are environment variables, except the working folder.
     """
-    here, words, out, err = (
-        environment.pop("HERE", str(ROOT)),
-        list(map(str, arguments)),
-        io.StringIO(),
-        io.StringIO(),
-    )
+    here, words = environment.pop("HERE", str(ROOT)), words_of(*arguments)
+    out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(here)
         for name, value in environment.items():
@@ -157,10 +161,8 @@ def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess
 
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program in a separate process."""
-    words, known = (
-        [sys.executable, "-c", code, *map(str, arguments)],
-        {**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+    words = [sys.executable, "-c", code, *words_of(*arguments)]
+    known = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(words, cwd=ROOT, env=known, capture_output=True, text=True, timeout=500)
 
 
@@ -208,8 +210,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
 
 def plan_folder(out: Path, inputs: Iterable[Path], tokenizer: Path, *options: str) -> Path:
     """Make a folder with a plan and no finished units."""
-    shares = () if "--valid-percent" in options else SHARES
-    done("plan", *inputs, "--tokenizer", tokenizer, "--out", out, *shares, *options)
+    done("plan", *inputs, f"--tokenizer {tokenizer} --out {out}", SHARES, *options)
     return out
 
 
@@ -224,8 +225,13 @@ def encode_units(out: Path, numbers: Iterable[int] | None = None) -> Path:
 
 def merge(out: Path, *options: str) -> Path:
     """Run ``merge`` and accept every bad row."""
-    done("merge", out, "--max-bad", "100%", *options)
+    done("merge", out, "--max-bad 100%", *options)
     return out
+
+
+def prepared(out: Path, inputs: Iterable[Path], tokenizer: Path, *options: str) -> Path:
+    """Plan, encode in this process and merge, and return the data folder."""
+    return merge(encode_units(plan_folder(out, inputs, tokenizer, *options)))
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -373,7 +379,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, documents: list[tuple[str, 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     out = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
-    done("train-tokenizer", corpus, "--vocab-size", 320, "--out", out)
+    done("train-tokenizer", corpus, "--vocab-size 320 --out", out)
     return out
 
 
@@ -381,7 +387,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path) -> Path:
     """Data of the corpus, made by a complete ``run``."""
     out = tmp_path_factory.mktemp("made") / "data"
-    done("run", corpus, "--tokenizer", tokenizer, "--out", out, *SHARES)
+    done("run", corpus, f"--tokenizer {tokenizer} --out {out}", SHARES)
     return out
 
 
@@ -397,7 +403,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def encoded(tmp_path_factory: pytest.TempPathFactory, rows: Path, tokenizer: Path) -> Path:
     """Folder with the five units of ``rows``, encoded but not merged."""
     return encode_units(
-        plan_folder(tmp_path_factory.mktemp("encoded") / "data", [rows], tokenizer, *SMALL_UNITS)
+        plan_folder(tmp_path_factory.mktemp("encoded") / "data", [rows], tokenizer, SMALL_UNITS)
     )
 
 
@@ -430,13 +436,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
     """Data of ``many``: 40 units, encoded one after another in this process."""
-    return merge(
-        encode_units(
-            plan_folder(
-                tmp_path_factory.mktemp("many_made") / "data", [many], tokenizer, *SMALL_UNITS
-            )
-        )
-    )
+    return prepared(tmp_path_factory.mktemp("many_made") / "data", [many], tokenizer, SMALL_UNITS)
 
 
 # A user mask, which runs in the workers. It records each unit that starts (one batch of `many`),
@@ -461,16 +461,8 @@ UNITS = 40
 def masked(tmp_path: Path, many: Path, tokenizer: Path) -> list[object]:
     """Command of a run of 40 units with a mask into TMP/out."""
     (tmp_path / "mask.py").write_text(MASK)
-    options = (
-        *SHARES,
-        *SMALL_UNITS,
-        *HF,
-        "--mask",
-        f"{tmp_path / 'mask.py'}:keep",
-        "--workers",
-        "2",
-    )
-    return ["run", many, "--tokenizer", tokenizer, "--out", tmp_path / "out", *options]
+    files = f"--tokenizer {tokenizer} --out {tmp_path}/out --mask {tmp_path}/mask.py:keep"
+    return ["run", many, files, SHARES, SMALL_UNITS, HF, "--workers 2"]
 
 
 def entries(out: Path) -> set[int]:

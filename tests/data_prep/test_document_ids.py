@@ -55,8 +55,6 @@ def test_a_document_is_found_by_number_and_by_id(
 def test_texts_that_are_their_own_ids_are_not_written_twice(
     tmp_path: Path, rows: Path, tokenizer: Path
 ) -> None:
-    options = (*room.SMALL_UNITS, "--id-column", "text")
-    out = room.merge(
-        room.encode_units(room.plan_folder(tmp_path / "data", [rows], tokenizer, *options))
-    )
+    options = f"{room.SMALL_UNITS} --id-column text"
+    out = room.prepared(tmp_path / "data", [rows], tokenizer, options)
     assert not list(out.glob("*.ids")) and room.cli("verify", out).returncode == 0

@@ -30,6 +30,7 @@ from data_prep.encode.splits import SPLITS, Split, fitting, hash64, hash_ids
 from data_prep.sources import Rows
 from data_prep.sources.rows import BadRow, Drop
 from fem_common.errors import UserError
+from tests.data_prep import conftest as room
 
 PIECES = [
     b"plain ",
@@ -359,17 +360,15 @@ def test_the_shares_that_fit_leave_no_split_empty() -> None:
 def parse(*options: str) -> Settings:
     parser = argparse.ArgumentParser()
     add_settings_arguments(parser)
-    return settings_of(parser.parse_args(options))
+    return settings_of(parser.parse_args(room.words_of(*options)))
 
 
 def test_options_become_settings() -> None:
     assert parse() == Settings() and Settings().columns.extra == ()
-    options = (
-        "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l "
-        "--language en --language fr --language en"
-    )
     settings = parse(
-        *options.split(), *"--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0".split()
+        "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l",
+        "--language en --language fr --language en",
+        "--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0",
     )
     assert settings == Settings(
         "t", "i", "s", "l", 2.5, ("en", "fr"), 3, 9, valid_percent=1.0, test_percent=0.0
@@ -404,14 +403,14 @@ def keep(batch, places, path):
 def masked(folder: Path, code: str, *options: str) -> Settings:
     """Return the settings of a command line with --mask."""
     (folder / "mask.py").write_text(code)
-    return parse("--mask", f"{folder / 'mask.py'}:keep", *options)
+    return parse(f"--mask {folder}/mask.py:keep", *options)
 
 
 def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "duplicates.txt").write_text("id-4 id-99")
-    settings = masked(tmp_path, DEDUPLICATE, "--min-bytes", "2")
+    settings = masked(tmp_path, DEDUPLICATE, "--min-bytes 2")
     assert settings.columns.extra == ("url",)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "duplicates.txt",
@@ -452,17 +451,10 @@ def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(
 
 def test_text_as_id_and_no_rows_left_for_the_mask(tmp_path: Path) -> None:
     code = (
-        "import pyarrow as pa\ndef keep(batch, places, path):\n    return pa.array([v > 'b' for "
-        "v in batch['text'].to_pylist()])\n"
+        "import pyarrow as pa\ndef keep(batch, places, path):\n    assert len(places)\n    return "
+        "pa.array([v > 'b' for v in batch['text'].to_pylist()])\n"
     )
-    selection = Selection(
-        masked(
-            tmp_path,
-            code.replace("    return", "    assert len(places)\n    return"),
-            "--id-column",
-            "text",
-        )
-    )
+    selection = Selection(masked(tmp_path, code, "--id-column text"))
     assert selection.of(batch_of(text=[b"a", b"c"]))[0].ids.to_pylist() == [b"c"]
     assert selection.of(batch_of(text=pa.array([None, b""], pa.binary())))[1] == {
         Drop.NULL_TEXT: 1,

@@ -244,7 +244,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(
     for name, damage in TOKENIZERS.items():
         damage(room.copied(tokenizer, tmp_path / name))
         wording(
-            room.refused("plan", corpus, "--tokenizer", tmp_path / name, "--out", tmp_path / "out"),
+            room.refused("plan", corpus, "--tokenizer", tmp_path / name, f"--out {tmp_path}/out"),
             VERSION=__import__("tokenizers").__version__,
         )
     assert not (tmp_path / "out").exists()

@@ -260,14 +260,7 @@ def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(
     for path in TEN:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(FILES[path])
-    settings = (*room.SHARES, *room.SMALL_UNITS)
-    room.merge(
-        room.encode_units(
-            room.plan_folder(
-                tmp_path / "local", [tmp_path / "sample"], tokenizer, *room.SMALL_UNITS
-            )
-        )
-    )
+    room.prepared(tmp_path / "local", [tmp_path / "sample"], tokenizer, room.SMALL_UNITS)
     known = {
         "HF_ENDPOINT": server.endpoint,
         "HF_HOME": str(tmp_path / "home"),
@@ -276,18 +269,17 @@ def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(
     }
     out = tmp_path / "out"
     server.gated |= {"datasets/some/edu", "models/org/tok"}
-    planned = room.alone(
-        "plan", EDU, "--subset", "ten", "--tokenizer", "org/tok", "--out", out, *settings, **known
-    )
+    options = f"--subset ten --tokenizer org/tok --out {out} {room.SHARES} {room.SMALL_UNITS}"
+    planned = room.alone("plan", EDU, options, **known)
     assert planned.returncode == 0, planned.stderr
     server.push("datasets/some/edu", {path: parquet(50) for path in TEN})
-    refused = room.alone("run", "--out", out, *room.HF, **known | {"HF_TOKEN": ""})
+    refused = room.alone("run", "--out", out, room.HF, **known | {"HF_TOKEN": ""})
     assert (
         refused.returncode == 2
         and "some/edu is gated" in refused.stderr
         and "Traceback" not in refused.stderr
     )
-    done = room.alone("run", "--out", out, *room.HF, "--workers", "2", **known)
+    done = room.alone("run", "--out", out, room.HF, "--workers 2", **known)
     assert done.returncode == 0, done.stderr
     assert (
         room.merged_hashes(out) == room.merged_hashes(tmp_path / "local") and server.strangers == []

@@ -42,10 +42,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     for file, valid, test, column in zip(
         files, ("10", "20", "0"), ("5", "0", "0"), ("id", "text", "id"), strict=True
     ):
-        shares = ("--valid-percent", valid, "--test-percent", test, "--id-column", column)
-        room.merge(
-            room.encode_units(room.plan_folder(root / file.stem, [file], tokenizer, *shares))
-        )
+        options = f"--valid-percent {valid} --test-percent {test} --id-column {column}"
+        room.prepared(root / file.stem, [file], tokenizer, options)
     return root
 
 
@@ -60,7 +58,7 @@ def test_weights_are_shares_of_the_training_tokens_by_default(
     folders: Path, tmp_path: Path
 ) -> None:
     out, all_ = tmp_path / "deeper" / "blend.yaml", [folders / name for name in "abc"]
-    said = room.done("blend", out, *all_, "--seq-length", 64)
+    said = room.done("blend", out, *all_, "--seq-length 64")
     section = yaml.safe_load(out.read_text())
     assert section["seq_length"] == 64 and list(section) == ["train", "valid", "test", "seq_length"]
     for split, number in (("train", 3), ("valid", 2), ("test", 1)):
@@ -81,7 +79,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
     folders: Path, tmp_path: Path
 ) -> None:
     out, a, b = tmp_path / "blend.yaml", folders / "a", folders / "b"
-    said = room.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length", 64)
+    said = room.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length 64")
     section = yaml.safe_load(out.read_text())
     assert (
         [source["weight"] for source in section["train"]]
@@ -99,11 +97,11 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(
     )
     assert f"{of_a / 0.25 / 1e3:.3g}k until all" in said
     room.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
-    room.done("blend", "blend.yaml", "lr=3", "--seq-length", 64, "--overwrite", HERE=str(tmp_path))
+    room.done("blend", "blend.yaml", "lr=3", "--seq-length 64 --overwrite", HERE=str(tmp_path))
     assert yaml.safe_load(out.read_text())["train"] == [
         {"prefix": str(tmp_path / "lr=3" / "train"), "weight": 1.0}
     ]
-    room.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length", 64, HERE=str(tmp_path))
+    room.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length 64", HERE=str(tmp_path))
 
 
 # --- index ----------------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ def test_from_text_to_a_run_on_a_blend(
         room.copied(folders / "b", tmp_path / "books"),
         tmp_path / "cache",
     )
-    room.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length", 32)
+    room.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length 32")
     small = [text for text in SMALL if not text.startswith("data.")]
     settings = [
         DEMO,
@@ -141,7 +139,7 @@ def test_from_text_to_a_run_on_a_blend(
     (name,) = before = caches()
     assert done.stdout.splitlines()[-1].startswith(f"index cache {cache / name}: ")
     for folder in (web, books):
-        room.done("verify", folder, "--index-cache", cache)
+        assert "1 index caches" in room.done("verify", folder, f"--index-cache {cache}")
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     capsys.readouterr()
@@ -164,7 +162,7 @@ def test_from_text_to_a_run_on_a_blend(
     )
     shutil.rmtree(books)
     file = room.write_parquet(tmp_path / "books.parquet", room.make_documents(300, 60, seed=3))
-    room.merge(room.encode_units(room.plan_folder(books, [file], web / "tokenizer")))
+    room.prepared(books, [file], web / "tokenizer")
     assert pretrain([*settings, "--index"]) == 0
     assert len(caches()) == 2 and name not in capsys.readouterr().out
     assert room.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale

@@ -93,7 +93,7 @@ def test_ids_of_some_units_alone_are_not_merged_and_data_without_ids_stays_reada
         shards / "shards" / "00001.json",
         lambda entry: [part.pop("ids") for part in entry["splits"].values()],
     )
-    said = room.done("merge", shards, "--max-bad", "100%")
+    said = room.done("merge", shards, "--max-bad 100%")
     assert f"{shards}: no document ids for train, valid, test: units 1 were encoded before" in said
     assert not list(shards.rglob("*.ids")) and room.merged_hashes(shards) == room.merged_hashes(
         merged
@@ -115,7 +115,7 @@ def refused(out: Path, *options: object, code: int = 2) -> str:
         }
 
     before = kept()
-    said = room.refused("merge", out, "--max-bad", "100%", *options, code=code)
+    said = room.refused("merge", out, "--max-bad 100%", *options, code=code)
     assert kept() == before
     return said
 
@@ -127,7 +127,7 @@ def test_missing_units_are_named_with_their_tasks(shards: Path) -> None:
         f"3 of 5 units are not done: 1-3; do them with: python -m data_prep run --out {shards}"
         in refused(shards)
     )
-    assert "1-3 (of 3 tasks, those of 0-2)" in refused(shards, "--tasks", 3)
+    assert "1-3 (of 3 tasks, those of 0-2)" in refused(shards, "--tasks 3")
 
 
 DAMAGE = """
@@ -161,13 +161,13 @@ def test_too_many_bad_rows_end_in_1_and_raising_the_limit_merges(
 ) -> None:
     bad = sum(room.manifest_of(merged)["source"]["dropped"].values())
     for limit in ("0", "0.1%", bad - 1):
-        result = room.cli("merge", shards, "--max-bad", limit)
+        result = room.cli("merge", shards, f"--max-bad {limit}")
         assert (
             result.returncode == 1
             and "rows are bad" in result.stderr
             and not (shards / "manifest.json").exists()
         )
-    room.done("merge", shards, "--max-bad", bad)
+    room.done("merge", shards, f"--max-bad {bad}")
     assert room.snapshot(shards) == room.snapshot(merged)
 
 
@@ -176,9 +176,7 @@ def test_an_empty_split_and_a_disk_too_small_are_told_before_anything_is_copied(
 ) -> None:
     nothing = room.write_parquet(tmp_path / "nothing.parquet", [("a", None), ("b", "")])
     assert "'train' would be empty" in refused(
-        room.encode_units(
-            room.plan_folder(tmp_path / "none", [nothing], tokenizer, *room.ALL_TRAIN)
-        )
+        room.encode_units(room.plan_folder(tmp_path / "none", [nothing], tokenizer, room.ALL_TRAIN))
     )
     usage = shutil.disk_usage(shards)._replace(free=5000)
     monkeypatch.setattr("data_prep.verbs.merge.shutil.disk_usage", lambda path: usage)
@@ -209,7 +207,7 @@ def test_of_the_shards_folder_only_what_units_wrote_is_removed(
         (shards / "shards" / name).parent.mkdir(exist_ok=True)
         (shards / "shards" / name).write_text(name)
     if options:
-        room.plan_folder(shards, [rows], tokenizer, "--unit-mb", "7", *options)
+        room.plan_folder(shards, [rows], tokenizer, "--unit-mb 7", *options)
     else:
         room.merge(shards)
     assert room.snapshot(shards / "shards") == {name: name.encode() for name in foreign}
@@ -222,9 +220,7 @@ def test_data_of_an_earlier_plan_goes_when_the_new_is_whole(
     plan, and an obsolete split.
     """
     fewer = room.encode_units(
-        room.plan_folder(
-            tmp_path / "out", [rows], tokenizer, "--valid-percent", "10", "--test-percent", "0"
-        )
+        room.plan_folder(tmp_path / "out", [rows], tokenizer, "--valid-percent 10 --test-percent 0")
     )
     for folder in (shards, fewer):
         for name in ("test.bin", "test.idx", "test.ids", "manifest.json"):

@@ -41,18 +41,8 @@ def notes(tmp_path: Path) -> Path:
 
 
 def run(inputs: Path, tokenizer: Path, out: Path, *options: object) -> list[object]:
-    return [
-        "run",
-        inputs,
-        "--tokenizer",
-        tokenizer,
-        "--out",
-        out,
-        *room.HF,
-        "--max-bad",
-        "100%",
-        *options,
-    ]
+    files = f"--tokenizer {tokenizer} --out {out}"
+    return ["run", inputs, files, room.HF, "--max-bad 100%", *options]
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 40, 100, 777, 10**9])
@@ -88,27 +78,25 @@ def test_documents_are_files_or_paragraphs_wherever_units_are_cut(
 
 def test_every_verb_takes_a_folder_of_text(tmp_path: Path, notes: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
-    room.done("train-tokenizer", notes, "--vocab-size", 280, "--out", tokenizer)
+    room.done("train-tokenizer", notes, "--vocab-size 280 --out", tokenizer)
     for options in ([], ["--paragraphs"]):
         assert "files: 40 " in room.done(
-            "inspect", notes, "--tokenizer", tokenizer, *room.HF, *options
+            "inspect", notes, "--tokenizer", tokenizer, room.HF, *options
         )
         one, small = (tmp_path / f"{name}{len(options)}" for name in ("one", "small"))
-        room.done(*run(notes, tokenizer, one, *room.SHARES, *options, "--unit-mb", 1))
-        room.done(*run(notes, tokenizer, small, *room.SHARES, *options, *room.SMALL_UNITS))
+        room.done(*run(notes, tokenizer, one, room.SHARES, *options, "--unit-mb 1"))
+        room.done(*run(notes, tokenizer, small, room.SHARES, *options, room.SMALL_UNITS))
         assert room.merged_hashes(one) == room.merged_hashes(small)
         assert "encoded again agree" in room.done("verify", small)
         assert room.done("status", small) and room.done("stats", small)
-    command = run(notes, tokenizer, tmp_path / "one0", *room.SHARES, "--unit-mb", 1)
+    command = run(notes, tokenizer, tmp_path / "one0", room.SHARES, "--unit-mb 1")
     for hidden in notes.rglob(".*"):  # otherwise an additional line would list it
         hidden.unlink()
     assert "another --paragraphs" in room.refused(*command, "--paragraphs")
     (notes / "00.txt").write_text("another text")
     assert "other inputs" in room.refused(*command)
     (notes / "more" / "03.txt").write_bytes(b"a caf\xe9, as latin-1 has it")
-    said = room.cli(
-        *run(notes, tokenizer, tmp_path / "bad", *room.ALL_TRAIN, "--max-bad", 0)
-    ).stderr
+    said = room.cli(*run(notes, tokenizer, tmp_path / "bad", room.ALL_TRAIN, "--max-bad 0")).stderr
     assert f"{notes / 'more' / '03.txt'}, byte 0: invalid_utf8 (byte 5: " in said
 
 
@@ -124,23 +112,15 @@ def test_rows_without_an_id_have_file_and_place(tmp_path: Path, tokenizer: Path,
             else:
                 pq.write_table(pa.table({"text": part}), path, row_group_size=10)
     whole, small, moved = (tmp_path / name for name in ("whole", "small", "moved"))
-    assert (
-        room.done(*run(tmp_path / "here", tokenizer, whole, *room.SHARES, "--workers", 1)).count(
-            "no column 'id'"
-        )
-        == 1
-    )
-    room.merge(
-        room.encode_units(
-            room.plan_folder(small, [tmp_path / "here"], tokenizer, *room.SMALL_UNITS)
-        )
-    )
-    room.merge(room.encode_units(room.plan_folder(moved, [tmp_path / "there"], tokenizer)))
+    said = room.done(*run(tmp_path / "here", tokenizer, whole, room.SHARES, "--workers 1"))
+    assert said.count("no column 'id'") == 1
+    room.prepared(small, [tmp_path / "here"], tokenizer, room.SMALL_UNITS)
+    room.prepared(moved, [tmp_path / "there"], tokenizer)
     assert room.merged_hashes(whole) == room.merged_hashes(small) == room.merged_hashes(moved)
     assert "encoded again agree" in room.done("verify", small)
     assert all(len(room.read_split(whole, name)) > 3 for name in ("train", "valid", "test"))
     (tmp_path / "there" / f"0.{kind}").rename(tmp_path / "there" / f"00.{kind}")
-    assert "other inputs" in room.refused(*run(tmp_path / "there", tokenizer, moved, *room.SHARES))
+    assert "other inputs" in room.refused(*run(tmp_path / "there", tokenizer, moved, room.SHARES))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 30])
@@ -151,7 +131,7 @@ def test_an_empty_split_is_told_before_anything_is_encoded_with_one_that_fits(
         "".join(json.dumps({"text": f"text {i}", "id": i}) + "\n" for i in range(number))
     )
     command = run(tmp_path / "a.jsonl", tokenizer, tmp_path / "out")
-    error = room.refused(*command, "--valid-percent", "0.5", "--test-percent", "0.5")
+    error = room.refused(*command, "--valid-percent 0.5 --test-percent 0.5")
     advice = re.search(
         r"valid and test would be empty.* give (--valid-percent \S+ --test-percent \S+)", error
     )

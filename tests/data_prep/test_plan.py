@@ -18,11 +18,11 @@ from tests.data_prep import conftest as room
 
 
 def words(inputs: list[Path], tokenizer: Path, out: Path, *options: str) -> list[object]:
-    return ["plan", *inputs, "--tokenizer", tokenizer, "--out", out, *options]
+    return ["plan", *inputs, f"--tokenizer {tokenizer} --out {out}", *options]
 
 
 def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer: Path) -> None:
-    command = words([many], tokenizer, tmp_path / "a", *room.SMALL_UNITS)
+    command = words([many], tokenizer, tmp_path / "a", room.SMALL_UNITS)
     said = room.done(*command)
     assert all(
         part in said for part in ("written", "1 files", "1,600 rows", "40 units", "120 shards")
@@ -32,7 +32,7 @@ def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer:
     again = room.done(*command)
     assert "unchanged" in again and again.splitlines()[1:] == said.splitlines()[1:]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
-    room.done(*words([many], tokenizer, tmp_path / "b", *room.SMALL_UNITS))
+    room.done(*words([many], tokenizer, tmp_path / "b", room.SMALL_UNITS))
     assert {"plan.json", "tokenizer/tokenizer.json"} <= set(room.snapshot(tmp_path / "a"))
 
 
@@ -55,21 +55,19 @@ def test_what_makes_another_plan_is_named(
     pq.write_table(
         pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=200, use_dictionary=False
     )
-    command = words([tmp_path / "a.parquet"], tokenizer, tmp_path / "out", *room.SMALL_UNITS)
+    command = words([tmp_path / "a.parquet"], tokenizer, tmp_path / "out", room.SMALL_UNITS)
     for case in OTHER.strip().splitlines():
         options, said = case.split(" | ")
         room.done(*command, "--overwrite")
         before = room.snapshot(tmp_path / "out")
-        error = room.refused(*command, *options.split())
+        error = room.refused(*command, options)
         assert (
             said in error and "--overwrite" in error and room.snapshot(tmp_path / "out") == before
         )
-        room.done(*command, *options.split(), "--overwrite")
-        assert "unchanged" in room.done(*command, *options.split())
-    out, other = (
-        tmp_path / "inputs",
-        room.write_parquet(tmp_path / "other.parquet", room.make_documents(9, 9, seed=9)),
-    )
+        room.done(*command, options, "--overwrite")
+        assert "unchanged" in room.done(*command, options)
+    out = tmp_path / "inputs"
+    other = room.write_parquet(tmp_path / "other.parquet", room.make_documents(9, 9, seed=9))
     room.done(*words([many, corpus], tokenizer, out))
     spoilt = room.copied(tokenizer, tmp_path / "spoilt")
     room.edit_json(spoilt / "tokenizer.json", lambda spec: None)
@@ -111,14 +109,10 @@ def test_overwrite_makes_complete_data_anew_and_goes_on_with_what_a_kill_left(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
 ) -> None:
     out = room.encode_units(
-        room.plan_folder(tmp_path / "out", [many], tokenizer, *room.SMALL_UNITS), range(20)
+        room.plan_folder(tmp_path / "out", [many], tokenizer, room.SMALL_UNITS), range(20)
     )
-    command = [
-        "run",
-        *words([many], tokenizer, out, *room.SHARES, *room.SMALL_UNITS, *room.HF, "--overwrite")[
-            1:
-        ],
-    ]
+    files = f"--tokenizer {tokenizer} --out {out} --overwrite"
+    command = ["run", many, files, room.SHARES, room.SMALL_UNITS, room.HF]
     assert "20 of 40 units to do" in room.done(*command)
     (out / "train.bin").write_bytes(bytes((out / "train.bin").stat().st_size))
     assert "40 of 40 units to do" in room.done(*command)
@@ -128,14 +122,12 @@ def test_overwrite_makes_complete_data_anew_and_goes_on_with_what_a_kill_left(
 def test_run_goes_on_with_the_plan_and_refuses_what_is_not_in_it(
     tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
 ) -> None:
-    out = room.plan_folder(tmp_path / "out", [rows], tokenizer, *room.SMALL_UNITS)
+    out = room.plan_folder(tmp_path / "out", [rows], tokenizer, room.SMALL_UNITS)
     for option in ("--min-bytes 7", "--language en", "--unit-mb 5", "--overwrite", "--subset x"):
-        assert f"{option.split()[0]} differs from the plan" in room.refused(
-            "run", "--out", out, *option.split()
-        )
-    room.done(
-        "run", "--out", out, *room.SHARES, "--tokenizer", tokenizer, *room.HF, "--max-bad", "100%"
-    )
+        error = room.refused("run", "--out", out, option)
+        assert f"{option.split()[0]} differs from the plan" in error
+    options = f"--tokenizer {tokenizer} --out {out} --max-bad 100%"
+    room.done("run", options, room.SHARES, room.HF)
     assert room.snapshot(out) == room.snapshot(merged)
 
 
@@ -168,7 +160,7 @@ def test_inputs_where_data_prep_writes_are_refused(
             assert "is at a path that data_prep writes in --out" in error, error
     assert room.snapshot(out) == before
     room.done(
-        *words([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another", *room.ALL_TRAIN)
+        *words([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another", room.ALL_TRAIN)
     )
 
 
@@ -177,7 +169,7 @@ def test_out_below_an_input_folder_is_no_input(tmp_path: Path, tokenizer: Path, 
     rows = [{"id": f"a{i}", "text": f"text {i}"} for i in range(90)] + [{"id": "b", "text": None}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / below
-    options = ["--tokenizer", tokenizer, "--out", out, *room.SHARES, "--max-bad", "100%", *room.HF]
+    options = [f"--tokenizer {tokenizer} --out {out}", room.SHARES, "--max-bad 100%", room.HF]
     room.done("run", tmp_path, *options)
     before = room.snapshot(out)
     assert {"units.jsonl", "bad_rows.jsonl"} <= set(before)

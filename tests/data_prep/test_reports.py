@@ -45,17 +45,11 @@ def report(*arguments: object) -> dict[str, Any]:
 def test_an_estimate_from_everything_is_what_run_writes(
     corpus: Path, tokenizer: Path, made: Path
 ) -> None:
-    found, splits = (
-        report("inspect", corpus, "--tokenizer", tokenizer, *room.HF, "--workers", 3),
-        room.manifest_of(made)["splits"].values(),
-    )
-    whole, sums = (
-        found["estimate"],
-        {
-            name: sum(split[name] for split in splits)
-            for name in ("documents", "tokens", "text_bytes")
-        },
-    )
+    found = report("inspect", corpus, f"--tokenizer {tokenizer} --workers 3", room.HF)
+    whole, splits = found["estimate"], room.manifest_of(made)["splits"].values()
+    sums = {
+        name: sum(split[name] for split in splits) for name in ("documents", "tokens", "text_bytes")
+    }
     assert (
         found["sample"]["whole"]
         and whole["share_of_text"] == 1
@@ -88,9 +82,9 @@ def test_an_estimate_from_a_sample_is_near_and_says_from_how_much(
             room.make_documents(1000, words, seed=20 + number),
             row_group_size=250,
         )
-    command = ("inspect", tmp_path, "--tokenizer", tokenizer, *room.HF)
+    command = ("inspect", tmp_path, f"--tokenizer {tokenizer}", room.HF)
     truth = report(*command)["estimate"]
-    tenth = (*command, "--sample-mb", truth["text_bytes"] / 1e7)
+    tenth = (*command, f"--sample-mb {truth['text_bytes'] / 1e7}")
     found = report(*tenth)
     sample, guess = found["sample"], found["estimate"]
     assert (
@@ -122,7 +116,7 @@ def test_rows_of_jsonl_are_estimated(tmp_path: Path, packed: bool) -> None:
         sum(len(text.encode()) for _, text in documents),
     )
     file.write_bytes(gzip.compress(content) if packed else content)
-    found = report("inspect", file, "--sample-mb", total / 5e6)
+    found = report("inspect", file, f"--sample-mb {total / 5e6}")
     assert found["files"]["rows"] is None and found["files"]["kinds"] == {
         "jsonl.gz" if packed else "jsonl": 1
     }
@@ -136,7 +130,7 @@ def test_rows_of_jsonl_are_estimated(tmp_path: Path, packed: bool) -> None:
     # the content of a compressed file is estimated from its beginning
     assert found["estimate"]["documents"] == pytest.approx(3000, rel=0.5 if packed else 0.1)
     assert found["encoding"] is None and "tokens" not in found["estimate"]
-    exact = report("inspect", file, "--sample-mb", 1000)["estimate"]
+    exact = report("inspect", file, "--sample-mb 1000")["estimate"]
     assert (exact["documents"], exact["text_bytes"]) == (3000, total)
 
 
@@ -152,7 +146,7 @@ def test_drops_by_reason_and_filters(tmp_path: Path) -> None:
         pa.table({name: pa.array(column) for name, column in columns.items()}),
         tmp_path / "a.parquet",
     )
-    options = ("inspect", tmp_path, "--min-score", 2, "--language", "en")
+    options = ("inspect", tmp_path, "--min-score 2 --language en")
     sample = report(*options)["sample"]
     assert sample["dropped"] == dict.fromkeys(
         ("null_text", "empty_text", "invalid_utf8", "below_min_score", "other_language"), 1
@@ -172,7 +166,7 @@ def test_drops_by_reason_and_filters(tmp_path: Path) -> None:
         "columns of the first file: text binary, id int64, score double, language string; 1 "
         "row group" in said
     )
-    nothing = ("inspect", tmp_path, "--min-score", 9)
+    nothing = ("inspect", tmp_path, "--min-score 9")
     assert report(*nothing)["sample"][
         "document_bytes"
     ] is None and "no row of the sample is a document" in room.done(*nothing)
@@ -193,21 +187,13 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
     ]
     (tmp_path / "last.jsonl").write_text("\n".join(lines))
     before = room.snapshot(tmp_path)
-    found = report(
-        "inspect",
-        tmp_path / "00.parquet",
-        tmp_path / "last.jsonl",
-        "--tokenizer",
-        tokenizer,
-        *room.HF,
-        "--sample-mb",
-        30,
-    )
+    files = [tmp_path / "00.parquet", tmp_path / "last.jsonl"]
+    found = report("inspect", *files, f"--tokenizer {tokenizer} --sample-mb 30", room.HF)
     for example in found["sample"]["examples"][:2]:
         assert example["text"].startswith("first line [31m of") and len(example["text"]) <= 160
         assert example["text"].isprintable() and example["id"].isprintable()
     assert found["encoding"]["mb_per_second"] > 0 and room.snapshot(tmp_path) == before
-    said = room.done("inspect", ".", "--sample-mb", "0.02", HERE=str(tmp_path))
+    said = room.done("inspect", ".", "--sample-mb 0.02", HERE=str(tmp_path))
     assert (
         "files: 12 parquet, 1 jsonl;" in said
         and "  and 5 more" in said
@@ -222,7 +208,7 @@ def test_documents_are_shown_on_one_line_each_and_nothing_is_written(
 def planned(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
     """Folder in which the first of four tasks is done."""
     out = room.plan_folder(
-        tmp_path_factory.mktemp("planned") / "out", [many], tokenizer, *room.SMALL_UNITS
+        tmp_path_factory.mktemp("planned") / "out", [many], tokenizer, room.SMALL_UNITS
     )
     return room.encode_units(out, range(0, 40, 4))
 
@@ -230,7 +216,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Pat
 def test_counts_of_a_folder_in_work_and_of_a_merged_one(
     planned: Path, many_made: Path, tmp_path: Path
 ) -> None:
-    status = report("status", planned, "--tasks", 4)
+    status = report("status", planned, "--tasks 4")
     assert (status["units_done"], status["units"], status["merged"]) == (10, 40, False)
     assert (status["rows"], status["documents"], status["dropped"], status["bad"]) == (
         400,
@@ -244,7 +230,7 @@ def test_counts_of_a_folder_in_work_and_of_a_merged_one(
     assert status["tokens"] == sum(
         path.stat().st_size // 2 for path in (planned / "shards").glob("*.bin")
     )
-    said = room.done("status", planned, "--tasks", 4)
+    said = room.done("status", planned, "--tasks 4")
     assert (
         "10 of 40 units done" in said
         and "task 3 of 4: 0 of 10 units done" in said

@@ -23,16 +23,8 @@ from tests.data_prep import conftest as room
 
 
 def run(inputs: object, tokenizer: Path, out: Path, *options: object) -> str:
-    return room.done(
-        "run",
-        *(inputs if isinstance(inputs, list) else [inputs]),
-        "--tokenizer",
-        tokenizer,
-        "--out",
-        out,
-        *room.HF,
-        *options,
-    )
+    files = inputs if isinstance(inputs, list) else [inputs]
+    return room.done("run", *files, f"--tokenizer {tokenizer} --out {out}", room.HF, *options)
 
 
 def texts(folder: Path, tokenizer: Path) -> dict[str, list[str]]:
@@ -40,11 +32,8 @@ def texts(folder: Path, tokenizer: Path) -> dict[str, list[str]]:
 
     Every document must end in EOD, and every row must be written or dropped.
     """
-    info, decoder, manifest = (
-        load_folder(tokenizer),
-        Tokenizer.from_file(str(tokenizer / "tokenizer.json")),
-        room.manifest_of(folder),
-    )
+    info, manifest = load_folder(tokenizer), room.manifest_of(folder)
+    decoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     result = {}
     for name in manifest["splits"]:
         split = room.read_split(folder, name)
@@ -113,12 +102,12 @@ def test_order_of_inputs_and_row_groups_do_not_change_a_documents_split(
         room.write_parquet(folder / f"{i}.parquet", mixed[i::3], row_group_size=17)
         for i in range(3)
     ]
-    run(files, tokenizer, tmp_path / "out", *room.SHARES)
+    run(files, tokenizer, tmp_path / "out", room.SHARES)
     found, expected = (texts(out, tokenizer) for out in (tmp_path / "out", made))
     assert {name: sorted(part) for name, part in found.items()} == {
         name: sorted(part) for name, part in expected.items()
     }
-    run(tmp_path / "folder", tokenizer, tmp_path / "whole", *room.SHARES)
+    run(tmp_path / "folder", tokenizer, tmp_path / "whole", room.SHARES)
     assert room.merged_hashes(tmp_path / "whole") == room.merged_hashes(tmp_path / "out")
 
 
@@ -126,10 +115,10 @@ def test_same_run_is_left_alone_another_is_refused(
     tmp_path: Path, corpus: Path, tokenizer: Path, made: Path
 ) -> None:
     out = room.copied(made, tmp_path / "data")
-    before, other = room.snapshot(out), ("--valid-percent", "10", "--test-percent", "0")
-    assert "unchanged" in run(corpus, tokenizer, out, *room.SHARES)
-    run(shutil.copy(corpus, tmp_path / "renamed.parquet"), tokenizer, out, *room.SHARES)
-    command = ("run", corpus, "--tokenizer", tokenizer, "--out", out, *other, *room.HF)
+    before, other = room.snapshot(out), "--valid-percent 10 --test-percent 0"
+    assert "unchanged" in run(corpus, tokenizer, out, room.SHARES)
+    run(shutil.copy(corpus, tmp_path / "renamed.parquet"), tokenizer, out, room.SHARES)
+    command = ("run", corpus, f"--tokenizer {tokenizer} --out {out}", other, room.HF)
     assert "--overwrite" in room.refused(*command) and room.snapshot(out) == before
     room.done(*command, "--overwrite")
     assert not (out / "test.bin").exists() and set(room.manifest_of(out)["splits"]) == {
@@ -147,7 +136,7 @@ def test_the_tokenizer_may_lie_in_the_output_folder(
 ) -> None:
     room.copied(tokenizer, tmp_path / "tokenizer")
     for options in ([], ["--overwrite"]):
-        run(corpus, tmp_path / "tokenizer", tmp_path, *room.SHARES, *options)
+        run(corpus, tmp_path / "tokenizer", tmp_path, room.SHARES, *options)
         assert (
             room.merged_hashes(tmp_path) == room.merged_hashes(made)
             and (tmp_path / "tokenizer" / "training.json").exists()
@@ -160,14 +149,10 @@ def test_the_tokenizer_may_lie_in_the_output_folder(
 def test_workers_and_the_size_of_units_do_not_change_a_byte(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
 ) -> None:
-    run(many, tokenizer, tmp_path / "out", *room.SHARES, *room.SMALL_UNITS, "--workers", 3)
+    run(many, tokenizer, tmp_path / "out", room.SHARES, room.SMALL_UNITS, "--workers 3")
     assert room.snapshot(tmp_path / "out") == room.snapshot(many_made)
     for unit_mb in ("0.05", "1000"):
-        out = room.merge(
-            room.encode_units(
-                room.plan_folder(tmp_path / unit_mb, [many], tokenizer, "--unit-mb", unit_mb)
-            )
-        )
+        out = room.prepared(tmp_path / unit_mb, [many], tokenizer, f"--unit-mb {unit_mb}")
         assert room.merged_hashes(out) == room.merged_hashes(many_made)
         assert (room.manifest_of(out)["units"]["count"] == 1) == (unit_mb == "1000")
 
@@ -175,15 +160,12 @@ def test_workers_and_the_size_of_units_do_not_change_a_byte(
 def test_tasks_one_after_the_other_do_not_change_a_byte(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path
 ) -> None:
-    out, tasks = room.plan_folder(tmp_path / "out", [many], tokenizer, *room.SMALL_UNITS), [2, 0, 1]
+    out, tasks = room.plan_folder(tmp_path / "out", [many], tokenizer, room.SMALL_UNITS), [2, 0, 1]
     for done, task in enumerate(tasks, 1):
-        command = ("run", "--out", out, "--task-id", task, "--tasks", 3, "--workers", 1, *room.HF)
+        command = ("run", f"--out {out} --task-id {task} --tasks 3 --workers 1", room.HF)
         room.done(*command)
-        entries = {int(path.stem) for path in (out / "shards").glob("*.json")}
-        assert (
-            entries == {number for number in range(40) if number % 3 in tasks[:done]}
-            and not (out / "manifest.json").exists()
-        )
+        expected = {number for number in range(40) if number % 3 in tasks[:done]}
+        assert room.entries(out) == expected and not (out / "manifest.json").exists()
         assert "nothing to do" in room.done(*command)
     room.done("merge", out)
     assert room.snapshot(out) == room.snapshot(many_made)
@@ -193,23 +175,13 @@ def test_tasks_one_after_the_other_do_not_change_a_byte(
 def test_tasks_at_once_each_planning_too_do_not_change_a_byte(
     tmp_path: Path, rows: Path, tokenizer: Path, merged: Path
 ) -> None:
-    out, array = (
-        tmp_path / "out",
-        {"SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"},
-    )
-    options = (
-        "--tokenizer",
-        tokenizer,
-        "--out",
-        out,
-        *room.SHARES,
-        *room.SMALL_UNITS,
-        "--workers",
-        1,
-        *room.HF,
-    )
+    out = tmp_path / "out"
+    array = {"MIN": "5", "STEP": "2", "COUNT": "3"}
+    environment = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
+    files = f"--tokenizer {tokenizer} --out {out} --workers 1"
+    command = ("run", rows, files, room.SHARES, room.SMALL_UNITS, room.HF)
     tasks = [
-        room.start("run", rows, *options, **array, SLURM_ARRAY_TASK_ID=number)
+        room.start(*command, **environment, SLURM_ARRAY_TASK_ID=number)
         for number in ("9", "5", "7")
     ]
     for task in tasks:
@@ -227,10 +199,8 @@ DAMAGE = """
 
 
 def test_a_restart_does_what_is_left(shards: Path, merged: Path) -> None:
-    before, command = (
-        room.snapshot(shards),
-        ("run", "--out", shards, *room.HF, "--task-id", 0, "--tasks", 1),
-    )
+    before = room.snapshot(shards)
+    command = ("run", f"--out {shards} --task-id 0 --tasks 1", room.HF)
     for how in DAMAGE.strip().splitlines():
         room.spoil(shards / "shards", how)
         assert "1 of 5 units to do" in room.done(*command) and room.snapshot(shards) == before, how
@@ -251,18 +221,15 @@ def test_a_plan_is_done_from_any_folder_and_only_the_files_to_be_read_are_needed
         room.write_parquet(
             tmp_path / "here" / f"{name}.parquet", room.make_documents(50, 20, seed=seed)
         )
-    inputs, options = (
-        ("a.parquet", "b.parquet"),
-        ("--tokenizer", tokenizer, "--out", tmp_path / "out", *room.ALL_TRAIN),
-    )
-    room.done("plan", *inputs, *options, HERE=str(tmp_path / "here"))
-    room.done("run", "--out", tmp_path / "out", "--task-id", 0, "--tasks", 2, *room.HF)
-    room.done(
-        "plan", "a.parquet", "moved.parquet", *options, HERE=str(tmp_path / "here")
-    )  # the same inputs in another folder
+    inputs, here = ("a.parquet", "b.parquet"), str(tmp_path / "here")
+    options = f"--tokenizer {tokenizer} --out {tmp_path}/out {room.ALL_TRAIN}"
+    room.done("plan", *inputs, options, HERE=here)
+    room.done("run", f"--out {tmp_path}/out --task-id 0 --tasks 2", room.HF)
+    # The same inputs, one of them in another place.
+    room.done("plan", "a.parquet", "moved.parquet", options, HERE=here)
     for name in inputs:
         (tmp_path / "here" / name).unlink()
-    room.done("run", "--out", tmp_path / "out", "--task-id", 1, "--tasks", 2, *room.HF)
+    room.done("run", f"--out {tmp_path}/out --task-id 1 --tasks 2", room.HF)
     room.done("merge", tmp_path / "out")
     assert len(room.read_split(tmp_path / "out", "train")) == 100
 
@@ -287,34 +254,13 @@ def test_bad_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: Path) -> No
         ("i", None),
     ]
     rows = [row for pair in zip(bad, good, strict=False) for row in pair] + bad[len(good) :]
-    raw = pa.array([text for _, text in rows], pa.binary())
-    for number, column in enumerate(
-        (
-            raw,
-            raw.cast(pa.large_binary()).view(pa.large_string()),
-            raw.view(pa.string()).dictionary_encode(),
-        )
-    ):
-        file, out = tmp_path / f"{number}.parquet", tmp_path / f"out-{number}"
-        pq.write_table(
-            pa.table({"name": [i for i, _ in rows], "body": column}), file, row_group_size=4
-        )
-        run(
-            file,
-            tokenizer,
-            out,
-            "--text-column",
-            "body",
-            "--id-column",
-            "name",
-            *room.ALL_TRAIN,
-            "--max-bad",
-            6,
-        )
-        assert dropped(out) == {"null_text": 2, "empty_text": 1, "invalid_utf8": 2, "null_id": 1}
-        assert [text.encode() for text in texts(out, tokenizer)["train"]] == [
-            text for _, text in good
-        ]
+    body = pa.array([text for _, text in rows], pa.binary()).view(pa.string()).dictionary_encode()
+    file, out = tmp_path / "a.parquet", tmp_path / "out"
+    pq.write_table(pa.table({"name": [i for i, _ in rows], "body": body}), file, row_group_size=4)
+    columns = "--text-column body --id-column name"
+    run(file, tokenizer, out, columns, room.ALL_TRAIN, "--max-bad 6")
+    assert dropped(out) == {"null_text": 2, "empty_text": 1, "invalid_utf8": 2, "null_id": 1}
+    assert [text.encode() for text in texts(out, tokenizer)["train"]] == [text for _, text in good]
 
 
 @pytest.mark.parametrize("how", ["zeros", "bit"])
@@ -324,11 +270,8 @@ def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
     """The damage is zeros, or one letter in a page without compression and encoding, which only the
     checksum detects.
     """
-    file, out, documents = (
-        tmp_path / "corrupt.parquet",
-        tmp_path / "out",
-        room.make_documents(300, 40, seed=5),
-    )
+    file, out = tmp_path / "corrupt.parquet", tmp_path / "out"
+    documents = room.make_documents(300, 40, seed=5)
     table = pa.table({"id": [d[0] for d in documents], "text": [d[1] for d in documents]})
     pq.write_table(
         table,
@@ -342,18 +285,9 @@ def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
     at = raw.index(b" import ", len(raw) // 2)
     raw[at : at + 40] = bytes(40) if how == "zeros" else b" Import " + raw[at + 8 : at + 40]
     file.write_bytes(raw)
-    command = (
-        "run",
-        file,
-        "--tokenizer",
-        tokenizer,
-        "--out",
-        out,
-        *room.SHARES,
-        *room.SMALL_UNITS,
-        *room.HF,
-    )
-    for limit in ((), ("--max-bad", "99"), ("--max-bad", "33%"), ("--max-bad", "0")):
+    files = f"--tokenizer {tokenizer} --out {out}"
+    command = ("run", file, files, room.SHARES, room.SMALL_UNITS, room.HF)
+    for limit in ([], ["--max-bad 99"], ["--max-bad 33%"], ["--max-bad 0"]):
         result = room.cli(*command, *limit)
         assert (
             result.returncode == 1
@@ -369,7 +303,7 @@ def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(
         )
     (place,) = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert (place["place"], place["reason"]) == (100, "unreadable")
-    assert "units to do" not in room.done(*command, "--max-bad", "100")
+    assert "units to do" not in room.done(*command, "--max-bad 100")
     assert dropped(out) == {"unreadable": 100} and texts(out, tokenizer)
 
 
@@ -378,20 +312,10 @@ def test_max_bad_counts_faults_alone_and_lists_their_places(
 ) -> None:
     rows = [(f"d{i}", None if 100 <= i < 150 else "text " * (1 + i % 3)) for i in range(1000)]
     file, out = room.write_parquet(tmp_path / "rows.parquet", rows), tmp_path / "out"
-    command = (
-        "run",
-        file,
-        "--tokenizer",
-        tokenizer,
-        "--out",
-        out,
-        *room.ALL_TRAIN,
-        "--min-bytes",
-        9,
-        *room.HF,
-    )
+    files = f"--tokenizer {tokenizer} --out {out} --min-bytes 9"
+    command = ("run", file, files, room.ALL_TRAIN, room.HF)
     for limit in ("49", "4.9%"):
-        result = room.cli(*command, "--max-bad", limit)
+        result = room.cli(*command, f"--max-bad {limit}")
         lines = result.stderr.splitlines()
         assert (
             lines[0].startswith("data_prep: error: 50 of 1,000 rows are bad (50 null_text)")
@@ -403,7 +327,7 @@ def test_max_bad_counts_faults_alone_and_lists_their_places(
             and len(lines) == 22
         ), result
     assert len((out / "bad_rows.jsonl").read_text().splitlines()) == 50
-    room.done(*command, "--max-bad", "5%")
+    room.done(*command, "--max-bad 5%")
     assert (
         dropped(out)["null_text"] == 50
         and dropped(out)["below_min_bytes"] > 300
@@ -423,8 +347,8 @@ def test_a_stream_that_is_cut_off_fails_whatever_the_share(
     file, out = tmp_path / f"cut.jsonl.{kind}", tmp_path / "out"
     whole = gzip.compress(raw, 1) if kind == "gz" else pa.Codec("zstd").compress(raw, asbytes=True)
     file.write_bytes(whole[: int(0.7 * len(whole))])
-    command = ("run", file, "--tokenizer", tokenizer, "--out", out, *room.ALL_TRAIN, *room.HF)
-    for limit in ((), ("--max-bad", "1000"), ("--max-bad", "99%")):
+    command = ("run", file, f"--tokenizer {tokenizer} --out {out}", room.ALL_TRAIN, room.HF)
+    for limit in ([], ["--max-bad 1000"], ["--max-bad 99%"]):
         result = room.cli(*command, *limit)
         assert result.returncode == 1 and not (out / "manifest.json").exists(), result
         assert (
@@ -432,24 +356,22 @@ def test_a_stream_that_is_cut_off_fails_whatever_the_share(
             and str(file) in result.stderr
             and "--max-bad 100%" in result.stderr
         )
-    room.done(*command, "--max-bad", "100%")
+    room.done(*command, "--max-bad 100%")
     assert dropped(out) == {"cut_off": 1} and 500 < len(texts(out, tokenizer)["train"]) < 2000
     checked = room.done("verify", out)
     assert "documents encoded again" in checked and "not checked" not in checked, checked
 
 
-LONG = ("--max-bytes", "60000000")
-
-
 @pytest.mark.parametrize(
     ("encoder", "limit"),
     [
-        ("hf", ()),
-        *(pytest.param("gigatoken", limit, marks=pytest.mark.slow) for limit in ((), LONG)),
+        ("hf", []),
+        pytest.param("gigatoken", [], marks=pytest.mark.slow),
+        pytest.param("gigatoken", ["--max-bytes 60000000"], marks=pytest.mark.slow),
     ],
 )
 def test_a_document_of_50_mb_among_small_ones(
-    tmp_path: Path, tokenizer: Path, encoder: str, limit: tuple[str, ...]
+    tmp_path: Path, tokenizer: Path, encoder: str, limit: list[str]
 ) -> None:
     """The document is dropped at the default limit and written with a higher limit. All other
     documents are written.
@@ -458,18 +380,7 @@ def test_a_document_of_50_mb_among_small_ones(
     file = room.write_parquet(
         tmp_path / "long.parquet", [("a", "first"), ("long", long), ("b", "last")]
     )
-    room.done(
-        "run",
-        file,
-        "--tokenizer",
-        tokenizer,
-        "--out",
-        out,
-        *room.ALL_TRAIN,
-        *limit,
-        "--encoder",
-        encoder,
-    )
+    run(file, tokenizer, out, room.ALL_TRAIN, *limit, f"--encoder {encoder}")
     assert dropped(out) == ({} if limit else {"above_max_bytes": 1})
     assert texts(out, tokenizer)["train"] == ["first", *[long] * bool(limit), "last"]
 
@@ -496,7 +407,7 @@ def test_malformed_lines_and_lone_surrogates_in_json(tmp_path: Path, tokenizer: 
         b'{"id": "j", "text": "last, without a line end"}',
     ]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
-    run(tmp_path / "rows.jsonl", tokenizer, tmp_path / "out", *room.ALL_TRAIN, "--max-bad", 9)
+    run(tmp_path / "rows.jsonl", tokenizer, tmp_path / "out", room.ALL_TRAIN, "--max-bad 9")
     assert dropped(tmp_path / "out") == {
         "null_text": 1,
         "empty_text": 1,

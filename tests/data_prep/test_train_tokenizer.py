@@ -49,17 +49,9 @@ def fuzz(number: int) -> list[str]:
 
 
 def train(source: Path, out: Path, style: str = "gpt", *options: object, entries: int = 0) -> Path:
-    room.done(
-        "train-tokenizer",
-        source,
-        "--style",
-        style,
-        "--vocab-size",
-        entries or VOCABULARY[style],
-        "--out",
-        out,
-        *options,
-    )
+    size = entries or VOCABULARY[style]
+    words = f"--style {style} --vocab-size {size} --out {out}"
+    room.done("train-tokenizer", source, words, *options)
     return out
 
 
@@ -196,11 +188,8 @@ def test_files_their_order_and_threads_make_no_difference(
     tmp_path: Path, mixed: list[tuple[str, str]], style: str
 ) -> None:
     (tmp_path / "parts").mkdir()
-    shuffled, sample, made = (
-        mixed.copy(),
-        ("--sample-mb", sum(len(text.encode()) for _, text in mixed) / 3e6),
-        set[bytes](),
-    )
+    shuffled, made = mixed.copy(), set[bytes]()
+    sample = f"--sample-mb {sum(len(text.encode()) for _, text in mixed) / 3e6}"
     random.Random(1).shuffle(shuffled)
     room.write_parquet(tmp_path / "whole.parquet", mixed)
     for number in range(3):
@@ -210,22 +199,9 @@ def test_files_their_order_and_threads_make_no_difference(
     lines = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in reversed(mixed))
     (tmp_path / "lines.jsonl").write_text(lines)
     for name, threads in (("whole.parquet", "1"), ("parts", "4"), ("lines.jsonl", "2")):
-        options = (
-            "--style",
-            style,
-            "--vocab-size",
-            VOCABULARY[style],
-            "--out",
-            tmp_path / f"of-{name}",
-            *sample,
-        )
-        done = room.alone(
-            "train-tokenizer",
-            tmp_path / name,
-            *options,
-            RAYON_NUM_THREADS=threads,
-            PYTHONHASHSEED=threads,
-        )
+        options = f"--style {style} --vocab-size {VOCABULARY[style]} --out {tmp_path}/of-{name}"
+        known = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        done = room.alone("train-tokenizer", tmp_path / name, options, sample, **known)
         assert done.returncode == 0, done
         made.add((tmp_path / f"of-{name}" / "tokenizer.json").read_bytes())
     assert len(made) == 1  # the sample decides
@@ -238,10 +214,8 @@ def test_the_same_training_is_left_alone_and_another_is_refused(
     tmp_path: Path, corpus: Path, tokenizer: Path
 ) -> None:
     out = room.copied(tokenizer, tmp_path / "tokenizer")
-    before, same = (
-        os.stat(out / "tokenizer.json").st_mtime_ns,
-        ("train-tokenizer", corpus, "--out", out, "--vocab-size", 320),
-    )
+    before = os.stat(out / "tokenizer.json").st_mtime_ns
+    same = ("train-tokenizer", corpus, f"--out {out} --vocab-size 320")
     assert "unchanged" in room.done(*same) and os.stat(out / "tokenizer.json").st_mtime_ns == before
     for change in (
         "--vocab-size 400",
@@ -249,8 +223,8 @@ def test_the_same_training_is_left_alone_and_another_is_refused(
         "--min-bytes 20",
         "--sample-mb 0.001",
     ):
-        assert "contains another tokenizer" in room.refused(*same, *change.split())
-    room.done(*same[:-1], 400, "--overwrite")
+        assert "contains another tokenizer" in room.refused(*same, change)
+    room.done(*same, "--vocab-size 400 --overwrite")
     assert load_folder(out).vocab_size == 400
     (out / "tokenizer.json").write_text(
         "{}"
@@ -268,18 +242,11 @@ def test_small_vocabularies(tmp_path: Path, corpus: Path) -> None:
             tokenizer.get_vocab_size() == smallest
             and tokenizer.decode(tokenizer.encode("a  é東\n").ids) == "a  é東\n"
         )
-        result = room.cli(
-            "train-tokenizer",
-            file,
-            "--vocab-size",
-            1000,
-            "--style",
-            style,
-            "--out",
-            tmp_path / f"tiny-{style}",
-        )
+        out = tmp_path / f"tiny-{style}"
+        options = f"--vocab-size 1000 --style {style} --out {out}"
+        result = room.cli("train-tokenizer", file, options)
         assert result.returncode == 0 and "fewer than --vocab-size 1000" in result.stderr
-        assert load_folder(tmp_path / f"tiny-{style}").vocab_size < 400
+        assert load_folder(out).vocab_size < 400
 
 
 def test_filters_and_drops_are_those_of_run(tmp_path: Path) -> None:
@@ -290,16 +257,8 @@ def test_filters_and_drops_are_those_of_run(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows) + "{no json\n"
     )
-    result = room.cli(
-        "train-tokenizer",
-        tmp_path / "a.jsonl",
-        "--vocab-size",
-        270,
-        "--out",
-        tmp_path / "t",
-        "--min-score",
-        2,
-    )
+    options = f"--vocab-size 270 --out {tmp_path}/t --min-score 2"
+    result = room.cli("train-tokenizer", tmp_path / "a.jsonl", options)
     assert (
         result.returncode == 0
         and "left out: 1 empty_text, 1 malformed, 1 below_min_score" in result.stderr

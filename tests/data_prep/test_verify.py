@@ -93,7 +93,7 @@ def check_faults(
         file, changes = line.split(": ", 1)
         for how in changes.split("; "):
             change(f"{file} {how}")
-            code, output = verify(folder, "--sample", 0, *options)
+            code, output = verify(folder, "--sample 0", *options)
             faults = [
                 line.removeprefix("fault: ")
                 for line in output.splitlines()
@@ -160,20 +160,20 @@ def test_documents_that_straddle_blocks_are_followed(
 ) -> None:
     monkeypatch.setattr("data_prep.verify.pairs.BLOCK_BYTES", block)
     monkeypatch.setattr("data_prep.verify.pairs.DOCUMENTS_AT_ONCE", 3)
-    assert verify(data, "--sample", 0)[0] == 0
+    assert verify(data, "--sample 0")[0] == 0
     ends = np.cumsum(read_index(data / "test.idx").lengths)
     room.spoil(
         data, "test.bin ids " + " ".join(f"{ends[document] - 1}=9" for document in (0, 4, 7))
     )
     room.reseal(data, "test")
-    code, output = verify(data, "--sample", 0)
+    code, output = verify(data, "--sample 0")
     assert code == 1 and "3 documents do not end in EOD, number 0 first" in output, output
 
 
 def test_shards_that_a_kill_left_are_said_and_are_no_fault(data: Path, encoded: Path) -> None:
     room.copied(encoded / "shards", data / "shards")
     assert f"not checked: {data / 'shards'}: all of it is merged" in room.done(
-        "verify", data, "--sample", 3
+        "verify", data, "--sample 3"
     )
 
 
@@ -185,8 +185,8 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
 ) -> None:
     room.spoil(data, "train.bin ids 0=77")
     room.reseal(data, "train")
-    assert verify(data, "--sample", 0)[0] == 0
-    code, output = verify(data, "--sample", 1000)
+    assert verify(data, "--sample 0")[0] == 0
+    code, output = verify(data, "--sample 1000")
     assert code == 1 and output.count("fault: ") == 1, output
     said = (
         r"train.bin: document 0 \(unit 0, place 0 of .*rows.parquet\) is not what Hugging Face "
@@ -196,7 +196,7 @@ def test_the_sample_alone_sees_a_document_that_is_not_its_text(
     shards = room.copied(encoded, tmp_path / "shards")
     room.spoil(shards / "shards", "00001-train.bin ids 0=77")
     room.reseal(shards / "shards", "00001-train", "00001.json", "train")
-    code, output = verify(shards, "--sample", 1000)
+    code, output = verify(shards, "--sample 1000")
     assert code == 1 and "00001-train.bin: document 0 (unit 1, place 60 " in output, output
 
 
@@ -227,18 +227,14 @@ def test_a_sample_of_everything_is_everything_in_place(tmp_path: Path) -> None:
     file = room.write_parquet(
         tmp_path / "a.parquet", [(f"d{i}", text) for i, text in enumerate(texts)], row_group_size=40
     )
-    out = room.merge(
-        room.encode_units(
-            room.plan_folder(tmp_path / "out", [file], tmp_path / "tokenizer", *room.SMALL_UNITS)
-        )
-    )
+    out = room.prepared(tmp_path / "out", [file], tmp_path / "tokenizer", room.SMALL_UNITS)
     dropped = room.manifest_of(out)["source"]["dropped"]
     assert dropped == {
         "no_tokens": sum(not text.strip() for text in texts),
         "contains_eod": sum("unknown" in text for text in texts),
     }
     assert f"{150 - sum(dropped.values())} documents encoded again" in room.done(
-        "verify", out, "--sample", 1000
+        "verify", out, "--sample 1000"
     )
 
 
@@ -251,11 +247,7 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(
         "import numpy as np\n\ndef keep(batch, places, path):\n    return np.array(places) % "
         "2 == 0\n"
     )
-    out = room.merge(
-        room.encode_units(
-            room.plan_folder(tmp_path / "out", [mine], tokenizer, "--mask", f"{mask}:keep")
-        )
-    )
+    out = room.prepared(tmp_path / "out", [mine], tokenizer, f"--mask {mask}:keep")
     assert "100 documents encoded again" in room.done("verify", out)
     moved = mine.rename(tmp_path / "moved.parquet")
     room.spoil(out, f"plan.json set files.0.path {json.dumps(str(moved))}")
@@ -316,47 +308,19 @@ def test_a_stale_or_damaged_index_cache_is_found(
     data: Path, merged: Path, wording: Wording
 ) -> None:
     """Caches of other data and unfinished caches are not faults."""
-    cache, options = make_cache(data / "caches", data), ("--index-cache", data / "caches")
+    cache, options = make_cache(data / "caches", data), f"--index-cache {data}/caches"
     room.spoil(
         make_cache(data / "caches", merged, "o" * 32), 'complete.json set sources.0.idx_sha256 "0"'
     )
     (data / "caches" / ".building-x").mkdir()
     (data / "caches" / ".lock").touch()
     assert "1 index caches (1 of other data, 1 unfinished) agree" in room.done(
-        "verify", data, "--sample", 0, *options
+        "verify", data, "--sample 0", options
     )
-    check_faults(data, CACHES, lambda how: room.spoil(cache, how), wording, *options)
+    check_faults(data, CACHES, lambda how: room.spoil(cache, how), wording, options)
     room.edit_json(
         cache / "complete.json",
         lambda value: value["sources"][1].update(prefix=str(data / "valid2")),
     )
-    code, output = verify(data, "--sample", 0, *options)
+    code, output = verify(data, "--sample 0", options)
     assert code == 1 and "which the data no longer has" in output
-
-
-def test_the_cache_that_pretrain_leaves_is_read(tmp_path: Path, merged: Path) -> None:
-    """The record of the same data is written by pretrain's own code."""
-    from pretrain.data.facts import Contents, SourceContents
-    from pretrain.data.index_cache import IndexCache
-
-    splits = room.manifest_of(merged)["splits"]
-    of = {
-        name: (
-            os.path.abspath(merged / name),
-            splits[name]["idx_sha256"],
-            splits[name]["bin_sha256"],
-        )
-        for name in ("train", "valid")
-    }
-    cache = IndexCache(
-        tmp_path / "caches",
-        Contents(tuple(SourceContents(name, *told) for name, told in of.items())),
-        ("seed", 1),
-    )
-    with cache.building() as building:
-        (building / "a.npy").write_bytes(b"indices")
-        cache.publish(building)
-    options = ("--sample", 0, "--index-cache", tmp_path / "caches")
-    assert "1 index caches" in room.done("verify", merged, *options)
-    room.spoil(cache.folder, "a.npy flip 0")
-    assert verify(merged, *options)[0] == 1

@@ -46,14 +46,9 @@ def test_a_workers_death_is_one_line_and_loses_one_unit(
     code: int,
     said: str,
 ) -> None:
-    slow = {
-        "SLOW": str(21 * 40),
-        "DELAY": "0.5",
-    }  # keeps the other worker from finishing many units meanwhile
-    error, out = (
-        room.refused(*masked, POISON=str(20 * 40), DEATH=death, code=code, **slow),
-        tmp_path / "out",
-    )
+    # The other worker is slowed down, so that it does not finish many units meanwhile.
+    known = {"SLOW": str(21 * 40), "DELAY": "0.5", "POISON": str(20 * 40), "DEATH": death}
+    error, out = room.refused(*masked, code=code, **known), tmp_path / "out"
     assert said.format(f"unit 20 ({many}, row groups 20 to 20)") in error
     done = room.entries(out)
     assert (
@@ -65,7 +60,7 @@ def test_a_workers_death_is_one_line_and_loses_one_unit(
 
 
 def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[object]) -> None:
-    process = room.start(*masked, "--workers", 3, DELAY="100")
+    process = room.start(*masked, "--workers 3", DELAY="100")
     room.wait_until(lambda: len(room.unfinished(tmp_path / "out")) == 3)
     workers = room.children(process.pid)
     assert len(workers) == 3
@@ -95,11 +90,8 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
     said: str,
 ) -> None:
     """The interrupt arrives while both workers encode units that take longer than the test."""
-    out, words, slow = (
-        tmp_path / "out",
-        room.command(*masked),
-        {"SLOW": str(8 * 40), "DELAY": "1000"},
-    )
+    out, words = tmp_path / "out", room.command(*masked)
+    slow = {"SLOW": str(8 * 40), "DELAY": "1000"}
     if whom == "terminal":
         pid, terminal = pty.fork()
         if pid == 0:
@@ -138,14 +130,10 @@ def test_interrupts_of_a_worker_are_the_parents_to_handle(
 def test_no_more_workers_than_units_and_all_cores_by_default(
     tmp_path: Path, masked: list[object]
 ) -> None:
-    at = masked.index("--unit-mb") + 1
-    assert "2 of 2 units to do, 2 workers" in room.done(
-        *masked[:at], "0.2", *masked[at + 1 :], "--workers", 7
-    )
-    masked[masked.index("--out") + 1] = tmp_path / "cores"
-    assert re.search(
-        f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", room.done(*masked[:-2])
-    )
+    said = room.done(*masked, "--unit-mb 0.2 --workers 7")
+    assert "2 of 2 units to do, 2 workers" in said
+    said = room.done(*masked[:-1], f"--out {tmp_path}/cores")
+    assert re.search(f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", said)
 
 
 SHARES = """
@@ -210,23 +198,9 @@ def test_memory_of_a_worker_is_bounded(tmp_path: Path, tokenizer: Path, encoder:
     rows = [(f"n{i}", text) for i, text in enumerate(nasty)] + [
         (f"d{i}", "small text " * 500) for i in range(3_000)
     ]
-    file, out = (
-        room.write_parquet(tmp_path / "nasty.parquet", rows, row_group_size=len(rows)),
-        tmp_path / "out",
-    )
-    options = (
-        "--tokenizer",
-        tokenizer,
-        "--out",
-        out,
-        "--workers",
-        1,
-        "--encoder",
-        encoder,
-        "--max-bad",
-        1,
-    )
-    result = room.python(MEMORY, "run", file, *options)
+    file = room.write_parquet(tmp_path / "nasty.parquet", rows, row_group_size=len(rows))
+    options = f"--tokenizer {tokenizer} --out {tmp_path}/out --workers 1 --max-bad 1"
+    result = room.python(MEMORY, "run", file, options, f"--encoder {encoder}")
     assert result.returncode == 0, result
     kilobytes = int(result.stdout.split("VmHWM ")[1])
     assert kilobytes < 1.5e6, f"{kilobytes / 1e6:.2f} GB"
