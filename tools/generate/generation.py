@@ -21,7 +21,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Text
 from fem_common.errors import ConfigError
 from fem_megatron.megatron import platform
 from pretrain.plan.run_plan import decoding_state_bytes
-from tools.hf.folder import SPECIAL_IDS
+from tools.hf.tokenizer import SPECIAL_IDS
 from tools.hf.open_model import OpenModel, open_model, quiet_transformers
 from tools.hf.tokenizer import first_line
 
