@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from contextlib import suppress
@@ -10,17 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.cli import Parser, run
-from fem_common.errors import ConfigError
 
+WITH_MEGATRON = ("convert", "merge")  # modules that import Megatron-core
 CHECKPOINT = "a run directory (its newest valid checkpoint), or a step_NNNNNNNN"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code; 1 also for a damaged checkpoint."""
-    given = _parser().parse_args(arguments)
-    return run(
-        "tools.checkpoint", lambda: given.run(given) is False, kept="no checkpoint was written"
-    )
+    given = vars(_parser().parse_args(arguments))
+    module, function = given.pop("function").split(":")
+
+    def called() -> int:
+        # torch and Megatron-core take seconds to import, which --help and wrong arguments avoid.
+        if module in WITH_MEGATRON:
+            from fem_megatron.megatron.platform import import_megatron
+
+            import_megatron()
+        found = getattr(importlib.import_module(f"tools.checkpoint.{module}"), function)(**given)
+        return 1 if found is False else 0
+
+    return run("tools.checkpoint", called, kept="no checkpoint was written")
 
 
 def _parser() -> Parser:
@@ -64,7 +74,7 @@ def _parser() -> Parser:
         metavar="RUN_DIR",
         help="run directory of the run that will resume; not the run directory of the source",
     )
-    verb.set_defaults(run=_convert)
+    verb.set_defaults(function="convert:convert")
     _add_merge(verbs)
     verb = verbs.add_parser(
         "show",
@@ -72,7 +82,7 @@ def _parser() -> Parser:
         description="Show the contents of a checkpoint. Exit code 1: it is damaged.",
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
-    verb.set_defaults(run=_show)
+    verb.set_defaults(function="show:show")
     verb = verbs.add_parser(
         "verify",
         help=(
@@ -85,11 +95,11 @@ def _parser() -> Parser:
         ),
     )
     verb.add_argument(
-        "checkpoint",
+        "place",
         metavar="CHECKPOINT",
         help="a run directory (all its checkpoints), a step_NNNNNNNN, or the URL of a mirror",
     )
-    verb.set_defaults(run=_verify)
+    verb.set_defaults(function="show:verify")
     verb = verbs.add_parser(
         "mirror",
         help="send the newest checkpoint of a run to an object store or another file system",
@@ -116,7 +126,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--follow", action="store_true", help="also send each newer checkpoint, until stdin ends"
     )
-    verb.set_defaults(run=_mirror)
+    verb.set_defaults(function="mirror:mirror")
     verb = verbs.add_parser(
         "fetch",
         help="copy the newest valid checkpoint of a mirror into a run directory",
@@ -142,7 +152,7 @@ def _parser() -> Parser:
             " checks it"
         ),
     )
-    verb.set_defaults(run=_fetch)
+    verb.set_defaults(function="mirror:fetch")
     return parser
 
 
@@ -188,7 +198,7 @@ def _add_merge(verbs: Any) -> None:
         metavar="DIR",
         help="a folder that does not exist yet, or is empty",
     )
-    verb.set_defaults(run=_merge)
+    verb.set_defaults(function="merge:merge")
 
 
 def _add_places(verb: argparse.ArgumentParser) -> None:
@@ -216,80 +226,6 @@ def _share(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
-
-
-# Each verb imports its module when it runs: torch and Megatron-core take seconds to import, and
-# --help and wrong arguments should be answered at once.
-
-
-def _convert(given: argparse.Namespace) -> None:
-    if given.plain_optimizer and given.engine != "megatron":
-        raise ConfigError(
-            "--plain-optimizer exists only for --engine megatron; leave it out for --engine"
-            f" {given.engine}"
-        )
-    from fem_megatron.megatron.platform import import_megatron
-
-    import_megatron()
-    from tools.checkpoint.convert import convert
-
-    convert(given.checkpoint, given.engine, given.out, plain=given.plain_optimizer)
-
-
-def _merge(given: argparse.Namespace) -> None:
-    named, last, run = given.checkpoints, given.last, given.of
-    if (last is None) != (run is None) or bool(named) == bool(last):
-        raise ConfigError("name checkpoints, or --last N --of RUN_DIR")
-    if given.weights and (last or len(given.weights) != len(named)):
-        count = f"{last} of --last" if last else str(len(named))
-        raise ConfigError(
-            f"--weights has {len(given.weights)} numbers for {count} checkpoints: give one number"
-            " per checkpoint"
-        )
-    if given.ema and given.ema >= 1:
-        raise ConfigError(f"--ema {given.ema:g}: expected a number below 1")
-    from fem_megatron.megatron.platform import import_megatron
-
-    import_megatron()
-    from tools.checkpoint.merge import merge, newest
-
-    merge(newest(run, last) if last else named, given.out, shares=given.weights, decay=given.ema)
-
-
-def _show(given: argparse.Namespace) -> bool:
-    from tools.checkpoint.show import show
-
-    return show(given.checkpoint)
-
-
-def _verify(given: argparse.Namespace) -> bool:
-    if "://" in given.checkpoint:
-        from tools.checkpoint.mirror import verify_mirror
-
-        return verify_mirror(given.checkpoint)
-    from tools.checkpoint.show import verify
-
-    return verify(Path(given.checkpoint))
-
-
-def _mirror(given: argparse.Namespace) -> None:
-    from tools.checkpoint.mirror import Wanted, mirror
-
-    mirror(
-        given.run_dir,
-        given.url,
-        Wanted(given.interval, given.keep_last),
-        follow=given.follow,
-        patience=given.patience,
-    )
-
-
-def _fetch(given: argparse.Namespace) -> None:
-    from tools.checkpoint.mirror import fetch
-
-    fetch(
-        given.run_dir, given.url, patience=given.patience, damaged=given.damaged, aside=given.aside
-    )
 
 
 if __name__ == "__main__":
