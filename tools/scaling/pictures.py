@@ -113,7 +113,7 @@ def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
     while len(inside) > 7:
         inside = inside[::2]
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
-    axis.set_major_locator(FixedLocator(inside))
+    axis.set_major_locator(FixedLocator(inside.tolist()))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
     text = {"count": count_text, "flops": flops_text, "number": "{:.4g}".format}[kind]

@@ -219,7 +219,7 @@ def exported(study: Study, run: PlannedRun, interval: int = 10) -> dict[str, Any
         if "valid_loss" in line:
             history.setdefault(line["step"], {})["valid_loss"] = line["valid_loss"]
         elif line["step"] % interval == 0:
-            numbers = dict.fromkeys(
+            numbers: dict[str, Any] = dict.fromkeys(
                 ("grad_norm", "tokens_per_second", "tflops_per_device", "eta_seconds"), 1.0
             )
             record = StepRecord(**line, **numbers, mfu=None, peak_memory_bytes=1)
@@ -292,8 +292,8 @@ def test_a_fork_is_collected_as_a_straight_run(
     )
     found = []
     for trunks in (False, True):  # the runs in separate files, and in one file after another
-        folder = str(tmp_path / f"runs{trunks}")
-        study = make(tmp_path, few, tokens_of_data=20_000, trunks=trunks, directory=folder)
+        directory = str(tmp_path / f"runs{trunks}")
+        study = make(tmp_path, few, tokens_of_data=20_000, trunks=trunks, directory=directory)
         for run in study[2]:
             write_run(study[1], run)
         found.append((study[2], collected(study)))

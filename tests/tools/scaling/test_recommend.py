@@ -5,6 +5,7 @@ its uncertainties.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from pretrain.config import load_run
 from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
-from tests.tools.scaling.studies import write
+from tests.tools.scaling.studies import TRUTH, write
 from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.laws import Estimate, PowerLaw
@@ -33,8 +34,9 @@ LARGEST = 1.5e11  # the largest of the study
 def law(a: float) -> ParametricFit:
     """Return L = 1.7 + a / N^0.35 + 30 / D^0.31."""
     values = (1.7, a, 30.0, 0.35, 0.31, 0.31 / 0.66, 0.35 / 0.66)
+    estimates: dict[str, Any] = dict(zip(TRUTH, map(Estimate, values), strict=True))
     return ParametricFit(
-        *map(Estimate, values),
+        **estimates,
         k=6.0,
         phi=1.0,
         noise=0.004,

@@ -50,7 +50,7 @@ class _Budget:
         log_n = np.log(points.n)
         center = float(log_n.mean())
         design = _basis(log_n - center)
-        solve = np.linalg.pinv(design)
+        solve = np.asarray(np.linalg.pinv(design), dtype=np.float64)
         leverage = (design * solve.T).sum(axis=1)
         return cls(flops, points, center, solve, leverage, solve @ np.log(points.d))
 
