@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,10 @@ __all__ = ["tiny_data"]
 
 FROM, UNTIL = 3, 6
 LARGER = ["model.num_layers=4", "train.global_batch_size=8"]
-QUIET = [
-    "train.eval_interval=0",
-    "log.diagnostics_interval=0",
-    f"train.steps={UNTIL}",
-    f"checkpoint.interval={FROM}",
-]
+QUIET = (
+    f"train.eval_interval=0 log.diagnostics_interval=0 train.steps={UNTIL}"
+    f" checkpoint.interval={FROM}".split()
+)
 PLAIN, SPLIT = "parallel.use_distributed_optimizer=false", "parallel.use_distributed_optimizer=true"
 DEEPSPEED = ["engine.name=deepspeed", "engine.zero_stage=1"]
 Run = tuple[str, Path, dict[int, Any]]
@@ -62,15 +59,10 @@ def step_of(run_dir: Path, step: int = FROM) -> Path:
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:
     """Return every tensor, read by torch."""
-    reader = FileSystemReader(str(step))
-    stored = {
-        name: kept
-        for name, kept in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(kept, TensorStorageMetadata)
-    }
-    state: dict[str, Any] = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in stored.items()
-    }
+    reader, state = FileSystemReader(str(step)), dict[str, Any]()
+    for name, kept in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(kept, TensorStorageMetadata):
+            state[name] = torch.empty(kept.size, dtype=kept.properties.dtype)
     load(state, storage_reader=reader, no_dist=True)
     return state
 
@@ -79,16 +71,13 @@ def assert_same(step: Path, other: Path) -> None:
     """Check that tensors, and the optimizer's groups and steps, are equal bit for bit."""
     ours, theirs = tensors(step), tensors(other)
     assert ours.keys() == theirs.keys()
-    assert [
-        name
-        for name in ours
-        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
-    ] == []
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
     assert read_common(step) == read_common(other)
 
 
-def convert(*arguments: Path | str) -> int:
-    return main(["convert", *map(str, arguments)])
+def convert(words: str) -> int:
+    return main(["convert", *words.split()])
 
 
 def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline: int = 1) -> Path:
@@ -107,31 +96,10 @@ def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline: int 
     return step
 
 
-Call = Callable[..., tuple[str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a verb, check its exit code, and return what it printed on stdout and stderr."""
-
-    def run(code: int, *arguments: Path | str) -> tuple[str, str]:
-        capsys.readouterr()
-        assert main([*map(str, arguments)]) == code
-        return capsys.readouterr()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def base(tiny_data: Path) -> list[str]:
-    return [
-        f"data.train.0.prefix={tiny_data / 'train'}",
-        f"data.valid.0.prefix={tiny_data / 'valid'}",
-        "data.test=[]",
-        *SMALL,
-        *LARGER,
-        *QUIET,
-    ]
+    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
+    return [*data, "data.test=[]", *SMALL, *LARGER, *QUIET]
 
 
 @pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -149,24 +117,29 @@ fp32_alone = pytest.mark.parametrize("plain", ["fp32"], indirect=True)
 
 
 def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
-    plain: Run, base: list[str], tmp_path: Path, call: Call, wording: Wording
+    plain: Run,
+    base: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
 ) -> None:
     precision, run_dir, wanted = plain
     split, back = tmp_path / "split", tmp_path / "back"
-    out, err = call(0, "convert", step_of(run_dir), "--engine", "megatron", "--out", split)
-    wording(out, RUN=run_dir)
+    capsys.readouterr()
+    assert convert(f"{step_of(run_dir)} --engine megatron --out {split}") == 0
+    said = capsys.readouterr()
+    wording(said.out, RUN=run_dir)
     before, after = tensors(step_of(run_dir)), tensors(step_of(split))
     assert len(hashes_of(step_of(split))) == len(hashes_of(step_of(run_dir)))
-    call(0, "verify", split)
+    assert main(["verify", str(split)]) == 0
     weights = [name for name in before if not name.startswith("optimizer.")]
-    assert err == "" and weights
-    assert all(torch.equal(before[name], after[name]) for name in weights)
-    names = [name for name in weights if not name.startswith("rng.")]
-    main_weight = "optimizer.state.fp32_param.{}" if precision == "bf16" else "{}"
-    assert all(
-        torch.equal(before[main_weight.format(name)], after[f"optimizer.state.param.{name}"])
-        for name in names
-    )
+    assert said.err == "" and weights
+    main_weight = "optimizer.state.fp32_param." if precision == "bf16" else ""
+    for name in weights:
+        assert torch.equal(before[name], after[name]), name
+        if not name.startswith("rng."):
+            copied = after[f"optimizer.state.param.{name}"]
+            assert torch.equal(before[f"{main_weight}{name}"], copied), name
 
     goes_on = train(base, split, SPLIT, f"train.precision={precision}")
     assert sorted(goes_on) == list(range(FROM + 1, UNTIL + 1))
@@ -174,7 +147,7 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
     # different order.
     assert list(goes_on.values()) == [pytest.approx(wanted[step], rel=1e-6) for step in goes_on]
 
-    assert convert(step_of(split), "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
+    assert convert(f"{step_of(split)} --engine megatron --plain-optimizer --out {back}") == 0
     assert_same(step_of(back), step_of(run_dir))
     assert train(base, back, PLAIN, f"train.precision={precision}") == {
         step: wanted[step] for step in range(FROM + 1, UNTIL + 1)
@@ -192,7 +165,7 @@ def test_deepspeed_goes_on_where_megatron_was_and_back(
     zero, rewritten, split, back = (
         tmp_path / name for name in ("zero", "rewritten", "split", "back")
     )
-    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", zero) == 0
+    assert convert(f"{step_of(run_dir)} --engine deepspeed --out {zero}") == 0
     overrides = [*base, "train.precision=fp32", *DEEPSPEED]
     jobs = [
         Job("on", [*overrides, f"run_dir={tmp_path / 'on'}"], UNTIL - FROM, load=str(zero)),
@@ -202,13 +175,13 @@ def test_deepspeed_goes_on_where_megatron_was_and_back(
     # An fp32 sum in a different order, as in tests/pretrain/test_deepspeed.py.
     assert steps == [pytest.approx(wanted[step], rel=1e-6) for step in range(FROM + 1, UNTIL + 1)]
 
-    assert convert(rewritten, "--engine", "megatron", "--out", split) == 0
-    assert convert(step_of(run_dir), "--engine", "megatron", "--out", tmp_path / "direct") == 0
+    assert convert(f"{rewritten} --engine megatron --out {split}") == 0
+    assert convert(f"{step_of(run_dir)} --engine megatron --out {tmp_path}/direct") == 0
     ours, theirs = tensors(step_of(split)), tensors(step_of(tmp_path / "direct"))
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours if not name.startswith("rng.")
     )
-    assert convert(rewritten, "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
+    assert convert(f"{rewritten} --engine megatron --plain-optimizer --out {back}") == 0
     assert train(base, back, PLAIN, "train.precision=fp32") == {
         step: wanted[step] for step in range(FROM + 1, UNTIL + 1)
     }
@@ -219,15 +192,17 @@ def test_weights_alone_stay_weights_alone(
     plain: Run,
     base: list[str],
     tmp_path: Path,
-    call: Call,
     capsys: pytest.CaptureFixture[str],
     wording: Wording,
 ) -> None:
     source, out = tmp_path / "imported", tmp_path / "out"
     step = altered(plain[1], source, contents="weights")
-    wording(call(0, "convert", source, "--engine", "deepspeed", "--out", out)[0])
+    capsys.readouterr()
+    assert convert(f"{source} --engine deepspeed --out {out}") == 0
+    wording(capsys.readouterr().out)
     assert_same(step_of(out), step)
-    said, _ = call(0, "show", out)
+    assert main(["show", str(out)]) == 0
+    said = capsys.readouterr().out
     assert "contents    weights only, for checkpoint.load\n" in said
     assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in said
     # A run cannot resume from it.
@@ -246,33 +221,27 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
     torch.save(common, altered(run_dir, foreign) / "common.pt")
     altered(run_dir, foreign)
     (tmp_path / "file").write_text("")
-    names = {"RUN": run_dir}
     before = {file.name: sha256(file) for file in step_of(run_dir).iterdir()}
     size = (step_of(run_dir) / "__0_0.distcp").stat().st_size
-    for source, engine, more, to in (
-        (tmp_path / "absent", "megatron", [], out),
-        (run_dir, "deepspeed", ["--plain-optimizer"], out),
-        (step, "deepspeed", [], out),
-        (damaged, "deepspeed", [], out),
-        (foreign, "deepspeed", [], out),
-        (run_dir, "deepspeed", [], run_dir),
-        (run_dir, "deepspeed", [], run_dir / "checkpoints" / "new"),
-        (run_dir, "deepspeed", [], tmp_path / "file"),
-    ):
-        words = ["convert", source, "--engine", engine, *more, "--out", to]
-        refused(main, "tools.checkpoint", *words, SIZE=size, **names)
+
+    def refuse(words: str) -> None:
+        refused(main, "tools.checkpoint", "convert", *words.split(), SIZE=size, RUN=run_dir)
+
+    refuse(f"{tmp_path}/absent --engine megatron --out {out}")
+    refuse(f"{run_dir} --engine deepspeed --plain-optimizer --out {out}")
+    for source in (step, damaged, foreign):
+        refuse(f"{source} --engine deepspeed --out {out}")
+    for to in (run_dir, f"{run_dir}/checkpoints/new", f"{tmp_path}/file"):
+        refuse(f"{run_dir} --engine deepspeed --out {to}")
     assert not out.exists()
-    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 0
-    again = ("convert", step_of(run_dir), "--engine", "deepspeed", "--out", out)
-    refused(main, "tools.checkpoint", *again, **names)
+    again = f"{step_of(run_dir)} --engine deepspeed --out {out}"
+    assert convert(again) == 0
+    refuse(again)
     # A later step of the same run.
-    assert convert(run_dir, "--engine", "megatron", "--plain-optimizer", "--out", out) == 0
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
-        "latest",
-        "step_00000003",
-        "step_00000006",
-    ]
-    refused(main, "tools.checkpoint", *again, **names)
+    assert convert(f"{run_dir} --engine megatron --plain-optimizer --out {out}") == 0
+    files = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert files == ["latest", "step_00000003", "step_00000006"]
+    refuse(again)
     shutil.rmtree(out)
     assert {file.name: sha256(file) for file in step_of(run_dir).iterdir()} == before, (
         "the source is as it was"
@@ -281,7 +250,11 @@ def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
 
 @fp32_alone
 def test_unsupported_settings_are_reported_and_files_are_copied_if_links_fail(
-    plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call, wording: Wording
+    plain: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wording: Wording,
 ) -> None:
     step = altered(plain[1], tmp_path / "run", pipeline=2)
 
@@ -289,48 +262,52 @@ def test_unsupported_settings_are_reported_and_files_are_copied_if_links_fail(
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr("os.link", refuse)
-    out, err = call(0, "convert", step, "--engine", "deepspeed", "--out", tmp_path / "out")
-    wording(err + out)
+    capsys.readouterr()
+    assert convert(f"{step} --engine deepspeed --out {tmp_path}/out") == 0
+    said = capsys.readouterr()
+    wording(said.err + said.out)
     shutil.rmtree(tmp_path / "run")
     assert len(tensors(step_of(tmp_path / "out"))) > 100
 
 
 @fp32_alone
-def test_show(plain: Run, tmp_path: Path, call: Call, refused: Refused) -> None:
+def test_show(
+    plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
     _, run_dir, _ = plain
-    lines = dict(line.split(maxsplit=1) for line in call(0, "show", run_dir)[0].splitlines())
+    assert main(["show", str(run_dir)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     weights = [
         tensor
         for name, tensor in tensors(step_of(run_dir, UNTIL)).items()
         if not name.startswith(("optimizer.", "rng."))
     ]
     numbers = sum(tensor.numel() for tensor in weights)
-    assert lines == {
-        "checkpoint": str(step_of(run_dir, UNTIL)),
-        "step": "6",
-        "tokens": "1,536 in 48 sequences of 32",
-        "model": "fem_softmax",
-        "engine": "megatron with its plain optimizer",
-        "layout": "1 process = TP 1 x PP 1 x DP 1",
-        "precision": "fp32",
-        "weights": (
-            f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32"
-        ),
-        "optimizer": (
-            f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers,"
-            " float32"
-        ),
-        "contents": "complete training state: a run can resume from it",
-        "files": lines["files"],
-        "undamaged": "yes: all file sizes and the hashes of all pickles match",
-    }
+    count, size = len(weights), numbers / 2**18  # MiB of fp32
+    shown = f"""
+checkpoint {step_of(run_dir, UNTIL)}
+step 6
+tokens 1,536 in 48 sequences of 32
+model fem_softmax
+engine megatron with its plain optimizer
+layout 1 process = TP 1 x PP 1 x DP 1
+precision fp32
+weights {size:.1f} MiB: {count} tensors, {numbers:,} numbers, float32
+optimizer {2 * size:.1f} MiB: {2 * count} tensors, {2 * numbers:,} numbers, float32
+contents complete training state: a run can resume from it
+files {lines["files"]}
+undamaged yes: all file sizes and the hashes of all pickles match
+"""
+    assert lines == dict(line.split(maxsplit=1) for line in shown.strip().splitlines())
     step = altered(run_dir, tmp_path / "run")
     with (step / "common.pt").open("r+b") as file:
         file.write(b"x")
-    damage = "undamaged   no: common.pt does not match the hash recorded when it was saved\n"
-    assert damage in call(1, "show", step)[0]
+    assert main(["show", str(step)]) == 1
+    fault = "undamaged   no: common.pt does not match the hash recorded when it was saved\n"
+    assert fault in capsys.readouterr().out
     (step / ".metadata").unlink()
-    out, err = call(1, "show", step)
+    assert main(["show", str(step)]) == 1
+    out, err = capsys.readouterr()
     assert ".metadata is missing\n" in out and "optimizer   unknown\n" in out and err == ""
     (step / MANIFEST).unlink()
     refused(main, "tools.checkpoint", "show", step)
@@ -338,40 +315,40 @@ def test_show(plain: Run, tmp_path: Path, call: Call, refused: Refused) -> None:
     command = (
         f"{sys.executable} -m tools.checkpoint show {run_dir} | head -n 1; exit ${{PIPESTATUS[0]}}"
     )
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    bash = ["bash", "-c", command]
+    done = subprocess.run(bash, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141)
     # Hints of libraries are allowed.
     assert not re.search("Error|Exception|Traceback", done.stderr), done.stderr
 
 
 @fp32_alone
-def test_verify(plain: Run, tmp_path: Path, call: Call, refused: Refused) -> None:
+def test_verify(
+    plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
     """Detects one bit of one tensor in any of a run's checkpoints; `show` reads no tensor and does
     not detect it.
     """
     _, run_dir, _ = plain
+    assert main(["verify", str(run_dir)]) == 0
     steps = list((run_dir / "checkpoints").glob("step_*"))
-    assert call(0, "verify", run_dir)[0].count(": undamaged, ") == len(steps)
+    assert capsys.readouterr().out.count(": undamaged, ") == len(steps)
     step = altered(run_dir, tmp_path / "run")
     file = max(step.glob("*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    call(0, "show", step)
+    assert main(["show", str(step)]) == 0
+    capsys.readouterr()
+    fault = f"{step}: damaged: {file.name}: the bytes do not match their checksum ("
     for given in (step, tmp_path / "run"):
-        said, _ = call(1, "verify", given)
-        damage = "the bytes do not match their checksum ("
-        assert said.startswith(f"{step}: damaged: {file.name}: {damage}")
+        assert main(["verify", str(given)]) == 1
+        assert capsys.readouterr().out.startswith(fault)
     content[len(content) // 2] ^= 1
     # Padding of the archive, which no checksum of a tensor covers.
     file.write_bytes(content.replace(b"ZZZZ", b"ZZZY", 1))
-    said, _ = call(1, "verify", step)
-    damage = "does not match the hash taken while it was written\n"
-    assert said == f"{step}: damaged: {file.name} {damage}"
+    assert main(["verify", str(step)]) == 1
+    fault = f"{step}: damaged: {file.name} does not match the hash taken while it was written\n"
+    assert capsys.readouterr().out == fault
     refused(main, "tools.checkpoint", "verify", tmp_path / "run" / "nothing")

@@ -36,12 +36,8 @@ def runs(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ``other`` has another model.
     """
     folder = tmp_path_factory.mktemp("runs")
-    base = [
-        f"data.train.0.prefix={tiny_data / 'train'}",
-        f"data.valid.0.prefix={tiny_data / 'valid'}",
-        "data.test=[]",
-        *SMALL,
-    ]
+    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
+    base = [*data, "data.test=[]", *SMALL]
     jobs = [
         Job(name, [*base, *extra, f"run_dir={folder / name}"], 3, save_after=step)
         for name, extra in {**LAYOUTS, "other": ["model.num_layers=4"]}.items()
@@ -57,27 +53,19 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_full_model_state(folder)[0]
 
 
-def merge(*arguments: Path | str) -> int:
-    return main(["merge", *map(str, arguments)])
+def merge(words: str) -> int:
+    return main(["merge", *words.split()])
 
 
 def mean(shares: list[float], folders: list[Path]) -> dict[str, torch.Tensor]:
     """Return the definition: a weighted sum divided by the sum of the shares, in float64, rounded
     once.
     """
-    states = [weights(folder) for folder in folders]
-    found = {}
-    for name, first in states[0].items():
+    states, means = [weights(folder) for folder in folders], {}
+    for name, tensor in states[0].items():
         parts = [share * state[name].double() for share, state in zip(shares, states, strict=True)]
-        found[name] = (torch.stack(parts).sum(0) / sum(shares)).to(first.dtype)
-    return found
-
-
-def assert_equal(merged: Path, shares: list[float], folders: list[Path]) -> None:
-    ours, wanted = weights(merged), mean(shares, folders)
-    assert ours.keys() == wanted.keys() and all(
-        torch.equal(ours[name], wanted[name]) for name in wanted
-    )
+        means[name] = (torch.stack(parts).sum(0) / sum(shares)).to(tensor.dtype)
+    return means
 
 
 @pytest.mark.slow
@@ -88,24 +76,23 @@ def test_the_average_is_the_float64_mean_of_checkpoints_from_any_layout_and_engi
         [runs / name / "checkpoints" / f"step_{step:08d}" for step in (2, 3)] for name in LAYOUTS
     )
     assert not torch.equal(*(weights(step)["embedding.word_embeddings.weight"] for step in tensor))
-    cases: list[tuple[list[Path | str], list[float], list[Path]]] = [
-        (["--last", "2", "--of", runs / "tensor"], [1, 1], tensor),
-        (["--last", "2", "--of", runs / "tensor", "--ema", "0.25"], [0.25, 1], tensor),
-        (
-            [tensor[0], zero[1], zero[0], "--weights", "3", "1", "0.5"],
-            [3, 1, 0.5],
-            [tensor[0], zero[1], zero[0]],
-        ),
+    mixed = [tensor[0], zero[1], zero[0]]
+    cases: list[tuple[str, list[float], list[Path]]] = [
+        (f"--last 2 --of {runs}/tensor", [1, 1], tensor),
+        (f"--last 2 --of {runs}/tensor --ema 0.25", [0.25, 1], tensor),
+        (f"{' '.join(map(str, mixed))} --weights 3 1 0.5", [3, 1, 0.5], mixed),
     ]
-    for number, (arguments, shares, folders) in enumerate(cases):
+    for number, (words, shares, folders) in enumerate(cases):
         out = tmp_path / str(number)
-        assert merge(*arguments, "--out", out) == 0 == main(["verify", str(out)])
-        assert_equal(out, shares, folders)
+        assert merge(f"{words} --out {out}") == 0 == main(["verify", str(out)])
+        ours, wanted = weights(out), mean(shares, folders)
+        assert ours.keys() == wanted.keys()
+        assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
         found = find(out)
         assert "rng_device" not in found.manifest  # without random states
-        assert found.progress.step == 3 and [each["step"] for each in found.manifest["merged"]] == [
-            find(folder).progress.step for folder in folders
-        ]
+        assert found.progress.step == 3
+        steps = [find(folder).progress.step for folder in folders]
+        assert [each["step"] for each in found.manifest["merged"]] == steps
 
 
 @pytest.mark.slow
@@ -123,14 +110,14 @@ def test_an_average_is_exported_and_trained_on(runs: Path, tiny_data: Path, tmp_
     its loss.
     """
     out = tmp_path / "merged"
-    assert merge("--last", "2", "--of", runs / "zero", "--out", out) == 0
-    settings = f"""
-        data.train.0.prefix={tiny_data}/train data.valid=[] data.test=[] checkpoint.load={out}
-        run_dir={tmp_path}/run train.steps=2 optimizer.warmup_steps=1 log.diagnostics_interval=0
-    """
+    assert merge(f"--last 2 --of {runs}/zero --out {out}") == 0
+    words = (
+        f"data.train.0.prefix={tiny_data}/train data.valid=[] data.test=[] run_dir={tmp_path}/run"
+        f" checkpoint.load={out} train.steps=2 optimizer.warmup_steps=1 log.diagnostics_interval=0"
+    )
     for name in VARIABLES:
         os.environ.pop(name, None)
-    assert pretrain([DEMO, *SMALL, *settings.split()]) == 0
+    assert pretrain([DEMO, *SMALL, *words.split()]) == 0
     fresh = 6.24  # ln 512: every token is equally likely
     assert losses(tmp_path / "run")[1][0] < fresh - 0.01
     assert hf(["export", str(out), str(tmp_path / "hf")]) == 0
@@ -138,18 +125,18 @@ def test_an_average_is_exported_and_trained_on(runs: Path, tiny_data: Path, tmp_
 
 
 def test_what_is_no_average_is_refused(runs: Path, tmp_path: Path, refused: Refused) -> None:
-    step, out = runs / "tensor", ["--out", tmp_path / "out"]
+    step, out = runs / "tensor", f"--out {tmp_path}/out"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for wrong in (
-        [*out],
-        [step, "--last", "2", "--of", step, *out],
-        ["--last", "2", *out],
-        ["--last", "3", "--of", step, *out],
-        [step, runs / "zero", "--weights", "1", *out],
-        [step, "--ema", "1", *out],
-        [step, runs / "other", *out],
-        [step, "--out", tmp_path / "full"],
+        out,
+        f"{step} --last 2 --of {step} {out}",
+        f"--last 2 {out}",
+        f"--last 3 --of {step} {out}",
+        f"{step} {runs}/zero --weights 1 {out}",
+        f"{step} --ema 1 {out}",
+        f"{step} {runs}/other {out}",
+        f"{step} --out {tmp_path}/full",
     ):
-        refused(main, "tools.checkpoint", "merge", *wrong, RUNS=runs)
+        refused(main, "tools.checkpoint", "merge", *wrong.split(), RUNS=runs)
     assert not (tmp_path / "out").exists()

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fem_common.cli import Parser, call_verb
-from fem_common.errors import ConfigError
+from fem_common.cli import Parser, run
 
+WITH_MEGATRON = ("convert", "merge")  # modules that import Megatron-core
 CHECKPOINT = "a run directory (its newest valid checkpoint), or a step_NNNNNNNN"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code; 1 also for a damaged checkpoint."""
-    return call_verb("tools.checkpoint", _parser(), arguments, kept="no checkpoint was written")
+    given = vars(_parser().parse_args(arguments))
+    module, function = given.pop("function").split(":")
+
+    def called() -> int:
+        # torch and Megatron-core take seconds to import, which --help and wrong arguments avoid.
+        if module in WITH_MEGATRON:
+            from fem_megatron.megatron.platform import import_megatron
+
+            import_megatron()
+        found = getattr(importlib.import_module(f"tools.checkpoint.{module}"), function)(**given)
+        return 1 if found is False else 0
+
+    return run("tools.checkpoint", called, kept="no checkpoint was written")
 
 
 def _parser() -> Parser:
@@ -61,7 +74,7 @@ def _parser() -> Parser:
         metavar="RUN_DIR",
         help="run directory of the run that will resume; not the run directory of the source",
     )
-    verb.set_defaults(function=_convert)
+    verb.set_defaults(function="convert:convert")
     _add_merge(verbs)
     verb = verbs.add_parser(
         "show",
@@ -69,7 +82,7 @@ def _parser() -> Parser:
         description="Show the contents of a checkpoint. Exit code 1: it is damaged.",
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
-    verb.set_defaults(function=_show)
+    verb.set_defaults(function="show:show")
     verb = verbs.add_parser(
         "verify",
         help=(
@@ -82,11 +95,11 @@ def _parser() -> Parser:
         ),
     )
     verb.add_argument(
-        "checkpoint",
+        "place",
         metavar="CHECKPOINT",
         help="a run directory (all its checkpoints), a step_NNNNNNNN, or the URL of a mirror",
     )
-    verb.set_defaults(function=_verify)
+    verb.set_defaults(function="show:verify")
     verb = verbs.add_parser(
         "mirror",
         help="send the newest checkpoint of a run to an object store or another file system",
@@ -113,7 +126,7 @@ def _parser() -> Parser:
     verb.add_argument(
         "--follow", action="store_true", help="also send each newer checkpoint, until stdin ends"
     )
-    verb.set_defaults(function=_mirror)
+    verb.set_defaults(function="mirror:mirror")
     verb = verbs.add_parser(
         "fetch",
         help="copy the newest valid checkpoint of a mirror into a run directory",
@@ -139,7 +152,7 @@ def _parser() -> Parser:
             " checks it"
         ),
     )
-    verb.set_defaults(function=_fetch)
+    verb.set_defaults(function="mirror:fetch")
     return parser
 
 
@@ -185,7 +198,7 @@ def _add_merge(verbs: Any) -> None:
         metavar="DIR",
         help="a folder that does not exist yet, or is empty",
     )
-    verb.set_defaults(function=_merge)
+    verb.set_defaults(function="merge:merge")
 
 
 def _add_places(verb: argparse.ArgumentParser) -> None:
@@ -213,79 +226,6 @@ def _share(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
-
-
-# Each verb imports its module when it runs: torch and Megatron-core take seconds to import, and
-# --help and wrong arguments should be answered at once.
-
-
-def _convert(checkpoint: Path, engine: str, out: Path, plain_optimizer: bool) -> None:
-    if plain_optimizer and engine != "megatron":
-        raise ConfigError(
-            "--plain-optimizer exists only for --engine megatron; leave it out for --engine"
-            f" {engine}"
-        )
-    from fem_megatron.megatron.platform import import_megatron
-
-    import_megatron()
-    from tools.checkpoint.convert import convert
-
-    convert(checkpoint, engine, out, plain=plain_optimizer)
-
-
-def _merge(
-    checkpoints: list[Path],
-    last: int | None,
-    of: Path | None,
-    weights: list[float] | None,
-    ema: float | None,
-    out: Path,
-) -> None:
-    if (last is None) != (of is None) or bool(checkpoints) == bool(last):
-        raise ConfigError("name checkpoints, or --last N --of RUN_DIR")
-    if weights and (last or len(weights) != len(checkpoints)):
-        count = f"{last} of --last" if last else str(len(checkpoints))
-        raise ConfigError(
-            f"--weights has {len(weights)} numbers for {count} checkpoints: give one number"
-            " per checkpoint"
-        )
-    if ema and ema >= 1:
-        raise ConfigError(f"--ema {ema:g}: expected a number below 1")
-    from fem_megatron.megatron.platform import import_megatron
-
-    import_megatron()
-    from tools.checkpoint.merge import merge, newest
-
-    named = newest(of, last) if of is not None and last is not None else checkpoints
-    merge(named, out, shares=weights, decay=ema)
-
-
-def _show(checkpoint: Path) -> bool:
-    from tools.checkpoint.show import show
-
-    return show(checkpoint)
-
-
-def _verify(checkpoint: str) -> bool:
-    if "://" in checkpoint:
-        from tools.checkpoint.mirror import verify_mirror
-
-        return verify_mirror(checkpoint)
-    from tools.checkpoint.show import verify
-
-    return verify(Path(checkpoint))
-
-
-def _mirror(interval: int, keep_last: int | None, **given: Any) -> None:
-    from tools.checkpoint.mirror import Wanted, mirror
-
-    mirror(wanted=Wanted(interval, keep_last), **given)
-
-
-def _fetch(**given: Any) -> None:
-    from tools.checkpoint.mirror import fetch
-
-    fetch(**given)
 
 
 if __name__ == "__main__":

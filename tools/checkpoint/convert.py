@@ -31,17 +31,24 @@ SPLIT = "use_distributed_optimizer"
 NO_STEP = "the optimizer had taken no step yet"
 
 
-def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
+def convert(checkpoint: Path, engine: str, out: Path, *, plain_optimizer: bool) -> None:
     """Write a converted checkpoint into the run directory ``out``, and print the result.
 
     checkpoint: the folder of a step, or a run directory, whose newest checkpoint is used. engine:
-    name of the new engine. plain: write the state of Megatron's plain optimizer, which is not split
-    over the ranks; else that of the distributed optimizer.
+    name of the new engine. plain_optimizer: write the state of Megatron's plain optimizer, which is
+    not split over the ranks; else that of the distributed optimizer.
 
     Raises:
-        ConfigError: no valid checkpoint; ``out`` contains a newer one or is the source's run
-        directory. InUse: another process uses ``out``. StorageError: the file system failed.
+        ConfigError: the engine has no plain optimizer; no valid checkpoint; ``out`` contains a
+        newer one or is the source's run directory. InUse: another process uses ``out``.
+        StorageError: the file system failed.
     """
+    if plain_optimizer and engine != "megatron":
+        raise ConfigError(
+            "--plain-optimizer exists only for --engine megatron; leave it out for --engine"
+            f" {engine}"
+        )
+    plain = plain_optimizer
     with files_told():
         found = find(checkpoint)
         final = out / "checkpoints" / found.path.name

@@ -64,19 +64,34 @@ def merge(
     checkpoints: Sequence[Path],
     out: Path,
     *,
-    shares: Sequence[float] | None = None,
-    decay: float | None = None,
+    last: int | None,
+    of: Path | None,
+    weights: Sequence[float] | None,
+    ema: float | None,
 ) -> None:
     """Write the average of checkpoints (see `average`) and print what was written.
 
-    shares: the weight of each checkpoint. None: with ``decay``, each checkpoint has ``decay`` times
+    last, of: average the newest ``last`` checkpoints of the run ``of`` instead of ``checkpoints``.
+    weights: the weight of each checkpoint. None: with ``ema``, each checkpoint has ``ema`` times
     the weight of the next one in the list; without it, all weights are equal.
+
+    Raises:
+        ConfigError: the arguments contradict each other; see `newest` and `average`.
     """
-    if shares is None:
-        shares = [
-            (1.0 if decay is None else decay) ** (len(checkpoints) - 1 - n)
-            for n in range(len(checkpoints))
-        ]
+    if (last is None) != (of is None) or bool(checkpoints) == bool(last):
+        raise ConfigError("name checkpoints, or --last N --of RUN_DIR")
+    if weights and (last or len(weights) != len(checkpoints)):
+        count = f"{last} of --last" if last else str(len(checkpoints))
+        raise ConfigError(
+            f"--weights has {len(weights)} numbers for {count} checkpoints: give one number per"
+            " checkpoint"
+        )
+    if ema and ema >= 1:
+        raise ConfigError(f"--ema {ema:g}: expected a number below 1")
+    if last and of:
+        checkpoints = newest(of, last)
+    ages = reversed(range(len(checkpoints)))
+    shares = weights or [(ema or 1.0) ** age for age in ages]
     with files_told():
         steps = [find(path).path for path in checkpoints]
     step, total = average(steps, out, shares), sum(shares)

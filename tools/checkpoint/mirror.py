@@ -163,20 +163,16 @@ class _State:
         write_whole(self.file, json.dumps(written, indent=1) + "\n", synced=False)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Selection of the checkpoints that are sent to a mirror and remain in it."""
-
-    interval: int = 1  # only steps divisible by this number, and always the last one
-    keep_last: int | None = None  # None: keep all
-
-
-def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: float) -> None:
+def mirror(
+    run_dir: Path, url: str, *, interval: int, keep_last: int | None, follow: bool, patience: float
+) -> None:
     """Send the newest selected checkpoint of a run, unless it is already in the mirror.
 
-    follow: continue with each newer checkpoint until stdin ends. patience: seconds for which
-    failures are retried. With ``follow``, failures are retried without a limit while stdin is open,
-    and for ``patience`` seconds afterwards.
+    interval: only steps divisible by this number are sent, and always the last one. keep_last:
+    number of checkpoints that remain in the mirror; None: all. follow: continue with each newer
+    checkpoint until stdin ends. patience: seconds for which failures are retried. With ``follow``,
+    failures are retried without a limit while stdin is open, and for ``patience`` seconds
+    afterwards.
 
     Raises:
         ConfigError: the URL is invalid, or the mirror belongs to another run.
@@ -198,13 +194,13 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
 
         def send(last: bool = False) -> None:
             # Searched at every attempt: the run may have deleted the previous one.
-            step = _next(run_dir, state, wanted, last=last)
+            step = _next(run_dir, state, 1 if last else interval)
             if step or not state.looked_at:
                 claim(place, run_dir, step)
                 state.looked_at = True
             if step:
                 try:
-                    _send(place, state, step, wanted)
+                    _send(place, state, step, keep_last)
                 except _DamagedHere as error:
                     print(f"mirror {place.url}: {error}", flush=True)
                     state.damaged.append(step.name)
@@ -214,7 +210,7 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
                 send_records(place, run_dir)
 
         while follow:
-            waiting = not state.looked_at or _next(run_dir, state, wanted, last=False)
+            waiting = not state.looked_at or _next(run_dir, state, interval)
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
         if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
@@ -398,7 +394,7 @@ def verify_mirror(url: str) -> bool:
     return good
 
 
-def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
+def _send(place: Mirror, state: _State, step: Path, keep_last: int | None) -> None:
     began = time.monotonic()
     with _held(step) as folder:
         manifest, hashes = json.loads((folder / MANIFEST).read_text()), hashes_of(folder)
@@ -431,7 +427,7 @@ def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
             f"{step.name}/{MANIFEST}",
         )
         place.put_text(step.name + "\n", LATEST)
-    for old in [] if wanted.keep_last is None else place.steps()[wanted.keep_last :]:
+    for old in [] if keep_last is None else place.steps()[keep_last:]:
         place.remove(old)
     state.newest, state.sent, state.fault = int(step.name.removeprefix("step_")), {}, None
     state.write()
@@ -447,21 +443,18 @@ def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
         return False
 
 
-def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path | None:
+def _next(run_dir: Path, state: _State, interval: int) -> Path | None:
     """Return the folder of the checkpoint to send next, or None.
 
-    It is the newest checkpoint of the run that is valid, selected by ``wanted.interval``, and newer
-    than the newest one in the mirror. last: ignore the interval, because the run has ended.
+    It is the newest checkpoint of the run that is valid, of a step divisible by ``interval``, and
+    newer than the newest one in the mirror.
     """
     for path in newest_first(run_dir / "checkpoints"):
         step = int(path.name.removeprefix("step_"))
         if state.newest is not None and step <= state.newest:
             return None
-        if (
-            (last or step % wanted.interval == 0)
-            and path.name not in state.damaged
-            and damage(path) is None
-        ):
+        wanted = step % interval == 0 and path.name not in state.damaged
+        if wanted and damage(path) is None:
             return path
     return None
 

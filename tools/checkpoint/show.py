@@ -35,6 +35,7 @@ from pretrain.checkpoint.folder import (
     newest_first,
 )
 from pretrain.checkpoint.reader import damaged_tensors, read_metadata
+from tools.checkpoint.mirror import verify_mirror
 
 WORD_SECONDS = 10.0  # between two lines that report the progress
 
@@ -170,16 +171,19 @@ def _sizes(step: Path) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def verify(checkpoint: Path) -> bool:
+def verify(place: str) -> bool:
     """Check checkpoints or the weights of an exported model, and print the result.
 
-    checkpoint: the folder of a step, a directory below which all checkpoints are checked, or the
-    folder of an exported model. Return True if all are undamaged.
+    place: the folder of a step, a directory below which all checkpoints are checked, the folder of
+    an exported model, or the URL of a mirror. Return True if all are undamaged.
 
     Raises:
         ConfigError: no checkpoint exists.
         StorageError: the file system failed.
     """
+    if "://" in place:
+        return verify_mirror(place)
+    checkpoint = Path(place)
     with files_told():
         if any(checkpoint.glob(f"*.{HASHES}")):
             return _verified(checkpoint, lambda advance: list(damaged_beside(checkpoint, advance)))

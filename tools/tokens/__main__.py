@@ -7,10 +7,10 @@ Errors are reported in one line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", action="store_true", help="print a JSON object per line; null: unknown"
     )
     given = parser.parse_args(arguments)
+    options = {name: getattr(given, name) for name in ("step", "sample", "find", "document")}
+    ((option, value),) = ((name, value) for name, value in options.items() if value is not None)
 
     def tell() -> None:
         with files_told():
-            rows = _rows(given)
+            rows = _rows(given.run_dir, option, value)
         if given.json:
             for row in rows:
                 print(json.dumps(row, ensure_ascii=False))
@@ -86,23 +88,22 @@ def main(arguments: list[str] | None = None) -> int:
     return run("tools.tokens", tell)
 
 
-def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of the output for the selected step, sample or document.
+def _rows(run_dir: Path, option: str, value: Any) -> list[dict[str, Any]]:
+    """Return the rows of the output for the step, sample or document that an option selects.
 
     Raises ConfigError.
     """
-    records = read_run(given.run_dir)
-    if given.find is None and given.document is None:
-        record, samples = (
-            _step(records, given.step) if given.step is not None else _sample(records, given.sample)
-        )
-        order = _opened(given.run_dir, record)
+    records = read_run(run_dir)
+    if option in ("step", "sample"):
+        record, samples = (_step if option == "step" else _sample)(records, value)
+        order = _opened(run_dir, record)
         return _told(record, order, [piece for sample in samples for piece in order.pieces(sample)])
+    wanted = _named if option == "find" else _numbered
     rows, faults = list[dict[str, Any]](), list[ConfigError]()
     for record in records:
         try:
-            order = _opened(given.run_dir, record)
-            pieces = order.find(_wanted(order, given))
+            order = _opened(run_dir, record)
+            pieces = order.find(wanted(order, value))
         except ConfigError as error:  # a stage that has not begun, or that reads other sources
             faults.append(error)
             continue
@@ -114,7 +115,7 @@ def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
+def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, Iterable[int]]:
     """Return (record of the sample order that contains the step, samples that the step reads).
 
     Raises ConfigError if the run has no such step.
@@ -128,20 +129,18 @@ def _step(records: list[RunRecord], step: int) -> tuple[RunRecord, range]:
     )
 
 
-def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
+def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, Iterable[int]]:
     """Parse ``[STAGE:]I`` and return (record of the stage's sample order, [sample]).
 
     Raises ConfigError if the stage or the sample does not exist.
     """
     name, _, number = text.rpartition(":")
-    record = next((record for record in records if record.name == name), None)
+    by_name = {record.name: record for record in records}
+    record = by_name.get(name)
     if record is None:
-        names = ", ".join(record.name for record in records)
-        wanted = (
-            f"give STAGE:I, the stage one of {names}"
-            if names
-            else "the run has no stages; give the position alone"
-        )
+        wanted = "the run has no stages; give the position alone"
+        if "" not in by_name:
+            wanted = f"give STAGE:I, the stage one of {', '.join(by_name)}"
         raise ConfigError(f"--sample {text}: {wanted}")
     if not number.isdecimal() or int(number) >= record.steps.end:
         raise ConfigError(
@@ -153,9 +152,8 @@ def _sample(records: list[RunRecord], text: str) -> tuple[RunRecord, list[int]]:
 
 def _opened(run_dir: Path, record: RunRecord) -> Order:
     order = open_order(run_dir, record.parts, record.order_samples, record.contents_key)
-    for fault in dict.fromkeys(
-        source.beside.fault for source in order.sources if source.beside.fault
-    ):
+    faults = dict.fromkeys(source.beside.fault for source in order.sources)
+    for fault in filter(None, faults):
         print(
             f"tools.tokens: {fault}: ids and the ends of documents within a sample are unknown",
             file=sys.stderr,
@@ -163,19 +161,19 @@ def _opened(run_dir: Path, record: RunRecord) -> Order:
     return order
 
 
-def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
-    """Return source number -> document numbers for the arguments ``--document`` or ``--find``.
+def _numbered(order: Order, document: int) -> dict[int, list[int]]:
+    """Return source number -> [document]. Raises ConfigError if no source has the number."""
+    most = max(int(source.documents.max()) for source in order.sources)
+    if not 0 <= document <= most:
+        raise ConfigError(f"--document {document}: the documents' numbers are 0 to {most}")
+    return {number: [document] for number in range(len(order.sources))}
 
-    Raises ConfigError if no document matches.
+
+def _named(order: Order, name: str) -> dict[int, list[int]]:
+    """Return source number -> numbers of the documents with this id. Raises ConfigError if none
+    exists.
     """
-    if given.document is not None:
-        most = max(int(source.documents.max()) for source in order.sources)
-        if not 0 <= given.document <= most:
-            raise ConfigError(
-                f"--document {given.document}: the documents' numbers are 0 to {most}"
-            )
-        return {number: [given.document] for number in range(len(order.sources))}
-    raw = os.fsencode(given.find)
+    raw = os.fsencode(name)
     unknown = [source.prefix for source in order.sources if source.beside.ids is None]
     lines = {raw, line_of(raw)}
     found = dict[int, list[int]]()
@@ -185,15 +183,13 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
             documents = {document for line in lines for document in numbers_of(ids, line)}
             found[number] = sorted(documents)
     if not any(found.values()):
-        rest = (
-            f"; no ids were recorded for {', '.join(unknown)}: "
-            "use the document's number, with --document"
-            if unknown
-            else ""
-        )
-        raise ConfigError(
-            f"--find {given.find}: no document of the training data has this id{rest}"
-        )
+        rest = ""
+        if unknown:
+            rest = (
+                f"; no ids were recorded for {', '.join(unknown)}: use the document's number, with"
+                " --document"
+            )
+        raise ConfigError(f"--find {name}: no document of the training data has this id{rest}")
     return found
 
 
@@ -205,24 +201,14 @@ def _told(record: RunRecord, order: Order, pieces: list[Piece]) -> list[dict[str
     ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}
-        ids.append(
-            lines_at(source.beside.ids, documents) if source.beside.ids and documents else {}
-        )
-    rows, steps = [], record.steps
-    seen = steps.seen
+        file = source.beside.ids
+        ids.append(lines_at(file, documents) if file and documents else {})
+    rows, steps, seen = [], record.steps, record.steps.seen
     for sample, number, document, start, stop in pieces:
         shown = f"{record.name}:{sample}" if record.name else sample
-        row = (
-            steps.of(sample),
-            shown,
-            sample < seen,
-            order.sources[number].prefix,
-            document,
-            start,
-            stop,
-            ids[number].get(document),
-        )
-        rows.append(dict(zip(COLUMNS, row, strict=True)))
+        place = steps.of(sample), shown, sample < seen, order.sources[number].prefix
+        part = document, start, stop, ids[number].get(document)
+        rows.append(dict(zip(COLUMNS, place + part, strict=True)))
     return rows
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.prepared.indexed import HEADER
+from data_prep.prepared.indexed import read_index
 from fem_common.errors import ConfigError
 from fem_common.files import sha256
 from fem_common.stores import is_url
@@ -154,10 +154,9 @@ class Order:
 
     def pieces(self, sample: int) -> list[Piece]:
         """Return the parts of documents in a sample. The order repeats after its last sample."""
-        place = sample % len(self)
-        number, position = (
-            (int(self.blend[0][place]), int(self.blend[1][place])) if self.blend else (0, place)
-        )
+        number, position = 0, sample % len(self)
+        if self.blend:
+            number, position = (int(array[position]) for array in self.blend)
         return [Piece(sample, number, *piece) for piece in self.sources[number].pieces(position)]
 
     def find(self, wanted: dict[int, list[int]]) -> list[Piece]:
@@ -199,21 +198,14 @@ def open_order(
     fitting = []
     for complete in sorted(root.glob(f"*/{COMPLETE}")):
         contents = _contents(complete)
-        if (
-            contents is None
-            or contents_key not in (None, contents.key)
-            or not _is_of(prefixes, contents)
-        ):
-            continue
-        cache = index_cache(config, contents, samples, run_dir / "index_cache", megatron, needs)
-        if cache.folder.name == complete.parent.name:
-            fitting.append(cache)
+        if contents and contents_key in (None, contents.key) and _is_of(prefixes, contents):
+            cache = index_cache(config, contents, samples, run_dir / "index_cache", megatron, needs)
+            if cache.folder.name == complete.parent.name:
+                fitting.append(cache)
     if not fitting:
-        elsewhere = (
-            "data.index_cache, relative to the working directory"
-            if config.data.index_cache
-            else "the default of data.index_cache"
-        )
+        elsewhere = "the default of data.index_cache"
+        if config.data.index_cache:
+            elsewhere = "data.index_cache, relative to the working directory"
         raise ConfigError(
             f"{run_dir}: {root} ({elsewhere}) has no index cache of this run: "
             "the run has not begun to train, or the cache was deleted"
@@ -270,11 +262,8 @@ def _mapped(base: Path, name: str) -> npt.NDArray[Any]:
 
 def _contents(complete: Path) -> Contents | None:
     try:
-        return Contents(
-            tuple(
-                SourceContents(**source) for source in json.loads(complete.read_bytes())["sources"]
-            )
-        )
+        sources = json.loads(complete.read_bytes())["sources"]
+        return Contents(tuple(SourceContents(**source) for source in sources))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -322,11 +311,7 @@ def _beside(said: SourceContents, prefix: str) -> Beside:
     told = entry.get("idx_bytes") == index.stat().st_size
     if (entry["idx_sha256"] if told else sha256(index)) != said.idx_sha256:
         return Beside(fault=f"{index} is not the file that the run read")
-    with index.open("rb") as stream:
-        sequences = HEADER.unpack(stream.read(HEADER.size))[3]
     recorded = (
         told and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
     )
-    return Beside(
-        np.memmap(index, "<i4", "r", HEADER.size, (sequences,)), ids if recorded else None
-    )
+    return Beside(read_index(index).lengths, ids if recorded else None)

@@ -5,7 +5,6 @@ law.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +21,43 @@ from tools.scaling.planned_runs import PlannedRun, plan_study
 from tools.scaling.study import Study, load_study
 from tools.scaling.table import as_table
 
-BASE: dict[str, Any] = {
-    "model": {"mixer": "transformer", "vocab_size": 512},
-    "data": {
-        "train": [{"prefix": "data/train"}],
-        "valid": [{"prefix": "data/valid"}],
-        "seq_length": 64,
-    },
-    "train": {"steps": 100, "global_batch_size": 4, "precision": "fp32"},
-    "optimizer": {"lr": 1e-3, "min_lr": 2e-4, "warmup_tokens": 10_000_000},
-}
-STUDY: dict[str, Any] = {
-    "base": "base.yaml",
-    "variants": {
-        "transformer": ["model.mixer=transformer"],
-        "cem": ["model.mixer=cem", "optimizer.lr=5e-4"],
-    },
-    "shape": {"head_size": 16, "aspect_ratio": 32},
-    "sizes": [32, 64, {"width": 96, "layers": 2}],
-    "budgets": [4e10, {"flops": 1.5e11, "sizes": [64, 96, 128]}],
-    "cluster": {"tflops": 0.01},
-}
+BASE = """
+model: {mixer: transformer, vocab_size: 512}
+data: {train: [{prefix: data/train}], valid: [{prefix: data/valid}], seq_length: 64}
+train: {steps: 100, global_batch_size: 4, precision: fp32}
+optimizer: {lr: 0.001, min_lr: 0.0002, warmup_tokens: 10000000}
+"""
+STUDY = """
+base: base.yaml
+variants: {transformer: [model.mixer=transformer], cem: [model.mixer=cem, optimizer.lr=5e-4]}
+shape: {head_size: 16, aspect_ratio: 32}
+sizes: [32, 64, {width: 96, layers: 2}]
+budgets: [4.0e+10, {flops: 1.5e+11, sizes: [64, 96, 128]}]
+cluster: {tflops: 0.01}
+"""
+# Runs of 100, 200 and 400 steps of 256 tokens that decay over the last tenth: two forks of each
+# longest run.
+TRUNKS = """
+budgets: []
+sizes: [32, 48]
+tokens: [25600, 51200, 102400]
+seeds: [1, 2]
+warmup_steps: 20
+trunks: true
+settings: [optimizer.schedule=wsd]
+"""
 
 
-def write(
-    folder: Path, change: Callable[[dict[str, Any]], object] = lambda values: None, **base: Any
-) -> Path:
-    """Write a study's file with changes, and its base with changed sections."""
-    values = yaml.safe_load(yaml.safe_dump(STUDY, sort_keys=False))
-    change(values)
-    (folder / "base.yaml").write_text(
-        yaml.safe_dump(
-            {key: {**BASE.get(key, {}), **base.get(key, {})} for key in {**BASE, **base}}
-        )
-    )
+def write(folder: Path, changes: str = "", model: str = "", **changed: Any) -> Path:
+    """Write a study's file and its base; ``changes`` is YAML with the keys of the study that
+    differ, as are ``changed``, and ``model`` is YAML of the base's model.
+    """
+    base, more = yaml.safe_load(BASE), yaml.safe_load(model) or {}
+    base["model"] |= more
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    values = yaml.safe_load(STUDY) | (yaml.safe_load(changes) or {}) | changed
     (folder / "study.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return folder / "study.yaml"
-
-
-def trunked(values: dict[str, Any], **changed: Any) -> None:
-    """Change a study to runs of 100, 200 and 400 steps of 256 tokens that decay over the last
-    tenth: two forks of each longest run.
-    """
-    del values["budgets"]
-    values |= {
-        "sizes": [32, 48],
-        "tokens": [25_600, 51_200, 102_400],
-        "seeds": [1, 2],
-        "warmup_steps": 20,
-        "trunks": True,
-    }
-    values |= {"settings": ["optimizer.schedule=wsd"], **changed}
 
 
 def planned(path: Path) -> tuple[Study, list[PlannedRun]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from fem_common.config import plain
 from pretrain.__main__ import main as pretrain
@@ -31,23 +32,22 @@ from tools.scaling.table import final_runs, read_table
 Made = tuple[Path, Study, list[PlannedRun]]
 
 
-def make(folder: Path, **changed: Any) -> Made:
-    """Return a study of three runs of the Transformer, with ``changed``, and its data, before any
-    run.
+FEW = """
+variants: {transformer: []}
+sizes: [32, 48, 64]
+budgets: [1.0e+10]
+min_steps: 20
+max_epochs: 1.0e+6
+"""
+
+
+def make(folder: Path, changes: str = "{}", *, tokens_of_data: int = 900, **changed: Any) -> Made:
+    """Return a study of three runs of the Transformer, with ``changes`` (YAML) and ``changed``, and
+    its data, before any run.
     """
-    write_folder(folder / "data", tokens=changed.pop("tokens_of_data", 900))
-    few: dict[str, Any] = {
-        "variants": {"transformer": []},
-        "sizes": [32, 48, 64],
-        "budgets": [1e10],
-        "min_steps": 20,
-        "max_epochs": 1e6,
-    }
-    path = write(
-        folder,
-        lambda values: values.update({**few, "directory": str(folder / "runs"), **changed}),
-        model={"vocab_size": None},
-    )
+    write_folder(folder / "data", tokens=tokens_of_data)
+    values = yaml.safe_load(FEW) | {"directory": str(folder / "runs")} | yaml.safe_load(changes)
+    path = write(folder, model="vocab_size: null", **values | changed)
     return path, *planned(path)
 
 
@@ -119,7 +119,7 @@ def test_runs_that_are_missing_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    study = make(tmp_path, seeds=[1, 2, 3, 4])
+    study = make(tmp_path, "seeds: [1, 2, 3, 4]")
     _, plan, runs = study
     write_run(plan, runs[0], state="failed", up_to=runs[0].steps // 2)
     write_run(plan, runs[1], state="stopped", up_to=1)
@@ -286,22 +286,14 @@ def test_a_fork_is_collected_as_a_straight_run(
     from Weights & Biases.
     """
     monkeypatch.chdir(tmp_path)
-    more = {
-        "sizes": [32],
-        "budgets": [],
-        "tokens": [7_680, 15_360],
-        "settings": ["optimizer.schedule=wsd"],
-        "warmup_steps": 5,
-    }
+    few = (
+        "{sizes: [32], budgets: [], tokens: [7680, 15360], settings: [optimizer.schedule=wsd],"
+        " warmup_steps: 5}"
+    )
     found = []
     for trunks in (False, True):  # the runs in separate files, and in one file after another
-        study = make(
-            tmp_path,
-            tokens_of_data=20_000,
-            **more,
-            trunks=trunks,
-            directory=str(tmp_path / f"runs{trunks}"),
-        )
+        directory = str(tmp_path / f"runs{trunks}")
+        study = make(tmp_path, few, tokens_of_data=20_000, trunks=trunks, directory=directory)
         for run in study[2]:
             write_run(study[1], run)
         found.append((study[2], collected(study)))
@@ -336,15 +328,12 @@ def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    variants = {"transformer": [], "again": ["optimizer.lr=2e-3"]}
-    more = {
-        "tokens": [2560],
-        "variants": variants,
-        "sizes": [32],
-        "settings": ["checkpoint.interval=5"],
-        "shape": {"head_size": 16},
-    }
-    study = make(tmp_path, budgets=[], min_steps=10, warmup=0.1, **more)
+    two = (
+        "{variants: {transformer: [], again: [optimizer.lr=2e-3]}, sizes: [32], budgets: [],"
+        " tokens: [2560], settings: [checkpoint.interval=5], shape: {head_size: 16},"
+        " min_steps: 10, warmup: 0.1}"
+    )
+    study = make(tmp_path, two)
     _, plan, runs = study
     folders = [Path(plan.directory) / run.name for run in runs]
 

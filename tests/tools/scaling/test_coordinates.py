@@ -5,6 +5,7 @@ parametrization does not.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -34,6 +35,15 @@ data: {seq_length: 64}
 train: {steps: 1000, global_batch_size: 64, seed: 1}
 optimizer: {lr: 3.0e-3, min_lr: 3.0e-4, warmup_steps: 100}
 """
+STUDY = """
+base: run.yaml
+variants:
+  narrow: [model.mixer=transformer]
+  tied: [model.mixer=transformer, model.tie_embeddings=true]
+shape: {head_size: 16, ffn_multiple: 16}
+sizes: [{width: 32, layers: 1}, {width: 48, layers: 1}]
+tokens: [1.0e5]
+"""
 MUP = ["model.parametrization=mup", "model.mup.base_hidden_size=64"]
 
 
@@ -47,21 +57,11 @@ def run(tmp_path: Path) -> Path:
 
 def power_law(scale: float, change: float, site: str = "layer_00/mixer") -> list[Record]:
     """Return records of two steps over three widths, growing with these exponents at the last."""
-    return [
-        Record(
-            "m",
-            "mup",
-            width,
-            seed,
-            step,
-            site,
-            3.0 * width ** (scale * step),
-            0.1 * width**change * step,
-        )
-        for width in (64, 128, 256)
-        for seed in (1, 2)
-        for step in (0, 1)
-    ]
+    records = []
+    for width, seed, step in itertools.product((64, 128, 256), (1, 2), (0, 1)):
+        sizes = 3.0 * width ** (scale * step), 0.1 * width**change * step
+        records.append(Record("m", "mup", width, seed, step, site, *sizes))
+    return records
 
 
 def test_a_power_law_is_told_by_its_exponent_and_judged_by_its_ratio() -> None:
@@ -106,12 +106,8 @@ def test_the_sites_are_the_models_own_numbers(run: Path) -> None:
         assert all(change == 0 for _, change in sites.read().values())
         sites.remove()
         engine.close()
-    assert list(seen) == [
-        "embedding",
-        *(f"layer_{n:02}/{part}" for n in range(2) for part in ("mixer", "mlp")),
-        "residual",
-        "logits",
-    ]
+    layers = "layer_00/mixer layer_00/mlp layer_01/mixer layer_01/mlp"
+    assert list(seen) == ["embedding", *layers.split(), "residual", "logits"]
     total = sum(value for site, value in seen.items() if site not in ("residual", "logits"))
     # fp32, sums in a different order.
     torch.testing.assert_close(total, seen["residual"], rtol=1e-5, atol=1e-5)
@@ -121,8 +117,8 @@ def test_the_sites_are_the_models_own_numbers(run: Path) -> None:
     assert loss == pytest.approx(float(wanted), rel=1e-5)
 
 
-def check(run: Path, out: Path, *words: str) -> int:
-    return main(["coord-check", str(run), "--random", "--steps", "4", "--out", str(out), *words])
+def check(run: Path, out: Path, words: str = "") -> int:
+    return main(f"coord-check {run} --random --steps 4 --out {out} {words}".split())
 
 
 @pytest.mark.parametrize(
@@ -136,17 +132,8 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(
     """Verdict of the commands; by theory standard updates grow at least with the width, 4 times in
     this test, muP's with power 0.
     """
-    words = (
-        "--mixer",
-        ",".join(mixers),
-        "--compare",
-        "--widths",
-        "64,128,256",
-        "--seeds",
-        "1",
-        MUP[1],
-    )
-    assert check(run, tmp_path / "out", *words) == 0
+    words = f"--mixer {','.join(mixers)} --compare --widths 64,128,256 --seeds 1 {MUP[1]}"
+    assert check(run, tmp_path / "out", words) == 0
     told = capsys.readouterr().out
     for mixer in mixers:
         assert f"{mixer}, mup: flat within 2x" in told
@@ -154,61 +141,35 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(
         assert (tmp_path / "out" / f"coordinates_{mixer}.png").read_bytes().startswith(b"\x89PNG")
     assert "drawn by Zipf's law from 256" in told
     title, _, *lines = (tmp_path / "out" / "coordinates.md").read_text().splitlines()
-    assert title == "| variant | standard | mup |"
-    ratios = {
-        name.strip(" `"): (float(standard), float(mup))
-        for _, name, standard, mup, _ in (line.split("|") for line in lines)
-    }
-    assert list(ratios) == list(mixers) and all(
-        mup < 2 < standard for standard, mup in ratios.values()
-    )
-    records = [
-        Record(*row)
-        for row in pd.read_csv(tmp_path / "out" / "coordinates.csv").itertuples(
-            index=False, name=None
-        )
-    ]
+    assert title == "| variant | standard | mup |" and len(lines) == len(mixers)
+    for mixer, line in zip(mixers, lines, strict=True):
+        _, name, standard, mup, _ = line.split("|")
+        assert name == f" `{mixer}` " and float(mup) < 2 < float(standard)
+    frame = pd.read_csv(tmp_path / "out" / "coordinates.csv")
+    records = [Record(*row) for row in frame.itertuples(index=False, name=None)]
     # Mixers x parametrizations x widths x (steps and the start) x sites.
-    assert len(records) == len(mixers) * 2 * 3 * 5 * 7 and all(
-        record.change == 0 for record in records if record.step == 0
-    )
+    assert len(records) == len(mixers) * 2 * 3 * 5 * 7
+    assert (frame[frame["step"] == 0]["change"] == 0).all()
     # Stricter than the verdict: a learning rate that is wrong by the root of the width changes the
     # exponent of some layer's change by 0.23 (FEM) to 0.40 in this test; the exponents of correct
     # ones scatter by 0.13 with one seed.
     for mixer in mixers:
-        verdicts = judge(
-            [
-                record
-                for record in records
-                if (record.variant, record.parametrization) == (mixer, "mup")
-            ]
-        )
-        assert all(
-            abs(verdict.exponent) < 0.2 for verdict in verdicts if verdict.site.startswith("layer")
-        )
+        own = [one for one in records if (one.variant, one.parametrization) == (mixer, "mup")]
+        layers = [verdict for verdict in judge(own) if verdict.site.startswith("layer")]
+        assert all(abs(verdict.exponent) < 0.2 for verdict in layers)
     # At the base width, both parametrizations are the same model and optimizer.
-    base = [
-        [one.scale for one in records if (one.width, one.parametrization) == (64, name)]
-        for name in ("mup", "standard")
-    ]
-    assert base[0] == base[1]
+    base = frame[frame["width"] == 64].groupby("parametrization")["scale"].apply(list)
+    assert base["mup"] == base["standard"]
 
 
 def test_a_case_that_is_not_flat_is_an_exit_code(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        check(
-            run, tmp_path / "out", "--widths", "64,256", "--seeds", "1", "model.mixer=transformer"
-        )
-        == 1
-    )
+    words = "--widths 64,256 --seeds 1 model.mixer=transformer"
+    assert check(run, tmp_path / "out", words) == 1
     assert "largest deviation: " in capsys.readouterr().out.splitlines()[-3]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "coordinates.csv",
-        "coordinates.md",
-        "coordinates.png",
-    ]
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == [f"coordinates.{ending}" for ending in ("csv", "md", "png")]
 
 
 @pytest.mark.slow
@@ -219,28 +180,27 @@ def test_every_mixer_is_flat_under_mup(run: Path, tmp_path: Path, mixer: str) ->
 
     Mamba-2's ratio is 2.2 after 4 steps, 1.7 after 8 and 1.2 after 16.
     """
-    words = ("--mixer", mixer, "--widths", "64,128,256,512", "--seeds", "3", "--steps", "8", *MUP)
-    assert check(run, tmp_path / "out", *words) == 0
+    words = f"--mixer {mixer} --widths 64,128,256,512 --seeds 3 --steps 8 {' '.join(MUP)}"
+    assert check(run, tmp_path / "out", words) == 0
 
 
-MISTAKES = (
-    *(
-        "--widths 64",
-        "--widths 64,x",
-        "--widths 64,112",
-        "--steps 0",
-        "--seeds 0",
-        "--mixer fla.GatedLinearAttention",
-    ),
-    *("--mixer fem_sofmax", "model.tie_embeddings=true " + " ".join(MUP)),
-)
+MISTAKES = f"""
+--widths 64
+--widths 64,x
+--widths 64,112
+--steps 0
+--seeds 0
+--mixer fla.GatedLinearAttention
+--mixer fem_sofmax
+model.tie_embeddings=true {" ".join(MUP)}
+"""
 
 
 def test_a_mistake_is_one_line_and_nothing_is_written(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    for words in MISTAKES:
-        assert main(["coord-check", str(run), "--out", str(tmp_path / "out"), *words.split()]) == 2
+    for words in MISTAKES.strip().splitlines():
+        assert main(f"coord-check {run} --out {tmp_path / 'out'} {words}".split()) == 2
         told = capsys.readouterr().err
         assert told.startswith("tools.scaling: error: ") and told.count("\n") == 1
         wording(told)
@@ -249,49 +209,28 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
 
 def test_another_width_keeps_heads_and_ratios(run: Path) -> None:
     words = (
-        "model.ffn_hidden_size=256",
-        "model.mixer=transformer",
-        "model.num_query_groups=1",
-        "parallel.tensor_model_parallel_size=4",
+        "model.ffn_hidden_size=256 model.mixer=transformer model.num_query_groups=1"
+        " parallel.tensor_model_parallel_size=4"
     )
-    config = Case("transformer", run, words).config(256, 5)
-    model = config.model
-    assert (
-        model.num_attention_heads,
-        model.num_query_groups,
-        model.ffn_hidden_size,
-        model.num_layers,
-    ) == (8, 4, 1024, 2)
-    assert (config.train.steps, config.train.micro_batch_size, config.train.precision) == (
-        5,
-        4,
-        "fp32",
-    )
-    assert (
-        config.optimizer.warmup_steps,
-        config.optimizer.schedule,
-        config.parallel.tensor_model_parallel_size,
-    ) == (0, "constant", 1)
+    config = Case("transformer", run, tuple(words.split())).config(256, 5)
+    model, train, optimizer = config.model, config.train, config.optimizer
+    assert (model.num_attention_heads, model.num_query_groups) == (8, 4)
+    assert (model.ffn_hidden_size, model.num_layers) == (1024, 2)
+    assert (train.steps, train.micro_batch_size, train.precision) == (5, 4, "fp32")
+    assert (optimizer.warmup_steps, optimizer.schedule) == (0, "constant")
+    assert config.parallel.tensor_model_parallel_size == 1
 
 
 def test_a_studys_variants_and_widths_by_its_own_rule(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = tmp_path / "study.yaml"
-    study.write_text(
-        "base: run.yaml\nvariants: {narrow: [model.mixer=transformer], tied:"
-        " [model.mixer=transformer, model.tie_embeddings=true]}\nshape: {head_size: 16,"
-        " ffn_multiple: 16}\nsizes: [{width: 32, layers: 1}, {width: 48, layers: 1}]\ntokens:"
-        " [1.0e5]\n"
-    )
+    study.write_text(STUDY)
     check(study, tmp_path / "out")
     assert "narrow, standard: 1 layers" in capsys.readouterr().out
-    rows = pd.read_csv(tmp_path / "out" / "coordinates.csv").value_counts(
-        ["variant", "width", "seed"]
-    )
-    assert set(rows.index) == {
-        (name, width, seed) for name in ("narrow", "tied") for width in (32, 48) for seed in (1, 2)
-    }
+    records = pd.read_csv(tmp_path / "out" / "coordinates.csv")
+    rows = records.value_counts(["variant", "width", "seed"])
+    assert set(rows.index) == set(itertools.product(("narrow", "tied"), (32, 48), (1, 2)))
     assert set(rows) == {5 * 5}  # steps x sites of one layer
 
 
@@ -300,10 +239,7 @@ def test_a_deep_models_picture_shows_three_of_its_blocks() -> None:
         record for n in range(12) for record in power_law(0.1, 0.1, site=f"layer_{n:02}/mixer")
     ]
     assert shown_sites(records) == ["layer_00/mixer", "layer_06/mixer", "layer_11/mixer"]
-    both = [
-        *records,
-        *(dataclasses.replace(record, parametrization="standard") for record in records),
-    ]
+    both = [*records, *(dataclasses.replace(one, parametrization="standard") for one in records)]
     for some, panels in ((records, 2), (both, 4)):
         figure = coordinates(some)
         figure.canvas.draw()

@@ -35,13 +35,10 @@ PUBLISHED = {
 
 def made(folder: Path, frame: pd.DataFrame | None = None, **changed: Any) -> tuple[Path, Path]:
     """Return a study, and its results' folder with this table."""
-    fit = {"resamples": 50} | changed.pop("fit", {})
-    path = write(
-        folder,
-        lambda values: values.update({"fit": fit, "results": str(folder / "results"), **changed}),
-    )
-    write_table(table() if frame is None else frame, folder / "results" / "runs.csv")
-    return path, folder / "results"
+    results, fit = folder / "results", {"resamples": 50} | changed.pop("fit", {})
+    path = write(folder, fit=fit, results=str(results), **changed)
+    write_table(table() if frame is None else frame, results / "runs.csv")
+    return path, results
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

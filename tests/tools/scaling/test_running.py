@@ -21,7 +21,7 @@ from launch.verbs.sweep import read_list
 from tests.pretrain.data_folder import write_folder
 from tests.ranks import losses, records
 from tests.test_house import ROOT
-from tests.tools.scaling.studies import trunked, write
+from tests.tools.scaling.studies import TRUNKS, write
 from tests.tools.scaling.test_collect import make
 from tools.scaling.__main__ import main
 from tools.scaling.planned_runs import plan_study
@@ -41,9 +41,7 @@ def arguments(*words: str) -> Namespace:
 
 
 def test_launch_is_handed_the_studys_runs_and_layout(tmp_path: Path) -> None:
-    study = load_study(
-        write(tmp_path, lambda values: values.update(cluster={"processes": 4, "at_once": 3}))
-    )
+    study = load_study(write(tmp_path, "cluster: {processes: 4, at_once: 3}"))
     runs = plan_study(study)
     (tmp_path / "list.txt").write_text(running.run_list(runs))
     assert read_list(tmp_path / "list.txt") == {run.name: run.settings for run in runs}
@@ -84,7 +82,7 @@ def test_forks_start_after_their_trunks(
     """On this machine after their trunk has finished, not for a failed trunk; on Slurm as a second
     array that waits for them.
     """
-    study = load_study(write(tmp_path, trunked))
+    study = load_study(write(tmp_path, TRUNKS))
     runs, started = plan_study(study), list[tuple[set[str], list[str]]]()
     trunks = [run.name for run in runs if not run.trunk]
     rows = {name: {"state": "stopped" if name == trunks[0] else "finished"} for name in trunks}
@@ -141,7 +139,7 @@ def test_a_study_ends_as_its_runs_did(
     """launch is replaced by a process that prints "ready" and ends: it receives a signal once, and
     the states of the runs determine the exit code.
     """
-    path = write(tmp_path, lambda values: values.update(directory=str(tmp_path / "runs")))
+    path = write(tmp_path, directory=str(tmp_path / "runs"))
     write_folder(tmp_path / "data", tokens=3_000_000)
     names = [run.name for run in plan_study(load_study(path))]
     rows = states and {
@@ -172,7 +170,7 @@ def test_a_study_ends_as_its_runs_did(
 def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
-    path = write(tmp_path, lambda values: values.update(directory=str(tmp_path / "runs")))
+    path = write(tmp_path, directory=str(tmp_path / "runs"))
     assert main(["run", str(path), *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "runs").exists()
 
@@ -199,9 +197,11 @@ def quiet(folder: Path) -> list[str]:
 def test_a_study_killed_on_its_way_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = {"head_size": 8, "aspect_ratio": 32, "min_layers": 1, "ffn_multiple": 8}
-    more = {"sizes": [16, 8], "budgets": [], "tokens": [80_000], "validations": 2}
-    path, study, runs = make(tmp_path, **more, shape=shape, settings=quiet(tmp_path))
+    small = (
+        "{sizes: [16, 8], budgets: [], tokens: [80000], validations: 2,"
+        " shape: {head_size: 8, aspect_ratio: 32, min_layers: 1, ffn_multiple: 8}}"
+    )
+    path, study, runs = make(tmp_path, small, settings=quiet(tmp_path))
     folders = [Path(study.directory) / run.name for run in runs]
     command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -234,24 +234,16 @@ def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(
     """Training losses, gradient norms and the last validation of every run; fewer steps were
     trained.
     """
-    schedule = ["optimizer.schedule=wsd", "optimizer.decay_steps=10"]
-    more = {
-        "sizes": [16],
-        "budgets": [],
-        "tokens": [7_680, 11_520, 15_360],
-        "shape": {"head_size": 8, "min_layers": 1},
-        "warmup_steps": 5,
-        "settings": [*quiet(tmp_path), *schedule],
-    }
+    settings = [*quiet(tmp_path), "optimizer.schedule=wsd", "optimizer.decay_steps=10"]
+    small = (
+        "{sizes: [16], budgets: [], tokens: [7680, 11520, 15360],"
+        " shape: {head_size: 8, min_layers: 1}, warmup_steps: 5}"
+    )
     found = {}
     for trunks in (False, True):
-        path, study, runs = make(
-            tmp_path,
-            tokens_of_data=20_000,
-            **more,
-            trunks=trunks,
-            directory=str(tmp_path / f"runs{trunks}"),
-        )
+        directory = str(tmp_path / f"runs{trunks}")
+        more = {"trunks": trunks, "directory": directory, "settings": settings}
+        path, study, runs = make(tmp_path, small, tokens_of_data=20_000, **more)
         command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr

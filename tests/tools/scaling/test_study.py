@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
-from tests.tools.scaling.studies import planned, trunked, write
+from tests.tools.scaling.studies import TRUNKS, planned, write
 from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.planned_runs import (
@@ -82,11 +81,10 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(
 
 
 def test_lengths_in_tokens_are_the_baselines_for_all_variants(tmp_path: Path) -> None:
-    def by_tokens(values: dict[str, Any]) -> None:
-        del values["budgets"]
-        del values["variants"]["cem"][1]
-        values |= {"tokens_per_parameter": [2], "learning_rates": [1e-3, 3e-3], "seeds": [1, 2]}
-
+    by_tokens = (
+        "{budgets: [], tokens_per_parameter: [2], learning_rates: [0.001, 0.003], seeds: [1, 2],"
+        " variants: {transformer: [], cem: [model.mixer=cem]}}"
+    )
     _, runs = planned(write(tmp_path, by_tokens))
     assert len(runs) == 3 * 2 * 2 * 2
     for width in (32, 64, 96):
@@ -100,18 +98,14 @@ def test_data_that_is_there_is_counted_and_not_repeated_too_often(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_folder(tmp_path / "data", tokens=100_000)
-
-    def limited(max_epochs: float) -> Path:
-        return write(tmp_path, partial(dict.update, max_epochs=max_epochs))
-
-    _, runs = planned(limited(2.6))
+    _, runs = planned(write(tmp_path, max_epochs=2.6))
     assert all(run.epochs == pytest.approx(run.tokens / 100_000) for run in runs)
     most = max(run.epochs or 0 for run in runs)
-    assert main(["plan", str(limited(most * 0.99))]) == 2
+    assert main(["plan", str(write(tmp_path, max_epochs=most * 0.99))]) == 2
     error = capsys.readouterr().err
     assert f"it reads its training data {most:.2f} times" in error
     fix = float(error.rpartition("max_epochs: ")[2])
-    assert planned(limited(fix))[1]  # the suggested value is valid
+    assert planned(write(tmp_path, max_epochs=fix))[1]  # the suggested value is valid
 
 
 @pytest.mark.parametrize(
@@ -130,8 +124,7 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(
         assert sizes.heads * 16 == sizes.width
         assert sizes.ffn % shape.ffn_multiple == 0 and sizes.ffn >= sizes.width * 8 / 3
     targets = [5e4, 2e5, 5e5]
-    changed = partial(dict.update, sizes={"parameters": targets}, budgets=[1e11])
-    _, runs = planned(write(tmp_path, changed))
+    _, runs = planned(write(tmp_path, sizes={"parameters": targets}, budgets=[1e11]))
     found = sorted({run.non_embedding_parameters for run in runs if run.variant == "transformer"})
     # The width changes in steps of a head.
     assert all(0.5 < count / target < 2 for count, target in zip(found, targets, strict=True))
@@ -143,8 +136,8 @@ def test_the_shorter_runs_are_forks_of_the_longest(
     """Forks train 10 + 20 + 400 steps for each model, rate and seed instead of 100 + 200 + 400.
     Only the keys of the forks differ.
     """
-    study, straight = planned(write(tmp_path, partial(trunked, trunks=False)))
-    _, runs = planned(path := write(tmp_path, trunked))
+    study, straight = planned(write(tmp_path, TRUNKS, trunks=False))
+    _, runs = planned(path := write(tmp_path, TRUNKS))
     assert len(runs) == 3 * 2 * 2 * 2 and [run.name for run in runs] == [
         run.name for run in straight
     ]
@@ -169,52 +162,53 @@ def test_the_shorter_runs_are_forks_of_the_longest(
     forks = ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]
     wrong: list[dict[str, Any]] = [{}, {"settings": []}, {"settings": forks}]
     for changed in [*wrong, {"warmup_steps": None}]:
-        assert main(["plan", str(write(tmp_path, partial(trunked, **changed)))]) == 2
+        assert main(["plan", str(write(tmp_path, TRUNKS, **changed))]) == 2
         wording(error := capsys.readouterr().err)
         assert error.count("\n") == 1
 
 
-TOO_SHORT = [2e8, 4e10]
-# Key of the study -> invalid values.
-WRONG: dict[str, list[Any]] = {
-    "varients": [{}],
-    "variants": [
-        {},
-        {"a b": []},
-        *({"x": [word]} for word in ("model.mixr=cem", "model.hidden_size=64", "model.mixer")),
-    ],
-    "settings": [["optimizer.eps=1e-9", "optimizer.eps=1e-8"], ["checkpoint.mirror=m"]],
-    "learning_rates": [[1e-3]],
-    "sizes": [
-        [32, 64],
-        *([32, 64, last] for last in (64, 90, {"layers": 2}, {"width": 96, "heads": 7})),
-        {"parameters": [1e5, 1.01e5, 5e5]},
-    ],
-    "budgets": [[3e10, 3e10], [0], [], TOO_SHORT],
-    "tokens": [[1e6]],
-    "warmup": [1.0],
-    "warmup_steps": [5000],
-    "seeds": [[]],
-    "cluster": [{"processes": 3}],
-    "base": ["bse.yaml", ""],
-    "name": ["a/b"],
-    "path": ["x"],
-    "fit": [{"approaches": ["isoflops"]}, {"approaches": []}],
-}
-TOGETHER: tuple[dict[str, Any], ...] = (
-    {"variants": {"x": [], "y": ["model.mixer=transformer"]}},
-    {"budgets": TOO_SHORT, "min_steps": 1},
-)
+# Keys of the study with wrong values.
+WRONG = """
+varients: {}
+variants: {}
+variants: {a b: []}
+variants: {x: [model.mixr=cem]}
+variants: {x: [model.hidden_size=64]}
+variants: {x: [model.mixer]}
+settings: [optimizer.eps=1e-9, optimizer.eps=1e-8]
+settings: [checkpoint.mirror=m]
+learning_rates: [0.001]
+sizes: [32, 64]
+sizes: [32, 64, 64]
+sizes: [32, 64, 90]
+sizes: [32, 64, {layers: 2}]
+sizes: [32, 64, {width: 96, heads: 7}]
+sizes: {parameters: [1.0e+5, 1.01e+5, 5.0e+5]}
+budgets: [3.0e+10, 3.0e+10]
+budgets: [0]
+budgets: []
+budgets: [2.0e+8, 4.0e+10]
+tokens: [1.0e+6]
+warmup: 1.0
+warmup_steps: 5000
+seeds: []
+cluster: {processes: 3}
+base: bse.yaml
+base: ""
+name: a/b
+path: x
+fit: {approaches: [isoflops]}
+fit: {approaches: []}
+variants: {x: [], y: [model.mixer=transformer]}
+{budgets: [2.0e+8, 4.0e+10], min_steps: 1}
+"""
 
 
 def test_a_wrong_study_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    for changed in (
-        *({key: value} for key, values in WRONG.items() for value in values),
-        *TOGETHER,
-    ):
-        assert main(["plan", str(write(tmp_path, partial(dict.update, **changed)))]) == 2, changed
+    for changes in WRONG.strip().splitlines():
+        assert main(["plan", str(write(tmp_path, changes))]) == 2, changes
         out, error = capsys.readouterr()
         assert out == "" and error.startswith("tools.scaling: error: ") and error.count("\n") == 1
         wording(error)
@@ -224,12 +218,12 @@ def test_a_short_runs_fix_is_long_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each suggested fix suits the named run; the longest of them suits all."""
-    budgets = TOO_SHORT
-    while main(["plan", str(write(tmp_path, partial(dict.update, budgets=budgets)))]) == 2:
+    budgets = too_short = [2e8, 4e10]
+    while main(["plan", str(write(tmp_path, budgets=budgets))]) == 2:
         fix = float(capsys.readouterr().err.partition("give at least ")[2].split()[0])
         assert fix > budgets[0]
         budgets = [fix]
-    assert budgets != TOO_SHORT
+    assert budgets != too_short
 
 
 def test_a_plan_needs_no_torch_and_little_time() -> None:

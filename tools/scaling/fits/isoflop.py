@@ -50,10 +50,9 @@ class _Budget:
         log_n = np.log(points.n)
         center = float(log_n.mean())
         design = _basis(log_n - center)
-        solve: Array = np.linalg.pinv(design).astype(np.float64)
+        solve = np.asarray(np.linalg.pinv(design), dtype=np.float64)
         leverage = (design * solve.T).sum(axis=1)
-        tokens: Array = solve @ np.log(points.d)
-        return cls(flops, points, center, solve, leverage, tokens)
+        return cls(flops, points, center, solve, leverage, solve @ np.log(points.d))
 
     def minima(self, losses: Array) -> tuple[Array, Array, Array, Array]:
         """Return (N, D, loss, curvature) at the parabola's vertex for each row of ``losses`` ``[k,

@@ -301,7 +301,7 @@ def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
     for key, value in values.items():
         default = defaults.get(key)
         if value != default:
-            if isinstance(value, dict) and isinstance(default, dict):
-                value = _differences(value, default)
             changed[key] = value
+            if isinstance(value, dict) and isinstance(default, dict):
+                changed[key] = _differences(value, default)
     return changed
