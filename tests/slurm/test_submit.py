@@ -132,20 +132,6 @@ def login(cluster: MiniSlurm, tmp_path: Path) -> Login:
     return Login(cluster, tmp_path)
 
 
-def test_submit_finish_and_not_again(login: Login) -> None:
-    job = login.submit(*HELP)
-    assert login.cluster.wait(job) == "COMPLETED"
-    assert login.file("state.json")["state"] == "finished"
-    (attempt,) = attempts(login.job)
-    assert "usage: python -m data_prep stdlib" in rank_log(attempt, 0).read_text()
-    assert "nothing to do: finished" in login.again()
-    assert login.again("--parsable") == ""
-    assert login.submissions() == [job]
-    updated = login.submit("--update", *HELP)
-    assert login.cluster.wait(updated) == "COMPLETED"
-    assert len(attempts(login.job)) == 2
-
-
 def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
     """The checkout is broken between submission and start; a resubmission runs the first
     snapshot.
@@ -160,8 +146,11 @@ def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
     (launch_folder(login.job) / "state.json").unlink()
     again = login.submit(*HELP, root=checkout)
     assert login.cluster.wait(again) == "COMPLETED"
+    assert "nothing to do: finished" in login.again() and login.again("--parsable") == ""
     updated = login.submit("--update", *HELP, root=checkout)
     assert login.cluster.wait(updated) == "FAILED"
+    (attempt, *_) = attempts(login.job)
+    assert "usage: python -m data_prep stdlib" in rank_log(attempt, 0).read_text()
 
 
 def test_one_job_a_directory(login: Login) -> None:
