@@ -8,9 +8,10 @@ from __future__ import annotations
 import getpass
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from fem_common.text import counted, nearest
+from fem_common.text import counted, first_few, nearest
 from launch.cluster import slurm
 from launch.cluster.profile import Profile
 from launch.cluster.profile_values import seconds
@@ -66,55 +67,26 @@ def partition(
     known: partition name -> fields of scontrol. Return the checks and the names of the existing
     partitions.
     """
-    wanted = (
-        profile.slurm.partition.split(",")
-        if profile.slurm.partition
-        else [n for n, p in known.items() if p.get("Default") == "YES"]
-    )
+    default = [name for name, found in known.items() if found.get("Default") == "YES"]
+    wanted = profile.slurm.partition.split(",") if profile.slurm.partition else default
     if not wanted:
-        names = ", ".join(known) or "none"
-        return [
-            Check(
-                "FAILED",
-                "partition",
-                f"the cluster has no default partition; it has {names}",
-                "set slurm.partition",
-            )
-        ], []
+        text = f"the cluster has no default partition; it has {', '.join(known) or 'none'}"
+        return [Check("FAILED", "partition", text, "set slurm.partition")], []
     lines = []
     for name in wanted:
+        state = known.get(name, {}).get("State")
+        level, remedy = "FAILED", "choose another, or ask the administrators"
         if name not in known:
             near = nearest(name, known, 0.5)
-            hint = (
-                f"did you mean {near}?"
-                if near
-                else f"choose one of {', '.join(list(known)[:LISTED])}"
-            )
-            lines.append(
-                Check(
-                    "FAILED",
-                    "partition",
-                    f"partition {name} does not exist",
-                    f"slurm.partition: {hint}",
-                )
-            )
-        elif known[name].get("State") != "UP":
-            lines.append(
-                Check(
-                    "FAILED",
-                    "partition",
-                    f"{name} is {known[name].get('State')}",
-                    "choose another, or ask the administrators",
-                )
-            )
+            others = f"choose one of {', '.join(list(known)[:LISTED])}"
+            text = f"partition {name} does not exist"
+            remedy = f"slurm.partition: {f'did you mean {near}?' if near else others}"
+        elif state != "UP":
+            text = f"{name} is {state}"
         else:
-            lines.append(
-                Check(
-                    "ok",
-                    "partition",
-                    f"{name} is up, {counted(int(known[name].get('TotalNodes', 0)), 'node')}",
-                )
-            )
+            nodes = counted(int(known[name].get("TotalNodes", 0)), "node")
+            level, text, remedy = "ok", f"{name} is up, {nodes}", ""
+        lines.append(Check(level, "partition", text, remedy))
     return lines, [name for name in wanted if name in known]
 
 
@@ -124,63 +96,36 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
     found: scontrol's fields of the partition.
     """
     name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
-    wanted = seconds(profile.slurm.time) if profile.slurm.time else None
+    slurm = profile.slurm
+    wanted = seconds(slurm.time) if slurm.time else None
+    default = found.get("DefaultTime", "NONE")
+    level, remedy = "ok", ""
     if wanted is not None and wanted > most:
-        text = (
-            f"slurm.time = {profile.slurm.time} is more than partition {name} allows: "
-            f"{found['MaxTime']}"
-        )
-        yield Check(
-            "FAILED",
-            "time limit",
-            text,
-            f"slurm.time: {found['MaxTime']} (a run outlives it: it saves and requeues itself)",
-        )
-    elif (
-        wanted is None
-        and found.get("DefaultTime") not in (None, "NONE")
-        and seconds(found["DefaultTime"]) < most
-    ):
-        yield Check(
-            "warning",
-            "time limit",
-            f"slurm.time is null: a submission gets {found['DefaultTime']}",
-            "set slurm.time",
-        )
-    elif (wanted or most) <= 2 * profile.slurm.signal_seconds:
-        text = (
-            f"slurm.signal_seconds = {profile.slurm.signal_seconds} leaves little of slurm.time "
-            "for work"
-        )
-        yield Check(
-            "warning", "time limit", text, "a longer slurm.time, or a smaller slurm.signal_seconds"
-        )
+        level = "FAILED"
+        text = f"slurm.time = {slurm.time} is more than partition {name} allows: {found['MaxTime']}"
+        remedy = f"slurm.time: {found['MaxTime']} (a run outlives it: it saves and requeues itself)"
+    elif wanted is None and default != "NONE" and seconds(default) < most:
+        level, remedy = "warning", "set slurm.time"
+        text = f"slurm.time is null: a submission gets {default}"
+    elif (wanted or most) <= 2 * slurm.signal_seconds:
+        level, remedy = "warning", "a longer slurm.time, or a smaller slurm.signal_seconds"
+        text = f"slurm.signal_seconds = {slurm.signal_seconds} leaves little of slurm.time for work"
     else:
-        text = (
-            f"{profile.slurm.time or found.get('MaxTime')}, partition {name} allows up to "
-            f"{found.get('MaxTime')}"
-        )
-        yield Check("ok", "time limit", text)
+        limit = found.get("MaxTime")
+        text = f"{slurm.time or limit}, partition {name} allows up to {limit}"
+    yield Check(level, "time limit", text, remedy)
     for what, key, value in (
-        ("account", "AllowAccounts", profile.slurm.account),
-        ("QOS", "AllowQos", profile.slurm.qos),
+        ("account", "AllowAccounts", slurm.account),
+        ("QOS", "AllowQos", slurm.qos),
     ):
         allowed = found.get(key, "ALL")
         if value and allowed not in ("ALL", "(null)") and value not in allowed.split(","):
-            yield Check(
-                "FAILED",
-                what,
-                f"partition {name} does not allow {value}",
-                f"slurm.{what.lower()}: one of {allowed}",
-            )
+            text = f"partition {name} does not allow {value}"
+            yield Check("FAILED", what, text, f"slurm.{what.lower()}: one of {allowed}")
     largest = found.get("MaxNodes", "UNLIMITED")
     if nodes_wanted and largest.isdigit() and nodes_wanted > int(largest):
-        yield Check(
-            "FAILED",
-            "nodes",
-            f"partition {name} allows {largest} nodes per job, {nodes_wanted} are requested",
-            "fewer --nodes",
-        )
+        text = f"partition {name} allows {largest} nodes per job, {nodes_wanted} are requested"
+        yield Check("FAILED", "nodes", text, "fewer --nodes")
 
 
 def machines(
@@ -190,80 +135,68 @@ def machines(
 
     known: all nodes of the cluster. chosen: names of the profile's partitions.
     """
+    failed, warning = partial(Check, "FAILED", "nodes"), partial(Check, "warning", "nodes")
     mine = [node for node in known if set(node.partitions) & set(chosen)]
     wanted, gpus = profile.nodes, gpus_asked(profile)
     if not mine:
-        yield Check(
-            "FAILED",
-            "nodes",
-            f"partition {', '.join(chosen)} has no nodes",
-            "choose another slurm.partition",
+        yield failed(
+            f"partition {', '.join(chosen)} has no nodes", "choose another slurm.partition"
         )
         return
     most = max(node.gpus for node in mine)
-    fit = [
-        node
-        for node in mine
-        if node.gpus >= gpus
-        and node.cpus >= wanted.cpus
-        and node.memory >= mebibytes(wanted.memory)
-    ]
     if most < gpus:
-        text = f"the profile takes {counted(gpus, 'GPU')} a node; the nodes have {most}"
         none = (
             "choose a partition with GPUs; where Slurm knows no GPUs on any node (no Gres), "
             "nodes.gres: none"
         )
-        yield Check("FAILED", "nodes", text, f"nodes.gpus: {most}" if most else none)
+        yield failed(
+            f"the profile takes {counted(gpus, 'GPU')} a node; the nodes have {most}",
+            f"nodes.gpus: {most}" if most else none,
+        )
         return
+    memory = mebibytes(wanted.memory)
+    fit = [
+        node
+        for node in mine
+        if node.gpus >= gpus and node.cpus >= wanted.cpus and node.memory >= memory
+    ]
     if not fit:
-        cpus, memory = max(node.cpus for node in mine), max(node.memory for node in mine)
         takes = f"{wanted.cpus} CPUs" + (f" and {wanted.memory} of memory" if wanted.memory else "")
-        text = f"the profile takes {takes} of a node; no node has as much"
-        yield Check(
-            "FAILED", "nodes", text, f"nodes.cpus: {cpus} at most; nodes.memory: {memory}M at most"
+        yield failed(
+            f"the profile takes {takes} of a node; no node has as much",
+            f"nodes.cpus: {max(node.cpus for node in mine)} at most; nodes.memory: "
+            f"{max(node.memory for node in mine)}M at most",
         )
         return
     if gpus and most > gpus and wanted.exclusive:
-        yield Check(
-            "warning",
-            "nodes",
+        yield warning(
             f"nodes have {most} GPUs, the profile takes {gpus} and the whole node",
             f"nodes.gpus: {most}",
         )
     if wanted.gpus and not gpus and most:
-        text = (
+        yield warning(
             f"nodes.gres = {wanted.gres} requests none of the nodes' {counted(most, 'GPU')}, which "
-            "Slurm may then hide"
+            "Slurm may then hide",
+            "nodes.gres: null",
         )
-        yield Check("warning", "nodes", text, "nodes.gres: null")
-    away, excluded = [node for node in fit if not node.in_service], hosts(profile.slurm.exclude)
+    excluded = hosts(profile.slurm.exclude)
     left = [node for node in fit if node.in_service and node.name not in excluded]
+    away = [
+        f"{node.name} {node.state} ({node.reason or 'no reason given'})"
+        for node in fit
+        if not node.in_service
+    ]
     if away:
-        told = "; ".join(
-            f"{node.name} {node.state} ({node.reason or 'no reason given'})"
-            for node in away[:LISTED]
-        )
-        yield Check(
-            "warning",
-            "nodes",
-            f"{len(away)} out of service: {told}{' ...' if len(away) > LISTED else ''}",
-        )
+        yield warning(f"{len(away)} out of service: {first_few(away, LISTED, '; ')}")
     if len(left) < (nodes_wanted or 1):
-        text = (
-            f"{counted(len(left), 'node')} in service fit the profile, {nodes_wanted or 1} wanted"
+        yield failed(
+            f"{counted(len(left), 'node')} in service fit the profile, {nodes_wanted or 1} wanted",
+            "fewer --nodes, or wait for the others",
         )
-        yield Check("FAILED", "nodes", text, "fewer --nodes, or wait for the others")
         return
     has = f"{counted(gpus, 'GPU')} and " if gpus else ""
-    yield Check(
-        "ok",
-        "nodes",
-        (
-            f"{len(left)} of {len(mine)} are in service and have "
-            f"{has}{counted(wanted.cpus, 'CPU')} or more"
-        ),
-    )
+    text = f"{len(left)} of {len(mine)} are in service and have {has}"
+    yield Check("ok", "nodes", f"{text}{counted(wanted.cpus, 'CPU')} or more")
 
 
 def gpus_asked(profile: Profile) -> int:
@@ -280,50 +213,34 @@ def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
 
     The check passes if the cluster has no accounting.
     """
-    storage = configuration.get("AccountingStorageType", "")
-    if "slurmdbd" not in storage:
+    if "slurmdbd" not in configuration.get("AccountingStorageType", ""):
         return Check("ok", "account", "this cluster has no accounting")
     if shutil.which("sacctmgr") is None:
         return Check("warning", "account", "not checked: sacctmgr is not installed on this host")
-    user = getpass.getuser()
+    user, slurm_profile = getpass.getuser(), profile.slurm
+    query = ("show", "assoc", f"user={user}", "format=account,qos")
     try:
-        answer = slurm.call(
-            "sacctmgr",
-            "--noheader",
-            "--parsable2",
-            "show",
-            "assoc",
-            f"user={user}",
-            "format=account,qos",
-        )
+        answer = slurm.call("sacctmgr", "--noheader", "--parsable2", *query)
     except slurm.SlurmError as error:
         return Check("warning", "account", f"not checked: {error}")
-    rows = [
-        (name, qos.split(","))
-        for name, _, qos in (line.partition("|") for line in answer.splitlines() if line)
-    ]
-    accounts = list(dict.fromkeys(name for name, _ in rows))
-    enforced = "associations" in configuration.get("AccountingStorageEnforce", "")
-    if not rows:
+    qos_of: dict[str, set[str]] = {}
+    for line in answer.splitlines():
+        name, _, qos = line.partition("|")
+        qos_of.setdefault(name, set()).update(qos.split(","))
+    if not qos_of:
         text = f"user {user} is in no account"
-        return Check(
-            "FAILED" if enforced else "ok",
-            "account",
-            text,
-            "ask the administrators for one" if enforced else "",
-        )
-    if profile.slurm.account and profile.slurm.account not in accounts:
-        text = f"user {user} is not in the account {profile.slurm.account}"
-        return Check("FAILED", "account", text, f"slurm.account: one of {', '.join(accounts)}")
-    mine = {qos for name, names in rows for qos in names if profile.slurm.account in (None, name)}
-    if profile.slurm.qos and profile.slurm.qos not in mine:
-        text = f"user {user} may not use the QOS {profile.slurm.qos}"
-        return Check("FAILED", "QOS", text, f"slurm.qos: one of {', '.join(sorted(mine))}")
-    return Check(
-        "ok",
-        "account",
-        f"{profile.slurm.account or 'the default'} (of {', '.join(accounts[:LISTED])})",
-    )
+        if "associations" not in configuration.get("AccountingStorageEnforce", ""):
+            return Check("ok", "account", text)
+        return Check("FAILED", "account", text, "ask the administrators for one")
+    accounts, mine = ", ".join(list(qos_of)[:LISTED]), slurm_profile.account
+    if mine and mine not in qos_of:
+        text = f"user {user} is not in the account {mine}"
+        return Check("FAILED", "account", text, f"slurm.account: one of {', '.join(qos_of)}")
+    allowed = qos_of[mine] if mine else set().union(*qos_of.values())
+    if slurm_profile.qos and slurm_profile.qos not in allowed:
+        text = f"user {user} may not use the QOS {slurm_profile.qos}"
+        return Check("FAILED", "QOS", text, f"slurm.qos: one of {', '.join(sorted(allowed))}")
+    return Check("ok", "account", f"{mine or 'the default'} (of {accounts})")
 
 
 def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
@@ -335,27 +252,20 @@ def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
         return
     # SlurmctldParameters=preempt_send_user_signal, or by its newer name
     # PreemptParameters=send_user_signal.
-    if any(
-        "send_user_signal" in configuration.get(key, "")
-        for key in ("SlurmctldParameters", "PreemptParameters")
-    ):
-        yield Check(
-            "ok",
-            "preemption",
-            "a preempted job is sent its signal at once, and has the partition's GraceTime to save",
+    keys = ("SlurmctldParameters", "PreemptParameters")
+    if any("send_user_signal" in configuration.get(key, "") for key in keys):
+        text = (
+            "a preempted job is sent its signal at once, and has the partition's GraceTime to save"
         )
+        yield Check("ok", "preemption", text)
         return
     wait = configuration.get("KillWait", "30 sec")
     text = (
         f"a preempted job is sent SIGTERM and has its partition's GraceTime, or KillWait ({wait}), "
         "to save"
     )
-    yield Check(
-        "warning",
-        "preemption",
-        text,
-        "save often enough, or ask for SlurmctldParameters=preempt_send_user_signal",
-    )
+    remedy = "save often enough, or ask for SlurmctldParameters=preempt_send_user_signal"
+    yield Check("warning", "preemption", text, remedy)
 
 
 def would_take(script: Path) -> Check:

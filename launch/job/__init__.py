@@ -171,6 +171,16 @@ def read_json(path: Path) -> Any:
     return value if isinstance(value, dict) else None
 
 
+def last_bytes(path: Path, count: int) -> bytes:
+    """Return the last ``count`` bytes of a file, or b"" if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - count))
+            return file.read()
+    except OSError:
+        return b""
+
+
 def last_lines(path: Path, count: int = 1) -> list[str]:
     """Return the last ``count`` non-empty lines of a file, or [] if the file cannot be read."""
     try:
@@ -206,13 +216,7 @@ def last_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Yield no objects if the file cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return iter(())
-    return _objects(reversed(lines))
+    return _objects(reversed(last_bytes(path, TAIL_BYTES).split(b"\n")[:-1]))
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.exits import Exit
-from launch.job import rank_log, read_json
+from launch.job import last_bytes, rank_log, read_json
 
 TRACEBACK_BYTES = 8192
 _LINE_CHARACTERS = 2000  # part of a line that is searched
@@ -294,15 +294,8 @@ def wrong_on(attempt: Path) -> tuple[str, ...]:
 
 def last_stamp(log: Path) -> float | None:
     """Return the time of the last line in a rank's log, or None if it has none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - (1 << 17)))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    return next(
-        (float(found[1]) for line in reversed(lines) if (found := _STAMP.match(line))), None
-    )
+    stamps = map(_STAMP.match, reversed(last_bytes(log, 1 << 17).splitlines()))
+    return next((float(stamp[1]) for stamp in stamps if stamp), None)
 
 
 def _failure(attempt: Path, record: dict[str, Any]) -> Failure:

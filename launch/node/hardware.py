@@ -172,18 +172,20 @@ def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
         SmiError: nvidia-smi is missing, failed, or does not answer.
     """
     end, complaints = time.monotonic() + seconds, list[str]()
+
+    def of_each(what: str, *fields: str) -> list[tuple[Gpu, list[str]]]:
+        return _of_each(gpus, what, fields, end - time.monotonic())
+
     gpus = [_gpu(row) for row in _query("gpu", CORE, seconds, complaints)]
     if not gpus:
         return gpus, complaints
-    for gpu, (pending, failure) in _of_each(gpus, "remapped-rows", ROWS, end - time.monotonic()):
+    for gpu, (pending, failure) in of_each("remapped-rows", *ROWS):
         gpu.row_pending, gpu.row_failure = _yes(pending), _yes(failure)
-    for gpu, (action,) in _of_each(
-        gpus, "gpu", ["uuid", "gpu_recovery_action"], end - time.monotonic()
-    ):
+    for gpu, (action,) in of_each("gpu", "uuid", "gpu_recovery_action"):
         gpu.recovery = _word(action)
-    for gpu, (state,) in _of_each(gpus, "gpu", ["uuid", "fabric.state"], end - time.monotonic()):
+    for gpu, (state,) in of_each("gpu", "uuid", "fabric.state"):
         gpu.fabric = _word(state)
-    for gpu, (pid, name, used) in _of_each(gpus, "compute-apps", USERS, end - time.monotonic()):
+    for gpu, (pid, name, used) in of_each("compute-apps", *USERS):
         gpu.users += (f"pid {pid} ({name}, {used} MiB)",)
     throttle(gpus, end - time.monotonic())
     return gpus, complaints

@@ -7,16 +7,14 @@ logs/agents*.log. Uses only the standard library.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fem_common.exits import Exit
-from launch.job import TAIL_BYTES, last_lines
+from launch.job import TAIL_BYTES, last_bytes, last_lines
 from launch.node.failures import OUT_OF_MEMORY, all_told, first_failure, killed_for_memory, wrong_on
 from launch.node.failures import Failure as RankFailure
 from launch.supervise.policy import Failure
@@ -185,17 +183,10 @@ def _out_of_memory(seen: Observed, folder: Path, first: RankFailure | None) -> s
     if not words:
         return None
     counted = seen.oom_kill and not kept
-    if counted or any(map(_tells_oom, (folder / "logs").glob("agents*.log"))):
+    logs = (folder / "logs").glob("agents*.log")
+    if counted or any(_OOM.search(last_bytes(log, _OOM_BYTES)) for log in logs):
         return words
     return None
-
-
-def _tells_oom(log: Path) -> bool:
-    """Return True if an agent's log contains Slurm's message about an out-of-memory kill."""
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _OOM_BYTES))
-        return bool(_OOM.search(file.read(_OOM_BYTES)))
-    return False
 
 
 def memory_limit(profile: Mapping[str, Any], environ: Mapping[str, str]) -> str:

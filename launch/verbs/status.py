@@ -316,7 +316,12 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.watch is not None and arguments.watch <= 0:
         raise UserError(f"--watch is {arguments.watch}; it must be more than 0 seconds")
     while True:
-        text, active = _board(arguments)
+        text, active = _board(
+            arguments.directories,
+            old=arguments.all,
+            items=arguments.items,
+            as_json=arguments.json,
+        )
         live = arguments.watch is not None and sys.stdout.isatty()
         print(f"\x1b[H\x1b[2J{text}" if live else text, flush=True)
         if arguments.watch is None or not active:
@@ -327,21 +332,24 @@ def main(arguments: argparse.Namespace) -> int:
             return 0
 
 
-def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
-    """Return (the table as text, True if an item is active)."""
-    now, asked = time.time(), bool(arguments.directories)
+def _board(
+    directories: Sequence[str], *, old: bool, items: bool, as_json: bool
+) -> tuple[str, bool]:
+    """Return (the table as text, True if an item is active).
+
+    old: include jobs that ended more than a day ago. items: a line for each task of an array.
+    as_json: return all items as JSON instead.
+    """
+    now, asked = time.time(), bool(directories)
     # each job with all of its selected items
     once: dict[Path, tuple[Job, set[int]]] = {}
-    for job, items in (
-        found
-        for directory in arguments.directories or [ROOT]
-        for found in _jobs(Path(directory), asked=asked)
-    ):
-        once.setdefault(job.path.resolve(), (job, set()))[1].update(items)
+    for directory in directories or [ROOT]:
+        for job, indices in _jobs(Path(directory), asked=asked):
+            once.setdefault(job.path.resolve(), (job, set()))[1].update(indices)
     jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
     queue = ask([job for job, _ in jobs])
-    every = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
-    recent = RECENT_SECONDS if not arguments.all and not asked else float("inf")
+    every = [(job, rows_of(job, queue, now, indices)) for job, indices in jobs]
+    recent = float("inf") if old or asked else RECENT_SECONDS
     found = [
         (job, rows)
         for job, rows in every
@@ -349,9 +357,9 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     ]
     hidden = len(every) - len(found)
     active = any(row.active for _, rows in found for row in rows)
-    if arguments.json:
+    if as_json:
         return json.dumps([asdict(row) for _, rows in found for row in rows], indent=1), active
-    lines = list(_lines(found, items=arguments.items))
+    lines = list(_lines(found, items=items))
     text = (
         _table([HEADER, *lines])
         if lines

@@ -46,15 +46,8 @@ def record(attempt: Path, rank: int, at: float, **values: Any) -> None:
 
 def trace(error: str, prefix: str = "") -> str:
     """Return a traceback in Python's format."""
-    return "\n".join(
-        f"{prefix}{line}"
-        for line in [
-            "Traceback (most recent call last):",
-            '  File "a.py", line 3, in f',
-            "    g()",
-            error,
-        ]
-    )
+    lines = f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n{error}'
+    return "\n".join(f"{prefix}{line}" for line in lines.splitlines())
 
 
 def make_job(directory: Path, scheduler: str = "slurm", items: int = 1, kind: str = "run") -> Job:
@@ -103,17 +96,8 @@ def write_log(path: Path, *lines: tuple[float, str]) -> Path:
 def make_attempt(item: Path, number: int, started: float, **values: Any) -> Path:
     """Create an attempt with two ranks that wrote logs."""
     attempt = item / "attempts" / f"{number:04}"
-    write_json(
-        attempt / "attempt.json",
-        {
-            "attempt": number,
-            "started": started,
-            "ended": None,
-            "outcome": None,
-            "failure": None,
-            **values,
-        },
-    )
+    known = {"attempt": number, "started": started, "ended": None, "outcome": None}
+    write_json(attempt / "attempt.json", {**known, "failure": None, **values})
     for rank in range(2):
         write_log(
             rank_log(attempt, rank),

@@ -103,14 +103,11 @@ def profile_text(key: str, shape: str, text: str) -> str:
 
 
 def _flow(tree: dict[str, Any]) -> str:
-    return (
-        "{"
-        + ", ".join(
-            f"{name}: {_flow(value) if isinstance(value, dict) else value}"
-            for name, value in tree.items()
-        )
-        + "}"
+    words = (
+        f"{name}: {_flow(value) if isinstance(value, dict) else value}"
+        for name, value in tree.items()
     )
+    return f"{{{', '.join(words)}}}"
 
 
 def job(root: Path, profile: Profile, **changes: Any) -> Job:

@@ -70,22 +70,8 @@ class Case(Attempts):
         self, *options: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """Start the supervisor."""
-        environ = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONSAFEPATH": "1",
-            "OMP_NUM_THREADS": "1",
-            **(environment or {}),
-        }
-        command = [sys.executable, "-m", "launch.supervise", str(self.directory), *options]
-        return subprocess.Popen(
-            command,
-            env=environ,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        environ = {**os.environ, "PYTHONSAFEPATH": "1", **(environment or {})}
+        return start("launch.supervise", str(self.directory), *options, env=environ)
 
     def run(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
         """Run the supervisor to its end; return its exit code and output."""
@@ -106,6 +92,21 @@ class Case(Attempts):
             lambda: read_json(self.directory / f"attempts/{attempt:04}/ranks/rank_00000.json")
         )
         return int(record["child"])
+
+
+def start(
+    *words: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ
+) -> subprocess.Popen[str]:
+    """Start ``python -m WORDS`` in a separate session, with its output and errors in one pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=cwd,
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 180.0) -> Any:

@@ -100,22 +100,10 @@ def test_each_thing_that_is_wrong_with_a_gpu_is_one_fault_that_names_it(look: Lo
     )
     # The driver manages the heat itself.
     assert found.faults == [] and len(found.warnings) == 1 and "GPU 1" in found.warnings[0]
-    names = [
-        *hardware.CORE[5:],
-        "remapped_rows.pending",
-        "remapped_rows.failure",
-        "gpu_recovery_action",
-        "fabric.state",
-    ]
+    names = [*hardware.CORE[5:], *hardware.ROWS[1:], "gpu_recovery_action", "fabric.state"]
     for value in ("[N/A]", "N/A", "[Not Supported]", "Not Supported"):
-        assert (
-            look(
-                smi.Node(
-                    changed={(gpu, name): value for gpu in range(8) for name in names}
-                ).answers()
-            ).faults
-            == []
-        )
+        changed = {(gpu, name): value for gpu in range(8) for name in names}
+        assert look(smi.Node(changed=changed).answers()).faults == []
     assert look(smi.Node(count=7).answers()).faults == ["7 GPUs are visible, the profile says 8"]
 
 
@@ -141,9 +129,8 @@ def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> Non
         ([6, "No devices were found\n"], "0 GPUs are visible, the profile says 8"),
         ([139, ""], "nvidia-smi failed with exit code 139"),
     ):
-        assert any(
-            said in fault for fault in look({**smi.Node().answers(), smi.CORE: answer}).faults
-        )
+        found = look({**smi.Node().answers(), smi.CORE: answer})
+        assert any(said in fault for fault in found.faults)
 
 
 def test_a_program_that_is_missing_is_a_fault_where_it_is_needed(tmp_path: Path) -> None:
@@ -200,12 +187,8 @@ def test_memory_of_a_stranger_is_a_fault_that_names_him_unless_it_is_released(
     before, after = node.answers()[smi.CORE], smi.Node().answers()[smi.CORE]
     assert look({**smi.Node().answers(), smi.CORE: [0, before[1], after[1]]}).faults == []
     monkeypatch.setattr(checks, "RELEASE_SECONDS", 0.0)
-    found = look(
-        {
-            **node.answers(),
-            smi.USERS: [0, f"{node.value(2, 'uuid')}, 4711, /usr/bin/python3, 70996\n"],
-        }
-    )
+    users = f"{node.value(2, 'uuid')}, 4711, /usr/bin/python3, 70996\n"
+    found = look({**node.answers(), smi.USERS: [0, users]})
     assert found.faults == [
         "GPU 2 (00000000:3A:00.0): 71004 MiB in use by pid 4711 (/usr/bin/python3, 70996 MiB)"
     ]
@@ -305,10 +288,9 @@ def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(
     assert "GPU has fallen off the bus" in report.faults[0] and "PCI:0000:06:00" in report.faults[0]
     program(tmp_path / "dmesg", f"#!/bin/sh\necho '{XIDS[0].format(at=1000)}'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS + 1) == []
-    assert [
-        number for number, _ in hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS - 1)
-    ] == [79]
+    limit = 1000 + hardware.RECENT_SECONDS
+    assert hardware.recent_xids(now=limit + 1) == []
+    assert [number for number, _ in hardware.recent_xids(now=limit - 1)] == [79]
 
 
 def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_left_in_them(

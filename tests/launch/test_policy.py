@@ -328,11 +328,8 @@ def test_what_is_counted() -> None:
     )
     signals = (Failure("signal", "m", host="n1", exit=code) for code in range(129, 160))
     assert [one.exit for one in signals if blamed(one)] == [135, 137]  # SIGBUS, SIGKILL
-    waits = [
-        decide([failed(f"{chr(97 + n)}") for n in range(count)], Limits(max_failures=9), HERE)
-        for count in range(1, 8)
-    ]
-    assert [decision.delay_seconds for decision in waits] == [30, 60, 120, 240, 480, 900, 900]
+    waits = [policy.back_off(count, Limits()) for count in (1, 2, 5, 6, 99)]
+    assert waits == [30, 60, 480, 900, 900]
 
 
 NODE, CPU, GPU = (f"SLURM_MEM_PER_{name}" for name in ("NODE", "CPU", "GPU"))

@@ -40,13 +40,8 @@ def given(path: Path, text: str, *overrides: str) -> Profile:
 
 
 def test_shipped_profiles_are_right_survive_json_and_give_a_reason_for_each_variable() -> None:
-    assert {shipped.stem for shipped in SHIPPED} >= {
-        "slurm_h100_ib",
-        "slurm_h100_efa",
-        "slurm_generic",
-        "local_gpu",
-        "local_cpu",
-    }
+    names = "slurm_h100_ib slurm_h100_efa slurm_generic local_gpu local_cpu".split()
+    assert {shipped.stem for shipped in SHIPPED} >= {*names}
     for shipped in SHIPPED:
         profile = load_profile(shipped)
         assert profile.scheduler == shipped.stem.partition("_")[0]
@@ -84,12 +79,8 @@ def test_a_profile_may_write_over_another_from_beside_it_or_a_shipped_one(path: 
         "base: site\nnodes: {cpus: 8}\nenvironment: {B: null, C: x}\nslurm: {exclude: [n2],"
         " partition: p}\n",
     )
-    assert (
-        profile.nodes.gpus,
-        profile.nodes.cpus,
-        profile.slurm.exclude,
-        profile.slurm.partition,
-    ) == (4, 8, ("n2",), "p")
+    assert (profile.nodes.gpus, profile.nodes.cpus) == (4, 8)
+    assert (profile.slurm.exclude, profile.slurm.partition) == (("n2",), "p")
     assert profile.environment == {"A": "1", "C": "x"}
     path.write_text("base: slurm_generic\nslurm: {partition: mine}\n")
     assert load_profile(path).slurm.partition == "mine" and load_profile(path).nodes.gpus == 8
@@ -168,28 +159,14 @@ def test_words_and_numbers_are_read_as_written(path: Path) -> None:
         environment: {NCCL_IB_TIMEOUT: 22, HEX: 0x10, DAY: 2024-01-01, ON: "on", TILDE: "~", EMPTY: "", FLOAT: 1.50}
         """,  # noqa: E501
     )
-    assert (profile.slurm.time, profile.slurm.account, profile.slurm.exclude) == (
-        "24:00:00",
-        "0123",
-        ("007",),
-    )
-    assert (profile.nodes.memory, profile.nodes.cpus) == ("0", 10)
-    written = {
-        "NCCL_IB_TIMEOUT": "22",
-        "HEX": "0x10",
-        "DAY": "2024-01-01",
-        "ON": "on",
-        "TILDE": "~",
-        "EMPTY": "",
-        "FLOAT": "1.50",
-    }
-    assert profile.environment == written
+    assert (profile.slurm.time, profile.slurm.account) == ("24:00:00", "0123")
+    assert (profile.slurm.exclude, profile.nodes.memory, profile.nodes.cpus) == (("007",), "0", 10)
+    written = "NCCL_IB_TIMEOUT=22 HEX=0x10 DAY=2024-01-01 ON=on TILDE=~ EMPTY= FLOAT=1.50"
+    assert profile.environment == dict(word.split("=") for word in written.split())
     for text in hostile.TEXTS:
         profile = given(path, hostile.profile_text("environment", "dict", text))
-        assert (
-            profile.environment == {"VALUE": text}
-            and from_json(json.loads(json.dumps(profile.as_json()))) == profile
-        )
+        assert profile.environment == {"VALUE": text}
+        assert from_json(json.loads(json.dumps(profile.as_json()))) == profile
 
 
 def test_paths_are_filled_in_and_absolute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,21 +185,15 @@ def test_paths_are_filled_in_and_absolute(path: Path, monkeypatch: pytest.Monkey
         """,  # noqa: E501
     )
     here = os.getcwd()
-    assert (profile.python, profile.host_python, profile.logs) == (
-        f"{here}/venv/bin/python",
-        "python3",
+    assert (profile.python, profile.host_python) == (f"{here}/venv/bin/python", "python3")
+    home = f"{os.path.expanduser('~')}/x"
+    assert profile.paths.shared == ("/shared/me/runs", "/shared/me2", home)
+    assert (profile.logs, profile.paths.cordon) == (
         f"{here}/logs",
+        f"{os.path.dirname(here)}/cordon.jsonl",
     )
-    assert profile.paths.shared == (
-        "/shared/me/runs",
-        "/shared/me2",
-        f"{os.path.expanduser('~')}/x",
-    )
-    assert profile.paths.cordon == f"{os.path.dirname(here)}/cordon.jsonl"
-    assert (profile.container.image, profile.container.mounts) == (
-        "nvcr.io/nvidia/pytorch:25.06-py3",
-        ("/shared/me:/data:ro",),
-    )
+    assert profile.container.image == "nvcr.io/nvidia/pytorch:25.06-py3"
+    assert profile.container.mounts == ("/shared/me:/data:ro",)
     assert (profile.environment["KEPT"], profile.notify.command) == ("$PLACE", "echo $PLACE")
     assert (
         given(path, "{container: {runtime: apptainer, image: ./a.sif}}").container.image
@@ -249,10 +220,7 @@ def test_what_follows_from_values(path: Path, monkeypatch: pytest.MonkeyPatch) -
     # the count is 1, so that the check before the run reports the missing GPU.
     for listed, visible, gpus in ((None, "", 1), (3, "", 3), (3, "0,2", 2), (0, "", 1)):
         if listed is not None:
-            rows = "\n".join(
-                f"GPU {number}: NVIDIA H100 80GB HBM3 (UUID: GPU-{number}ca5)"
-                for number in range(listed)
-            )
+            rows = "\n".join(f"GPU {number}: NVIDIA H100" for number in range(listed))
             hostile.program(path.parent / "nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{rows}\nEND\n")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert given(path, "{scheduler: local, nodes: {gpus: null}}").nodes.gpus == gpus

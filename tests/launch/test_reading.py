@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +21,9 @@ from launch.job import Job, append_json, launch_folder, rank_log, write_json
 from launch.node.logs import Follower, Source, merged
 from launch.verbs.status import Queue, Row, ask, rows_of, summary
 from tests.launch.folders import RESET, make_attempt, make_job, record, says, trace, write_log
-from tests.launch.supervised import wait_for
+from tests.launch.supervised import start, wait_for
 from tests.wording import Wording
 
-ROOT = Path(__file__).resolve().parents[2]
 NOW = 1_800_000_000.0
 THEN = 1.79e9
 SILENT = Queue({}, "squeue: cannot be reached")
@@ -165,19 +162,12 @@ def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
     says(job, "running", failures=1)
     found = row(job, slurm_says("RUNNING"))
     assert (found.step, found.steps, found.loss, found.valid_loss) == (102, 40000, 10.0 - 1.02, 8.5)
-    assert (found.tokens_per_second, found.step_age, found.attempt, found.failures) == (
-        1.5e6,
-        5.0,
-        2,
-        1,
-    )
+    assert (found.tokens_per_second, found.step_age) == (1.5e6, 5.0)
+    assert (found.attempt, found.failures) == (2, 1)
     assert found.seconds_left == (40000 - 102) * 0.5
     over = row(job, slurm_says("FAILED"))
-    assert (
-        (over.step, over.loss) == (102, 10.0 - 1.02)
-        and over.seconds_left is None
-        and over.step_age is None
-    )
+    assert (over.step, over.loss) == (102, 10.0 - 1.02)
+    assert over.seconds_left is over.step_age is None
     merge = make_job(tmp_path / "merge", kind="command")
     trained(merge)
     assert row(merge, slurm_says("RUNNING")).step is None
@@ -243,19 +233,11 @@ def test_the_table(
         [task, task.with_name("0002"), "--items"],
     ):
         wording("\n".join(said(capsys, "status", *words)))
-    assert (
-        said(capsys, "status", task, runs / "sweeps")[1:]
-        == said(capsys, "status", runs / "sweeps")[1:]
-    )
+    sweeps = said(capsys, "status", runs / "sweeps")[1:]
+    assert said(capsys, "status", task, runs / "sweeps")[1:] == sweeps
     values = json.loads("\n".join(said(capsys, "status", "--json", "--all")))
-    assert [value["name"] for value in values] == [
-        "demo",
-        "demo",
-        "merge-1",
-        "lr[0]",
-        "lr[1]",
-        "lr[2]",
-    ]
+    names = " ".join(value["name"] for value in values)
+    assert names == "demo demo merge-1 lr[0] lr[1] lr[2]"
     assert values[1]["step"] == 102 and values[4]["message"] == "TypeError: boo"
 
 
@@ -284,16 +266,10 @@ def test_forks_stand_below_their_parent(
 
 def test_watch_ends_when_all_is_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(said(capsys, "status", runs / "sweeps", "--watch", "60")) == 2
-    command = [sys.executable, "-m", "launch", "status", str(runs / "demo"), "--watch", "0.2"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    ) as watching:
-        assert watching.stdout and [watching.stdout.readline().split()[0] for _ in range(4)] == [
-            "NAME",
-            "demo",
-            "NAME",
-            "demo",
-        ]
+    with start("launch", "status", str(runs / "demo"), "--watch", "0.2") as watching:
+        assert watching.stdout
+        first = [watching.stdout.readline().split()[0] for _ in range(4)]
+        assert first == ["NAME", "demo"] * 2
         path = launch_folder(runs / "demo") / "state.json"
         write_json(path, {**json.loads(path.read_text()), "state": "finished"})
         assert "finished" in watching.stdout.read().splitlines()[-1]
@@ -305,20 +281,8 @@ def crashed(tmp_path: Path) -> Path:
     """A run whose first attempt crashed and whose second attempt runs."""
     make_job(tmp_path / "demo", "local")
     directory = tmp_path / "demo"
-    failure = {
-        "kind": "exit",
-        "message": "ValueError: boo",
-        "rank": 1,
-        "host": "node1",
-        "step": 2,
-        "exit": 1,
-    }
-    decision = {
-        "action": "restart",
-        "delay_seconds": 30,
-        "exclude": [],
-        "reason": "1 failure since the last progress",
-    }
+    failure = {"kind": "exit", "message": "ValueError: boo", "rank": 1, "step": 2}
+    decision = {"action": "restart", "reason": "1 failure since the last progress"}
     first = make_attempt(
         directory, 1, THEN, ended=THEN + 5, outcome="failed", failure=failure, decision=decision
     )
@@ -359,13 +323,11 @@ def test_logs_are_the_last_attempts_unless_asked_otherwise(
     assert said(capsys, "logs", crashed, "--errors")[-1] == "demo: gave up: the same failure twice"
 
 
-RANKS: dict[str, dict[int, dict[str, Any]]] = {
-    "killed": {1: {"at": 3, "exit": 137, "signal": "SIGKILL"}},
+KILLED = {"exit": 137, "signal": "SIGKILL"}
+RANKS: dict[str, list[tuple[int, float, dict[str, Any]]]] = {
+    "killed": [(1, 3, KILLED)],
     # The likely cause is not always the oldest message.
-    "follower first": {
-        1: {"at": 5, "exit": 137, "signal": "SIGKILL"},
-        0: {"at": 1.6, "error": RESET},
-    },
+    "follower first": [(1, 5, KILLED), (0, 1.6, {"error": RESET})],
 }
 
 
@@ -378,20 +340,15 @@ def test_errors_tell_a_rank_without_a_traceback_by_its_last_lines_and_a_hang_by_
     for name, ranks in RANKS.items():
         make_job(tmp_path / name, "local")
         attempt = make_attempt(tmp_path / name, 1, THEN, ended=THEN + 9, outcome="failed")
-        for rank, values in ranks.items():
-            record(
-                attempt,
-                rank,
-                THEN + values["at"],
-                **{key: value for key, value in values.items() if key != "at"},
-            )
+        for rank, at, values in ranks:
+            record(attempt, rank, THEN + at, **values)
         wording("\n".join(said(capsys, "logs", tmp_path / name, "--errors")), **clock)
     make_job(tmp_path / "hang", "local")
     failure = {"kind": "hang", "message": "no step for 20 minutes", "step": 7}
     attempt = make_attempt(
         tmp_path / "hang", 1, THEN, ended=THEN + 5, outcome="hang", failure=failure
     )
-    record(attempt, 0, THEN + 3, exit=137, signal="SIGKILL")
+    record(attempt, 0, THEN + 3, **KILLED)
     write_log(attempt / "dumps" / "rank_00001.txt", (0, "stacks"))
     wording("\n".join(said(capsys, "logs", tmp_path / "hang", "--errors")))
 
@@ -410,9 +367,8 @@ def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(
     every = said(capsys, "logs", crashed, "--attempt", "all")
     assert every[0] == "[slurm] module load says hello" and len(every) == 15 + 3
     for number, expected in (("1", "[slurm] slurmstepd: oom"), ("2", "[slurm] requeued")):
-        assert [
-            line for line in said(capsys, "logs", crashed, "--attempt", number) if "[slurm]" in line
-        ] == [expected]
+        lines = said(capsys, "logs", crashed, "--attempt", number)
+        assert [line for line in lines if "[slurm]" in line] == [expected]
 
 
 def test_where_no_attempt_began_slurms_file_says_why(
@@ -449,17 +405,18 @@ def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(
     assert "[lr[1] rank 0] attempt 1 step 0" in said(capsys, "logs", tmp_path / "lr")
 
 
-MISTAKES = [
-    *(f"logs demo --{words}" for words in ("attempt 7", "rank 2", "rank x", "tail 0")),
-    "logs empty",
-    "status nowhere",
-]
-MISTAKES += [
-    "status --watch 0",
-    "cancel nowhere",
-    "requeue nowhere",
-    "requeue d --set slurm.time=1",
-]
+MISTAKES = """\
+logs demo --attempt 7
+logs demo --rank 2
+logs demo --rank x
+logs demo --tail 0
+logs empty
+status nowhere
+status --watch 0
+cancel nowhere
+requeue nowhere
+requeue d --set slurm.time=1
+"""
 
 
 def test_mistakes_are_one_line(
@@ -470,7 +427,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(crashed.parent)
     (crashed.parent / "empty").mkdir()
-    for words in MISTAKES:
+    for words in MISTAKES.splitlines():
         (line,) = said(capsys, *words.split(), code=2)
         wording(line)
 
@@ -498,12 +455,7 @@ def test_merged_lines_are_all_lines_by_time_and_tails_are_their_end(tmp_path: Pa
 @pytest.fixture
 def following(crashed: Path) -> Iterator[list[str]]:
     """Lines of ``logs -f`` for the crashed run as they are printed; at the end the run succeeds."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch", "logs", str(crashed), "-f"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start("launch", "logs", str(crashed), "-f")
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
     reader.start()

@@ -67,20 +67,18 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 def config(device: str | None = None, **changed: Any) -> str:
     """Return the parts of a resolved run that the launcher reads; ``section_key=value``."""
-    values = {
+    values: dict[str, Any] = {
         "name": "r",
         "run_dir": "/r",
         "model": {"num_layers": 2},
         "engine": {"name": "megatron"},
         "log": {"device": device},
-    }
-    values |= {
         "train": {"micro_batch_size": 1, "seed": 1},
         "optimizer": {"name": "adamw", "lr": 1e-3},
     }
     for key, value in changed.items():
         section, _, name = key.partition("_")
-        values[section] = {**values[section], name: value} if name else value  # type: ignore[dict-item]
+        values[section] = {**values[section], name: value} if name else value
     return yaml.safe_dump(values)
 
 
@@ -169,15 +167,9 @@ def test_a_submission_is_refused_before_anything_is_written(
 ) -> None:
     Path("mine.yaml").write_text("base: slurm_h100_ib\nhealth: {check: false}\n")
     words = [
-        "submit",
-        DEMO,
-        "--cluster",
-        "mine.yaml",
-        "--dependency",
-        "singleton",
-        "train.micro_batch_size=9",
+        *("submit", DEMO, "train.micro_batch_size=9", "train.global_batch_size=72"),
+        *"model.vocab_size=1000 --cluster mine.yaml --dependency singleton --directory d".split(),
     ]
-    words += ["train.global_batch_size=72", "model.vocab_size=1000", "--directory", "d"]
     assert main(words) == 2
     said = capsys.readouterr()
     assert (

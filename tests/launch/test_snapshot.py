@@ -96,32 +96,23 @@ def test_the_rooms_sources_are_copied_with_the_revision_and_the_changes_that_giv
     assert source_files(checkout) == (OURS, 4)  # README.md, huge.json, weights.bin, link.py
     code = take(job, checkout)
     assert copied(job) == OURS and (code.files, code.left_out) == (6, 4)
-    assert [(code_folder(job) / name).read_bytes() for name in OURS] == [
-        (checkout / name).read_bytes() for name in OURS
-    ]
-    assert (code.revision, code.dirty) == (git(checkout, "rev-parse", "HEAD"), True) and read_code(
-        job
-    ) == code
+    for name in OURS:
+        assert (code_folder(job) / name).read_bytes() == (checkout / name).read_bytes()
+    assert (code.revision, code.dirty) == (git(checkout, "rev-parse", "HEAD"), True)
+    assert read_code(job) == code
     assert read_json(code_folder(job) / REVISION)["revision"] == code.revision
     again, diff = job.with_name("again"), job / "launch" / "changes.diff"
     git(job, "clone", "--quiet", str(checkout), str(again))
     git(again, "apply", str(diff))
-    assert (
-        source_files(again)[0] == OURS and take(job.with_name("other"), again).sha256 == code.sha256
-    )
+    assert source_files(again)[0] == OURS
+    assert take(job.with_name("other"), again).sha256 == code.sha256
     nested = take(job.with_name("two"), code_folder(job))  # a snapshot of a snapshot
-    assert (nested.revision, nested.dirty, nested.sha256) == (
-        code.revision,
-        code.dirty,
-        code.sha256,
-    )
+    assert (nested.revision, nested.dirty) == (code.revision, code.dirty)
+    assert nested.sha256 == code.sha256
     git(checkout, "clean", "--quiet", "--force")
     git(checkout, "checkout", "--quiet", "--", ".")
-    assert (
-        take(job, checkout).dirty is False
-        and not diff.exists()
-        and copied(job) == [*OURS[:4], "pretrain/deleted.py"]
-    )
+    assert take(job, checkout).dirty is False and not diff.exists()
+    assert copied(job) == [*OURS[:4], "pretrain/deleted.py"]
 
 
 def test_outside_of_a_checkout(checkout: Path, job: Path) -> None:
@@ -131,9 +122,8 @@ def test_outside_of_a_checkout(checkout: Path, job: Path) -> None:
     installed = job.with_name("installed")
     shutil.copytree(checkout, installed, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     code = take(job, installed)
-    assert (code.revision, code.dirty) == (None, None) and not (
-        job / "launch" / "changes.diff"
-    ).exists()
+    assert (code.revision, code.dirty) == (None, None)
+    assert not (job / "launch" / "changes.diff").exists()
     assert copied(job) == sorted([*OURS, "pretrain/private.py"])
     inside = fill(
         checkout / "venv" / "site",
@@ -152,10 +142,8 @@ def test_a_snapshot_is_replaced_whole_or_not_at_all(
     """The digest depends on contents and names. An interruption keeps the older snapshot, and an
     incomplete snapshot is not used.
     """
-    added, digests = (
-        checkout / "pretrain" / "added.py",
-        [take(job, checkout).sha256, take(job, checkout).sha256],
-    )
+    added = checkout / "pretrain" / "added.py"
+    digests = [take(job, checkout).sha256 for _ in range(2)]
     added.write_text("x = 2\n")
     digests.append(take(job, checkout).sha256)
     added.rename(added.with_name("renamed.py"))
@@ -169,16 +157,10 @@ def test_a_snapshot_is_replaced_whole_or_not_at_all(
     added.write_text("x = 3\n")
     with pytest.raises(KeyboardInterrupt):
         take(job, checkout)
-    assert read_code(job) == before and copied(job) == [
-        *OURS[:4],
-        "pretrain/näme.py",
-        "pretrain/renamed.py",
-    ]
-    assert sorted(path.name for path in (job / "launch").iterdir()) == [
-        "changes.diff",
-        "code",
-        "code.json",
-    ]
+    assert read_code(job) == before
+    assert copied(job) == [*OURS[:4], "pretrain/näme.py", "pretrain/renamed.py"]
+    names = {path.name for path in (job / "launch").iterdir()}
+    assert names == {"changes.diff", "code", "code.json"}
     shutil.rmtree(code_folder(job))
     assert read_code(job) is None
 
@@ -198,12 +180,8 @@ def test_the_rooms_run_from_their_snapshot(job: Path) -> None:
         " sys.argv[1:]]"
     )
     modules = (
-        "launch.supervise.__main__",
-        "launch.node.rank",
-        "data_prep.__main__",
-        "pretrain.__main__",
-        "kernels",
-        "tools.hf",
+        "launch.supervise.__main__ launch.node.rank data_prep.__main__ pretrain.__main__ kernels"
+        " tools.hf".split()
     )
     done = subprocess.run(
         [sys.executable, "-c", probe, *modules],
@@ -214,6 +192,6 @@ def test_the_rooms_run_from_their_snapshot(job: Path) -> None:
         check=True,
     )
     assert (folder / "launch" / "job" / "templates" / "job.sh.j2").is_file()
-    assert [Path(place).is_relative_to(folder) for place in done.stdout.split()] == [True] * len(
-        modules
-    )
+    places = done.stdout.split()
+    assert len(places) == len(modules)
+    assert all(Path(place).is_relative_to(folder) for place in places)

@@ -27,13 +27,13 @@ from launch.job import item_state, load_job, read_json_lines, write_json
 from launch.job.item_state import Standing, find_job, standings
 from launch.job.plan import first_difference, locked, settle, write
 from launch.job.request import Request, command_name, wanted
-from launch.job.snapshot import ROOT, code_folder
+from launch.job.snapshot import code_folder
 from launch.verbs.requeue import restart
 from launch.verbs.submit import array_words, dependency, prepare, send
 from launch.verbs.sweep import grid, named, read_list, run_name, split_values, wanted_sweep
 from tests.launch.folders import DEMO, LOCAL, SLURM, begin, command, config_of, finish, launch, run
 from tests.launch.hostile import program
-from tests.launch.supervised import Case, wait_for
+from tests.launch.supervised import Case, start, wait_for
 from tests.wording import Wording
 
 
@@ -510,16 +510,7 @@ def tasks() -> subprocess.Popen[str]:
     """Start three tasks, two at once, all waiting: their configuration is a pipe."""
     if not Path("config.yaml").exists():
         os.mkfifo("config.yaml")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command_line = [sys.executable, "-m", "launch", *WAITING.split()]
-    return subprocess.Popen(
-        command_line,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start("launch", *WAITING.split())
 
 
 def started(*expected: int) -> None:

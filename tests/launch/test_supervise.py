@@ -27,7 +27,6 @@ from launch.cluster.slurm import clean_environment
 from launch.job import attempts, rank_log, read_json, write_json
 from launch.supervise import policy, run_files
 from launch.supervise.__main__ import supervise
-from launch.supervise.place import processes
 from launch.supervise.run_files import ranks_environment
 from launch.supervise.watch import Watchdog, noted
 from tests.launch.folders import make_attempt
@@ -290,22 +289,6 @@ def test_killed_supervisors_take_their_ranks_along_and_the_next_one_goes_on_or_g
     )
     assert case.run()[0] == 1 and case.outcomes == ["lost", "lost"]
     wording(re.sub(r"process \d+", "process PID", case.state["message"]), HOST=socket.gethostname())
-
-
-def test_a_killed_supervisor_takes_torchrun_along(tmp_path: Path) -> None:
-    case = Case(
-        tmp_path,
-        kind="command",
-        arguments=("-c", "import time; time.sleep(600)"),
-        torchrun=True,
-        processes_per_node=2,
-    )
-    supervisor = case.start()
-    # torchrun, and two watching processes with a program each.
-    wait_for(lambda: len(processes(tmp_path / "attempts" / "0001")) == 5)
-    mine = processes(tmp_path / "attempts" / "0001")
-    end(supervisor, signal.SIGKILL)
-    wait_for(lambda: not any(map(alive, mine)))
 
 
 def test_only_an_array_command_sees_an_array(tmp_path: Path) -> None:

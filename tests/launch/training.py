@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from launch.job import read_json
-from tests.launch.supervised import ROOT, Attempts
+from tests.launch.supervised import Attempts, start
 from tests.pretrain.conftest import DEMO, SMALL
 
 STEPS = 60
@@ -69,25 +68,10 @@ class Training(Attempts):
 
 
 def launch(
-    folder: Path, *words: str | Path, env: Mapping[str, str] | None = None
+    folder: Path, *words: str | Path, env: Mapping[str, str] = os.environ
 ) -> subprocess.Popen[str]:
     """Start ``python -m launch WORDS`` in a folder."""
-    environment = {
-        **(os.environ if env is None else env),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PWD": str(folder),
-    }
-    command = [sys.executable, "-m", "launch", *map(str, words)]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start("launch", *map(str, words), cwd=folder, env={**env, "PWD": str(folder)})
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import socket
 import stat
@@ -26,19 +25,8 @@ from launch.cluster.slurm import fields
 from tests.slurm import configuration, processes
 
 NEEDED = (
-    "slurmctld",
-    "slurmd",
-    "munged",
-    "sbatch",
-    "squeue",
-    "scontrol",
-    "sinfo",
-    "srun",
-    "scancel",
-    "unshare",
-    "mount",
-    "hostname",
-)
+    "slurmctld slurmd munged sbatch squeue scontrol sinfo srun scancel unshare mount hostname"
+).split()
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # folders created below the root
 # A unix socket's path has at most 107 characters, and that of slurmstepd is
@@ -47,16 +35,9 @@ LONGEST_ROOT = 50
 # First ports of the blocks; above the range from which Linux assigns ports automatically.
 PORTS = range(61000, 65400, 8)
 OVER = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-)
+    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY BOOT_FAIL DEADLINE"
+).split()
+UNSHARE = "unshare --uts --mount --propagation private".split()
 # Gives a node its own host name, tables and the mount point that identifies its processes (see
 # processes.py).
 NODE = (
@@ -124,17 +105,7 @@ class MiniSlurm:
                 os.mknod(f"{folder}/null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
             except OSError as error:
                 return f"no device can be made: {error.strerror}"
-            trial = [
-                "unshare",
-                "--uts",
-                "--mount",
-                "--propagation",
-                "private",
-                "mount",
-                "--bind",
-                folder,
-                folder,
-            ]
+            trial = [*UNSHARE, "mount", "--bind", folder, folder]
             tried = subprocess.run(trial, capture_output=True, text=True, check=False)
         return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else None
 
@@ -185,19 +156,10 @@ class MiniSlurm:
         ]
         self._spawn("munged", "control", "munged", "-F", "--force", *munge)
         self._until("munged", lambda: (run / "munge.socket").exists())
-        self._spawn(
-            "slurmctld",
-            "control",
-            "slurmctld",
-            "-D",
-            "-c",
-            "-f",
-            str(self.root / "etc" / "slurm.conf"),
-        )
+        etc = self.root / "etc"
+        self._spawn("slurmctld", "control", "slurmctld", "-D", "-c", "-f", f"{etc}/slurm.conf")
         for name in self.nodes:
-            self._spawn(
-                name, name, "slurmd", "-D", "-N", name, "-f", str(self.root / "etc" / "node.conf")
-            )
+            self._spawn(name, name, "slurmd", "-D", "-N", name, "-f", f"{etc}/node.conf")
         self._until("the nodes", lambda: all(map(self._ready, self.nodes)))
 
     def _spawn(self, daemon: str, node: str, program: str, *argv: str) -> None:
@@ -206,20 +168,7 @@ class MiniSlurm:
         """
         path = _program(program)
         assert path is not None
-        command = [
-            "unshare",
-            "--uts",
-            "--mount",
-            "--propagation",
-            "private",
-            "sh",
-            "-c",
-            NODE,
-            str(self.root),
-            node,
-            path,
-            *argv,
-        ]
+        command = [*UNSHARE, "sh", "-c", NODE, str(self.root), node, path, *argv]
         clean = {
             "PATH": SEARCH,
             "HOME": "/",
@@ -344,10 +293,8 @@ class MiniSlurm:
         """Return the running processes of a job, by this machine's numbers, without slurmstepd. A
         job is RUNNING some time before it has any.
         """
-        wanted, found = (
-            f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode(),
-            processes.by_node(self.root),
-        )
+        wanted = f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode()
+        found = processes.by_node(self.root)
         return [
             pid
             for name in self.nodes
@@ -392,11 +339,9 @@ class MiniSlurm:
         """Return True if the node accepts jobs, and slurmctld knows its slurmd."""
         shown = self.run("scontrol", "show", "--oneliner", "node", name, check=False)
         node = fields(shown.stdout)
-        known = not shown.returncode and node.get("SlurmdStartTime", "None") not in (
-            "None",
-            "Unknown",
-        )
-        return known and re.fullmatch("IDLE|MIXED|ALLOCATED", node["State"]) is not None
+        if shown.returncode or node.get("SlurmdStartTime", "None") in ("None", "Unknown"):
+            return False
+        return node["State"] in ("IDLE", "MIXED", "ALLOCATED")
 
 
 def _program(name: str) -> str | None:

@@ -41,11 +41,8 @@ def by_node(root: Path) -> dict[str, list[int]]:
 def _node_of(pid: int, root: Path) -> str | None:
     """Return the node of a process from its mount points."""
     prefix = f"{root}/nodes/"
-    for line in (
-        Path(f"/proc/{pid}/mountinfo")
-        .read_text(encoding="utf-8", errors="surrogateescape")
-        .splitlines()
-    ):
+    mounts = Path(f"/proc/{pid}/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    for line in mounts.splitlines():
         point = line.split(" ")[4]
         if point.startswith(prefix):
             return point.removeprefix(prefix)
@@ -111,31 +108,17 @@ def environment(pid: int) -> list[bytes]:
 def command(pid: int) -> str:
     """Return a process's command line, words separated by blanks; empty if it has ended."""
     with suppress(OSError):
-        return (
-            Path(f"/proc/{pid}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-            .strip()
-        )
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b" ".join(words).decode(errors="replace").strip()
     return ""
 
 
 def parent(pid: int) -> int:
     """Return a process's parent; 0 if it has ended."""
-    return int(_stat(pid)[1] or 0)
-
-
-def state(pid: int) -> str:
-    """Return a process's state as ps shows it, R, S, T (stopped), Z ...; empty if it has ended."""
-    return _stat(pid)[0]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return state and parent of a process, empty if it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-    return ["", ""]
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(stat.rpartition(")")[2].split()[1])
+    return 0
 
 
 def watch(owner: int, root: Path) -> None:

@@ -26,6 +26,7 @@ from tests.slurm.mini import MiniSlurm
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "configs" / "run" / "demo.yaml")
 HELP = ("--", "data_prep", "stdlib", "--help")
+SUBMIT = "submit --cluster mini.yaml --directory job".split()
 HELD = ("--set", "slurm.options=[--hold]")
 PROFILE = """
 scheduler: slurm
@@ -49,43 +50,26 @@ class Login:
         code: int = 0,
         env: Mapping[str, str] | None = None,
         root: Path = ROOT,
-        options: tuple[str, ...] = (),
     ) -> str:
-        """Run ``python -m launch WORDS``; return its standard output, or the one line of a refusal.
-        ``options`` precede the command's words.
+        """Run ``python -m launch WORDS``; return its standard output, or the one line of a
+        refusal.
         """
-        words = (
-            ("submit", "--cluster", "mini.yaml", *options, *words)
-            if words[0] == "--" or words[0] in HELD
-            else (*words, *options)
-        )
         command = [sys.executable, "-m", "launch", *words]
-        done = self.cluster.run(
-            *command,
-            env={"PYTHONPATH": str(root), "PWD": str(self.folder), **(env or {})},
-            cwd=self.folder,
-            check=False,
-        )
-        assert done.returncode == code, (
-            f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}"
-        )
-        if code:
-            assert done.stderr.startswith("launch: error: ") and done.stderr.count("\n") == 1, (
-                done.stderr
-            )
-        return done.stdout if code == 0 else done.stderr
+        environment = {"PYTHONPATH": str(root), "PWD": str(self.folder), **(env or {})}
+        done = self.cluster.run(*command, env=environment, cwd=self.folder, check=False)
+        assert done.returncode == code, (command, done)
+        if code == 0:
+            return done.stdout
+        assert done.stderr.startswith("launch: error: ") and done.stderr.count("\n") == 1, done
+        return done.stderr
 
-    def submit(
-        self,
-        *words: str,
-        options: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None,
-        root: Path = ROOT,
-    ) -> str:
-        """Submit a command and return the job's id."""
-        return self.launch(
-            *words, options=("--parsable", "--directory", "job", *options), env=env, root=root
-        ).strip()
+    def submit(self, *words: str, **options: Any) -> str:
+        """Submit a command to the directory `job`, and return the job's id."""
+        return self.launch(*SUBMIT, "--parsable", *words, **options).strip()
+
+    def again(self, *options: str, code: int = 0, **more: Any) -> str:
+        """Submit the help command to the directory `job`, and return the output."""
+        return self.launch(*SUBMIT, *options, *HELP, code=code, **more)
 
     @property
     def job(self) -> Path:
@@ -148,21 +132,6 @@ def login(cluster: MiniSlurm, tmp_path: Path) -> Login:
     return Login(cluster, tmp_path)
 
 
-def test_submit_finish_and_not_again(login: Login) -> None:
-    job = login.submit(*HELP)
-    assert login.cluster.wait(job) == "COMPLETED"
-    assert login.file("state.json")["state"] == "finished"
-    (attempt,) = attempts(login.job)
-    assert "usage: python -m data_prep stdlib" in rank_log(attempt, 0).read_text()
-    again = login.launch(*HELP, options=("--directory", "job"))
-    assert "nothing to do: finished" in again
-    assert login.launch(*HELP, options=("--directory", "job", "--parsable")) == ""
-    assert login.submissions() == [job]
-    updated = login.submit(*HELP, options=("--update",))
-    assert login.cluster.wait(updated) == "COMPLETED"
-    assert len(attempts(login.job)) == 2
-
-
 def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
     """The checkout is broken between submission and start; a resubmission runs the first
     snapshot.
@@ -177,28 +146,25 @@ def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
     (launch_folder(login.job) / "state.json").unlink()
     again = login.submit(*HELP, root=checkout)
     assert login.cluster.wait(again) == "COMPLETED"
-    updated = login.submit(*HELP, options=("--update",), root=checkout)
+    assert "nothing to do: finished" in login.again() and login.again("--parsable") == ""
+    updated = login.submit("--update", *HELP, root=checkout)
     assert login.cluster.wait(updated) == "FAILED"
+    (attempt, *_) = attempts(login.job)
+    assert "usage: python -m data_prep stdlib" in rank_log(attempt, 0).read_text()
 
 
 def test_one_job_a_directory(login: Login) -> None:
     job = login.submit(*HELD, *HELP)
-    assert f"has job {job} (PENDING); see: python -m launch status" in login.launch(
-        *HELP, options=("--directory", "job"), code=2
-    )
-    assert f"job {job} (PENDING) has the old settings" in login.launch(
-        *HELP, options=("--directory", "job", "--update"), code=2
-    )
+    assert f"has job {job} (PENDING); see: python -m launch status" in login.again(code=2)
+    assert f"job {job} (PENDING) has the old settings" in login.again("--update", code=2)
     # The job is found by its batch script although no id is recorded: the submitting process was
     # killed before it could record it.
     (launch_folder(login.job) / "submissions.jsonl").unlink()
-    assert f"has job {job} (PENDING)" in login.launch(*HELP, options=("--directory", "job"), code=2)
+    assert f"has job {job} (PENDING)" in login.again(code=2)
     assert f"requeue {login.job}" in login.launch("cancel", "job")
     wait_for(lambda: login.cluster.state(job) == "CANCELLED")
     assert login.file("state.json")["state"] == "cancelled"
-    assert "to continue: python -m launch requeue" in login.launch(
-        *HELP, options=("--directory", "job"), code=2
-    )
+    assert "to continue: python -m launch requeue" in login.again(code=2)
     requeued = login.launch("requeue", "job", "--cluster", "mini.yaml")
     assert "requeued data_prep-stdlib-" in requeued
     assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
@@ -206,18 +172,7 @@ def test_one_job_a_directory(login: Login) -> None:
 
 
 def test_many_submit_the_same_at_once(login: Login) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "launch",
-        "submit",
-        "--cluster",
-        "mini.yaml",
-        "--directory",
-        "job",
-        *HELD,
-        *HELP,
-    ]
+    words = [sys.executable, "-m", "launch", *SUBMIT, *HELD, *HELP]
     environment = {**login.cluster.environment, "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
@@ -265,7 +220,8 @@ def test_an_array_starts_what_is_left(login: Login) -> None:
     """Three tasks, two at once: a killed one is restarted by its supervisor, a cancelled one is
     not.
     """
-    job = login.submit(*login.waiting_command(), options=("--tasks", "3", "--at-once", "2"))
+    three = ("--tasks", "3", "--at-once", "2")
+    job = login.submit(*three, *login.waiting_command())
     tasks = [login.job / "tasks" / f"000{index}" for index in range(3)]
 
     def child(task: int, attempt: int) -> int:
@@ -289,9 +245,7 @@ def test_an_array_starts_what_is_left(login: Login) -> None:
         "COMPLETED",
     ]
     assert read_json(tasks[1] / "launch" / "state.json")["state"] == "cancelled"
-    second = login.submit(
-        "--", "pretrain", "config.yaml", "--plan", options=("--tasks", "3", "--at-once", "2")
-    )
+    second = login.submit(*three, "--", "pretrain", "config.yaml", "--plan")
     assert login.cluster.wait(f"{second}_1") == "COMPLETED"
     assert len(attempts(tasks[0])) >= 2 and len(attempts(tasks[1])) == 2
     sent = read_json_lines(launch_folder(login.job) / "submissions.jsonl")
@@ -302,15 +256,10 @@ def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
     """An array, a job that follows its directory, and a run without data, which is accepted because
     another job may create it.
     """
-    first = login.submit(*HELD, *HELP, options=("--tasks", "2"))
-    second = login.launch(
-        *HELP, options=("--parsable", "--directory", "second", "--dependency", "job")
-    ).strip()
-    run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "run", "--parsable")
-    third = login.launch(*run, "--dependency", second).strip()
-    fourth = login.launch(
-        *HELP, options=("--parsable", "--directory", "fourth", "--dependency", "run")
-    ).strip()
+    first = login.submit(*HELD, "--tasks", "2", *HELP)
+    second = login.submit("--directory", "second", "--dependency", "job", *HELP)
+    third = login.submit(DEMO, "--directory", "run", "--dependency", second)
+    fourth = login.submit("--directory", "fourth", "--dependency", "run", *HELP)
     waiting = dict(
         line.split("|")
         for line in login.cluster.run("squeue", "--noheader", "--format=%A|%r").stdout.splitlines()
@@ -337,43 +286,28 @@ def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
         ("99999", "knows no such"),
         ("aftercorr:99999", "knows no such"),
     ):
-        assert told in login.launch(
-            *HELP, options=("--directory", "fourth", "--dependency", named), code=2
-        )
-    dry = login.launch(
-        *HELP, options=("--directory", "fifth", "--dependency", "second", "--dry-run")
-    )
+        assert told in login.again("--directory", "fourth", "--dependency", named, code=2)
+    dry = login.again("--directory", "fifth", "--dependency", "second", "--dry-run")
     assert "--dependency" not in dry and "after      nothing" in dry
 
 
 def test_the_users_variables_change_no_job(login: Login) -> None:
-    strange = {
-        "SBATCH_PARTITION": "urgent",
-        "SBATCH_ARRAY_INX": "0-3",
-        "SBATCH_TIMELIMIT": "1",
-        "SBATCH_EXPORT": "NONE",
-        "SQUEUE_STATES": "CD",
-    }
-    strange |= {
-        "SLURM_ARRAY_TASK_ID": "7",
-        "SLURM_ARRAY_TASK_COUNT": "9",
-        "SLURM_JOB_ID": "1",
-        "SQUEUE_FORMAT": "%u",
-        "SLURM_NNODES": "2",
-    }
+    words = (
+        "SBATCH_PARTITION=urgent SBATCH_ARRAY_INX=0-3 SBATCH_TIMELIMIT=1 SBATCH_EXPORT=NONE"
+        " SQUEUE_STATES=CD SLURM_ARRAY_TASK_ID=7 SLURM_ARRAY_TASK_COUNT=9 SLURM_JOB_ID=1"
+        " SQUEUE_FORMAT=%u SLURM_NNODES=2"
+    )
+    strange = dict(word.split("=") for word in words.split())
     job = login.submit(*HELD, *HELP, env={**strange, "CANARY": "sings"})
     shown = login.cluster.job(job)
     assert (shown["Partition"], shown["TimeLimit"]) == ("main", "00:30:00")
     assert "ArrayTaskId" not in shown
-    assert "has job" in login.launch(*HELP, options=("--directory", "job"), env=strange, code=2)
+    assert "has job" in login.again(env=strange, code=2)
     kept = login.folder / "job.environment"
     login.launch("cancel", "job", env=strange)
-    login.launch(
-        "requeue",
-        "job",
-        env={**strange, "CANARY": "sings"},
-        options=("--cluster", "mini.yaml", "--set", f"setup.lines=['env > {kept}']"),
-    )
+    setup = f"setup.lines=['env > {kept}']"
+    requeue = ("requeue", "job", "--cluster", "mini.yaml", "--set", setup)
+    login.launch(*requeue, env={**strange, "CANARY": "sings"})
     assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
     told = dict(line.split("=", 1) for line in kept.read_text().splitlines() if "=" in line)
     assert told["CANARY"] == "sings"
@@ -387,7 +321,7 @@ def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Log
         "".join(json.dumps({"node": name}) + "\n" for name in ("node1", "of-another-cluster"))
     )
     before = login.cluster.sbatch("--hold", "-o", os.devnull, "--wrap", "true")
-    job = login.submit(*HELP, options=("--dependency", str(before)))
+    job = login.submit("--dependency", str(before), *HELP)
     assert login.cluster.job(job)["ExcNodeList"] == "node1"
     cordon.unlink()
     assert "already waits in the queue (Dependency), now for any node\n" in login.launch(
@@ -412,28 +346,11 @@ def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) 
     """node1, which is first, fails after three ordinary requeues; on node2 the run starts pretrain,
     which reports its missing data.
     """
-    run = (
-        "submit",
-        DEMO,
-        "--cluster",
-        "mini.yaml",
-        "--directory",
-        "job",
-        "--dependency",
-        login.job_that_is_over(),
-        "--parsable",
-    )
     bad = "'[ $SLURMD_NODENAME != node1 ] || hash -p /gone/python python3'"
     lines = f"setup.lines=['[ ${{SLURM_RESTART_COUNT:-0}} -ge 3 ] || sleep 600', {bad}]"
-    job = login.launch(
-        *run,
-        "--set",
-        lines,
-        "--set",
-        "host_python=python3",
-        "--set",
-        "slurm.options=[--comment=a grant]",
-    ).strip()
+    settings = [lines, "host_python=python3", "slurm.options=[--comment=a grant]"]
+    after = ("--dependency", login.job_that_is_over())
+    job = login.submit(DEMO, *after, *(f"--set={setting}" for setting in settings))
     for restarts in range(3):
         wait_for(
             lambda: (
@@ -467,32 +384,11 @@ CONFIGLESS = (
 
 def test_a_site_without_configuration_files_is_reached(login: Login) -> None:
     job = login.submit(*HELD, *HELP)
-    socket, port = (
-        login.cluster.root / "run" / "munge.socket",
-        slurm.fields((login.cluster.root / "etc" / "slurm.conf").read_text(), "\n"),
-    )
-    inside = (
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "sh",
-        "-c",
-        CONFIGLESS,
-        str(socket),
-        "env",
-        "-u",
-        "SLURM_CONF",
-    )
-    words = [
-        *inside,
-        f"SLURM_CONF_SERVER=127.0.0.1:{port['SlurmctldPort']}",
-        sys.executable,
-        "-m",
-        "launch",
-        "status",
-        "job",
-    ]
+    socket = login.cluster.root / "run" / "munge.socket"
+    port = slurm.fields((login.cluster.root / "etc" / "slurm.conf").read_text(), "\n")
+    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CONFIGLESS, str(socket)]
+    server = f"env -u SLURM_CONF SLURM_CONF_SERVER=127.0.0.1:{port['SlurmctldPort']}"
+    words = [*inside, *server.split(), sys.executable, "-m", "launch", "status", "job"]
     board = login.cluster.run(*words, env={"PYTHONPATH": str(ROOT)}, cwd=login.folder).stdout
     assert f"queued  {job}" in board and "JobHeldUser" in board, board
 
