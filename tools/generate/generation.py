@@ -21,9 +21,8 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Text
 from fem_common.errors import ConfigError
 from fem_megatron.megatron import platform
 from pretrain.plan.run_plan import decoding_state_bytes
-from tools.hf.tokenizer import SPECIAL_IDS
 from tools.hf.open_model import OpenModel, open_model, quiet_transformers
-from tools.hf.tokenizer import first_line
+from tools.hf.tokenizer import SPECIAL_IDS, first_line
 
 BETWEEN = "-" * 20  # a line between the texts of several prompts
 COMPILING_STEPS = 2  # first decoding steps, during which torch compiles
