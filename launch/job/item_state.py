@@ -16,7 +16,7 @@ from typing import Any
 
 from fem_common.errors import UserError
 from launch.cluster import slurm
-from launch.job import Job, launch_folder, load_job, read_json, read_json_lines
+from launch.job.job import Job, launch_folder, load_job, read_json, read_json_lines
 
 # seconds between two clocks' readings of the same moment
 SLACK = 2.0

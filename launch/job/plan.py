@@ -22,8 +22,9 @@ from fem_common.nested import differences
 from fem_common.text import counted as number_of
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
-from launch.job import Item, Job, attempts, launch_folder, load_job, snapshot
+from launch.job import snapshot
 from launch.job.item_state import Standing, counted, standings
+from launch.job.job import Item, Job, attempts, launch_folder, load_job
 from launch.job.request import Request, Wanted, data_fault, pretrain, read_config
 
 ABSENT = "<absent>"

@@ -24,7 +24,7 @@ from fem_common.errors import UserError
 from fem_common.files import sha256_json
 from fem_common.text import duration, gib
 from launch.cluster.profile import Profile, from_json
-from launch.job import append_json, read_json_lines
+from launch.job.job import append_json, read_json_lines
 from launch.job.plan import Draft
 from launch.job.request import pretrain_text, read_config
 from launch.job.snapshot import ROOT, code_folder, source_files

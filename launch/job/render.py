@@ -21,7 +21,7 @@ from fem_common.errors import UserError
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile, from_json
 from launch.cluster.profile_values import CONTROL
-from launch.job import Job
+from launch.job.job import Job
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)
 

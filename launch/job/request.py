@@ -24,7 +24,7 @@ from fem_common import secrets
 from fem_common.errors import UserError
 from launch.cluster.profile import Profile
 from launch.cluster.slurm import clean_environment
-from launch.job import Item, Job, launch_folder
+from launch.job.job import Item, Job, launch_folder
 from launch.job.snapshot import ROOT, code_folder
 
 COMMANDS = Path("runs") / "jobs"  # default folder of commands' directories

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fem_common.errors import UserError
-from launch.job import launch_folder, read_json, write_json
+from launch.job.job import launch_folder, read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
