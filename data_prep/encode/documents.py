@@ -9,25 +9,33 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.aliases import BoolArray, Int64Array, Json, Uint8Array
 from data_prep.encode.encoders import MAX_DOCUMENT_BYTES
 from data_prep.encode.mask import load_mask
 from data_prep.encode.splits import Split, hash_ids
-from data_prep.prepared import records
+from data_prep.options import check_least, values_of
 from data_prep.sources import Columns, Rows
 from data_prep.sources.rows import BadRow, Drop, is_text
+from fem_common.config import plain
 from fem_common.errors import UserError
 
 BAD_ROWS_LISTED = 100
+COLUMN_HELP = {
+    "text": "column of the text (default: text)",
+    "id": (
+        "column of the document id, which decides the split (default: id, or without one the "
+        "document's file and place); name the text column to split by the text"
+    ),
+    "score": "column of the score (default: score)",
+    "language": "column of the language (default: language)",
+}
 REASONS = tuple(Drop)
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,7 @@ class Settings:
             raise UserError(
                 "--language is empty; name a language as the column writes it, such as en"
             )
-        if self.min_bytes < 0:
-            raise UserError(f"--min-bytes is {self.min_bytes}; it must be at least 0")
+        check_least("min-bytes", self.min_bytes, 0)
         if self.max_bytes < max(1, self.min_bytes):
             least = f"--min-bytes, {self.min_bytes}" if self.min_bytes > 1 else "1"
             raise UserError(f"--max-bytes is {self.max_bytes}; it must be at least {least}")
@@ -92,78 +99,39 @@ class Settings:
         """Percentages of valid and test as a Split."""
         return Split(self.valid_percent, self.test_percent)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the settings as a dictionary for JSON."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
+        value: Json = plain(self)
+        return value
 
-    def deciding(self) -> dict[str, Any]:
+    def deciding(self) -> Json:
         """Return the part of ``as_json`` that determines the prepared data.
 
         A mask is represented by its function and its sha256, without the path of its file.
         """
         return self.as_json() | {"mask": self.mask and self.mask.rpartition(":")[2]}
 
-    @classmethod
-    def from_json(cls, value: Any) -> Settings:
-        """Return the settings from the output of ``as_json``.
-
-        Raises ValueError with a description of the fault if the value does not have this form, and
-        UserError for invalid settings.
-        """
-        settings: Settings = records.read(cls, value)
-        return settings
-
 
 def add_column_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that name columns and filter rows, for every verb that reads text."""
-    default = Settings()
-    id_help = (
-        "which decides the split (default: id, or without one the document's file and place); "
-        "name the text column to split by the text"
-    )
-
-    def column(name: str, what: str, said: str = "") -> None:
-        of = getattr(default, f"{name}_column")
-        parser.add_argument(
-            f"--{name}-column",
-            default=of,
-            metavar="NAME",
-            help=f"column of the {what}{said or f' (default: {of})'}",
-        )
-
-    def limit(name: str, said: str) -> None:
-        of = getattr(default, name.replace("-", "_"))
-        parser.add_argument(
-            f"--{name}",
-            type=int,
-            default=of,
-            metavar="N",
-            help=f"leave out texts {said.format(of)}",
-        )
-
-    column("text", "text")
-    column("id", "document id, ", id_help)
+    add = parser.add_argument
+    for name, what in COLUMN_HELP.items():
+        add(f"--{name}-column", default=name, metavar="NAME", help=what)
     paragraphs = "a document is a paragraph of a .txt file, up to a blank line (default: the file)"
-    parser.add_argument("--paragraphs", action="store_true", help=paragraphs)
-    parser.add_argument(
-        "--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none"
+    add("--paragraphs", action="store_true", help=paragraphs)
+    score = "leave out rows with a score below X, or none"
+    add("--min-score", type=float, metavar="X", help=score)
+    language = "keep only this language; repeat for more"
+    add("--language", action="append", default=[], dest="languages", metavar="CODE", help=language)
+    least = "leave out texts below N bytes of UTF-8 (default: 0)"
+    add("--min-bytes", type=int, default=0, metavar="N", help=least)
+    most = (
+        f"leave out texts above N bytes (default: {MAX_DOCUMENT_BYTES}); the longest may cost a "
+        "worker 110 times its size in memory"
     )
-    column("score", "score")
-    languages = "keep only this language; repeat for more"
-    parser.add_argument(
-        "--language", action="append", default=[], dest="languages", metavar="CODE", help=languages
-    )
-    column("language", "language")
-    limit("min-bytes", "below N bytes of UTF-8 (default: {})")
-    limit(
-        "max-bytes",
-        "above N bytes (default: {}); the longest may cost a worker 110 times its size in memory",
-    )
+    add("--max-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=most)
     own = "a filter of your own, as for deduplication (see data_prep/encode/mask.py)"
-    parser.add_argument("--mask", metavar="FILE.py:FUNCTION", help=own)
+    add("--mask", metavar="FILE.py:FUNCTION", help=own)
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,13 +152,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
     The mask is loaded to find its columns and its hash. Raises UserError for an invalid option.
     """
-    given = {
-        field.name: getattr(arguments, field.name)
-        for field in fields(Settings)
-        if hasattr(arguments, field.name)
-    }
-    given["languages"] = tuple(dict.fromkeys(given.get("languages", ())))
-    if given.get("mask"):
+    given = values_of(Settings, arguments)
+    given["languages"] = tuple(dict.fromkeys(given["languages"]))
+    if given["mask"]:
         mask = load_mask(given["mask"])
         anywhere = f"{mask.file.absolute()}:{given['mask'].rpartition(':')[2]}"
         given |= {"mask": anywhere, "mask_sha256": mask.sha256, "mask_columns": mask.columns}
@@ -209,8 +173,8 @@ class Documents:
 
     texts: pa.LargeStringArray
     ids: pa.LargeBinaryArray
-    splits: npt.NDArray[np.uint8]
-    places: npt.NDArray[np.int64]
+    splits: Uint8Array
+    places: Int64Array
 
     @property
     def text_bytes(self) -> int:
@@ -289,7 +253,7 @@ class Selection:
         texts: pa.LargeStringArray,
         ids: pa.LargeBinaryArray,
         path: str,
-        verdict: npt.NDArray[np.uint8],
+        verdict: Uint8Array,
     ) -> None:
         """Apply the mask to the rows that no filter has dropped yet, and record its rejections.
 
@@ -316,8 +280,8 @@ class Selection:
         self,
         texts: pa.LargeStringArray,
         ids: pa.LargeBinaryArray,
-        places: npt.NDArray[np.int64],
-        verdict: npt.NDArray[np.uint8],
+        places: Int64Array,
+        verdict: Uint8Array,
         faults: dict[int, str],
     ) -> tuple[Documents, Counter[Drop], list[BadRow]]:
         dropped = Counter(

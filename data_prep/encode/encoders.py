@@ -15,14 +15,14 @@ import os
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import tokenizers
 from tokenizers import Tokenizer, pre_tokenizers
 
+from data_prep.aliases import AnyArray, BoolArray, Int64Array, Json, Uint8Array, Uint32Array
 from data_prep.encode.tokenizer import TokenizerFolder
 from fem_common.errors import UserError
 from fem_common.text import one_line
@@ -62,8 +62,8 @@ class Encoded:
     The ids of document i are ``ids[offsets[i]:offsets[i + 1]]``; ``offsets`` has n + 1 entries.
     """
 
-    ids: npt.NDArray[np.uint32]
-    offsets: npt.NDArray[np.int64]
+    ids: Uint32Array
+    offsets: Int64Array
 
 
 class Encoder(Protocol):
@@ -125,16 +125,14 @@ def make(folder: TokenizerFolder, kind: str) -> Encoder:
     return Gigatoken(folder) if kind == "gigatoken" else HuggingFace(folder)
 
 
-def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
+def encoding_spec(folder: TokenizerFolder) -> Json:
     """Return the content of tokenizer.json, changed so that it encodes plain documents.
 
     Special tokens, truncation, padding and the post-processor are removed. Other added tokens are
     kept.
     """
     # The tokenizer's own serialization includes the defaults that a file may omit.
-    spec: dict[str, Any] = json.loads(
-        Tokenizer.from_file(str(folder.path / "tokenizer.json")).to_str()
-    )
+    spec: Json = json.loads(Tokenizer.from_file(str(folder.path / "tokenizer.json")).to_str())
     special = {
         token["content"]
         for token in spec["added_tokens"]
@@ -151,7 +149,7 @@ def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
     }
 
 
-def _hidden(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
+def _hidden(model: Json, special: set[str]) -> Json:
     """Return a tokenizer's ``model`` section in which no text can match a special token.
 
     Each special token is renamed to a string that occurs in no text and keeps its id. Without this,
@@ -228,7 +226,7 @@ class Gigatoken:
     def _exact(self) -> HuggingFace:
         return HuggingFace(self.folder)
 
-    def _encode(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> Encoded:
+    def _encode(self, offsets: Int64Array, data: Uint8Array) -> Encoded:
         import awkward as ak
 
         characters = ak.contents.NumpyArray(data, parameters={"__array__": "char"})
@@ -249,7 +247,7 @@ class Gigatoken:
         )
 
 
-def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) -> Encoded:
+def replaced(encoded: Encoded, numbers: Int64Array, others: Encoded) -> Encoded:
     """Return ``encoded`` with the ids of some documents replaced.
 
     numbers: indices of the documents to replace, ascending.
@@ -268,6 +266,13 @@ def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) 
     )
 
 
+def first_unequal(one: AnyArray, other: AnyArray) -> int:
+    """Return the first position at which two different arrays of ids differ."""
+    shared = min(len(one), len(other))
+    unequal = np.flatnonzero(one[:shared] != other[:shared])
+    return int(unequal[0]) if len(unequal) else shared
+
+
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm", "rb") as stream:
@@ -283,7 +288,7 @@ def gigatoken_name() -> str:
     return f"gigatoken {version('gigatoken')}"
 
 
-def text_buffers(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+def text_buffers(texts: pa.LargeStringArray) -> tuple[Int64Array, Uint8Array]:
     """Return (offsets, bytes) of an array of n >= 1 texts. No bytes are copied.
 
     offsets: int64 [n + 1], starting at 0; text i is ``bytes[offsets[i]:offsets[i + 1]]``. The array
@@ -311,7 +316,7 @@ class HuggingFace:
 
     def encode(self, texts: pa.LargeStringArray) -> Encoded:
         """Return the ids of each text."""
-        parts: list[npt.NDArray[np.uint32]] = []
+        parts: list[Uint32Array] = []
         for batch in _batches(texts):
             if len(batch) == 1 and self.has_windows and batch.nbytes > 4 * WINDOW:
                 parts.append(self._long(batch[0].as_py()))
@@ -327,13 +332,13 @@ class HuggingFace:
         ids = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
         return Encoded(ids if self.renumbered is None else self.renumbered[ids], offsets)
 
-    def _long(self, text: str) -> npt.NDArray[np.uint32]:
+    def _long(self, text: str) -> Uint32Array:
         """Return the ids of a long document, encoded window by window.
 
         Each window is cut at a word boundary that later text cannot change, and the next window
         starts at this boundary.
         """
-        parts: list[npt.NDArray[np.uint32]] = []
+        parts: list[Uint32Array] = []
         start, size = 0, WINDOW
         while start + size < len(text):
             window = text[start : start + size]
@@ -365,7 +370,7 @@ def _certain(encoding: tokenizers.Encoding, last: int) -> tuple[int, int]:
     return 0, 0
 
 
-def _ids(encoding: tokenizers.Encoding) -> npt.NDArray[np.uint32]:
+def _ids(encoding: tokenizers.Encoding) -> Uint32Array:
     # Four times as fast as numpy's conversion of a list.
     return np.frombuffer(array.array("I", encoding.ids), np.uint32)
 
@@ -388,8 +393,8 @@ def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
 
 
 def _renumbered(
-    folder: TokenizerFolder, added: list[dict[str, Any]], without: Tokenizer
-) -> npt.NDArray[np.uint32] | None:
+    folder: TokenizerFolder, added: list[Json], without: Tokenizer
+) -> Uint32Array | None:
     """Return a table that maps ids of ``without`` to ids of the original tokenizer.
 
     ``without`` is the tokenizer from which the special tokens were removed, which can change the
@@ -411,7 +416,7 @@ def _renumbered(
     return table if moved else None
 
 
-def _has_windows(spec: dict[str, Any]) -> bool:
+def _has_windows(spec: Json) -> bool:
     """Return True if ``HuggingFace._long`` gives exact ids with the tokenizer ``spec``.
 
     This requires that the tokenizer splits unnormalized text with one of PIECES and that every byte
@@ -443,7 +448,7 @@ def _has_windows(spec: dict[str, Any]) -> bool:
     )
 
 
-def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+def _steps(part: Json | None, name: str) -> list[Json]:
     """Return the steps of a normalizer or pre-tokenizer as a flat list.
 
     The list is empty for None. The steps of a Sequence are under its key ``name``.
@@ -462,7 +467,7 @@ HANGUL_VOWELS_AND_ENDS = slice(0x1161, 0x11C3)
 
 
 @functools.cache
-def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
+def unsettled_points(composed: bool) -> BoolArray:
     """Return a table, bool [0x110000], of code points on which the two libraries may differ.
 
     True for unassigned code points, because their treatment depends on the Unicode version.
@@ -485,9 +490,7 @@ def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
     return points
 
 
-def unsettled_documents(
-    offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8], points: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64]:
+def unsettled_documents(offsets: Int64Array, data: Uint8Array, points: BoolArray) -> Int64Array:
     """Return the indices, ascending, of the documents that contain a code point of a set.
 
     points: bool [0x110000], True for the code points of the set; no ASCII code point may be True.

@@ -32,9 +32,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from data_prep.aliases import BoolArray, Int64Array
 from fem_common.errors import UserError, told
 from fem_common.text import one_line
 
@@ -53,9 +53,7 @@ class Mask:
     columns: tuple[str, ...]
     sha256: str
 
-    def keep(
-        self, batch: pa.RecordBatch, places: npt.NDArray[np.int64], path: str
-    ) -> npt.NDArray[np.bool_]:
+    def keep(self, batch: pa.RecordBatch, places: Int64Array, path: str) -> BoolArray:
         """Return a bool array [n] that is True for the rows of ``batch`` to keep.
 
         Raises UserError if the function fails or returns a wrong value. The message contains the
@@ -70,7 +68,7 @@ class Mask:
             ) from None
         return self._checked(answer, len(places), _rows(places, path))
 
-    def _checked(self, answer: object, rows: int, where: str) -> npt.NDArray[np.bool_]:
+    def _checked(self, answer: object, rows: int, where: str) -> BoolArray:
         owner = f"{self.file}: {self.name}"
         if isinstance(answer, pa.ChunkedArray):
             answer = answer.combine_chunks()
@@ -187,7 +185,7 @@ def _what(error: Exception) -> str:
     return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
 
 
-def _rows(places: npt.NDArray[np.int64], path: str) -> str:
+def _rows(places: Int64Array, path: str) -> str:
     return (
         f"{len(places)} rows at {places[0]} to {places[-1]} of {path or 'the input'}"
         if len(places)

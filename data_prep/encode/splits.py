@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from data_prep.aliases import Uint8Array, Uint64Array
 from fem_common.errors import UserError
 
 SPLITS = ("train", "valid", "test")
@@ -55,7 +55,7 @@ class Split:
             return "test"
         return "valid" if share < self.test_percent + self.valid_percent else "train"
 
-    def of_hashes(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    def of_hashes(self, hashes: Uint64Array) -> Uint8Array:
         """Return the split of each document as an index into SPLITS, uint8 [n].
 
         hashes: uint64 [n], `hash64` of the documents' ids. The result is the same as that of `of`.
@@ -92,7 +92,7 @@ def hash64(document_id: bytes, purpose: bytes = b"") -> int:
     )
 
 
-def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.uint64]:
+def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> Uint64Array:
     """Return ``hash64`` of each id, uint64 [n]. The ids must not contain nulls."""
     _, offset_buffer, data = ids.buffers()
     offsets = (
@@ -108,7 +108,7 @@ def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.u
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
-def fitting(split: Split, hashes: npt.NDArray[np.uint64]) -> Split | None:
+def fitting(split: Split, hashes: Uint64Array) -> Split | None:
     """Return percentages with which no requested split is empty, or None if none exist.
 
     The documents are given by the ``hashes`` [n] of their ids. Each percentage is that of ``split``
@@ -121,22 +121,22 @@ def fitting(split: Split, hashes: npt.NDArray[np.uint64]) -> Split | None:
     shares = [factor * 10.0**exponent for exponent in (-3, -2, -1) for factor in range(1, 10)] + [
         float(share) for share in range(1, 100)
     ]
-    tests = (
-        [split.test_percent, *(share for share in shares if share > split.test_percent)]
-        if split.test_percent
-        else [0.0]
-    )
+
+    def tried(percent: float) -> list[float]:
+        larger = [share for share in shares if share > percent]
+        return [percent, *larger] if percent else [percent]
+
     test = next(
-        (share for share in tests if not share or "test" in filled(Split(0.0, share))), None
+        (
+            share
+            for share in tried(split.test_percent)
+            if not share or "test" in filled(Split(0.0, share))
+        ),
+        None,
     )
     if test is None:
         return None
-    valids = (
-        [split.valid_percent, *(share for share in shares if share > split.valid_percent)]
-        if split.valid_percent
-        else [0.0]
-    )
-    for valid in valids:
+    for valid in tried(split.valid_percent):
         if valid + test < 100 and filled(wanted := Split(valid, test)) >= set(wanted.names):
             return wanted
     return None

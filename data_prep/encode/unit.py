@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.aliases import BoolArray, Int64Array
 from data_prep.encode.documents import Documents, Selection
 from data_prep.encode.encoders import Encoded, Encoder
 from data_prep.encode.splits import SPLITS
@@ -26,8 +27,8 @@ from data_prep.prepared.document_ids import IdsWriter
 from data_prep.prepared.indexed import IndexedWriter, dtype_name
 from data_prep.prepared.layout import SHARDS, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.prepared.manifest import PLACES_KEPT, SplitEntry, UnitEntry
-from data_prep.sources import Rows, Span, read_span
-from data_prep.sources.rows import BadRow, Drop, Tally
+from data_prep.sources import Rows, read_span
+from data_prep.sources.rows import BadRow, Drop, Tally, by_reason
 from fem_common.errors import UserError
 from fem_common.files import json_bytes, sync_folder, temporary, write_whole
 
@@ -54,14 +55,14 @@ class Engine:
         output fails.
         """
         file, folder = self.plan.files[unit.file], temporary(self.out / SHARDS / unit.name)
-        span = Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
+
         folder.parent.mkdir(exist_ok=True)
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             folder.mkdir()
             work = _Work(self, file.path, folder, stack)
             read = 0
-            for part in read_span(file, span, self.settings.columns):
+            for part in read_span(file, unit.span, self.settings.columns):
                 if isinstance(part, Rows):
                     read += part.batch.column(self.settings.text_column).nbytes
                     work.add(part)
@@ -128,7 +129,7 @@ class _Work:
             kept[which] = False
         self._write(documents, encoded, kept)
 
-    def _write(self, documents: Documents, encoded: Encoded, kept: npt.NDArray[np.bool_]) -> None:
+    def _write(self, documents: Documents, encoded: Encoded, kept: BoolArray) -> None:
         ids, lengths = with_eod(encoded, self.eod, np.dtype(self.dtype).newbyteorder("<"))
         sizes = pc.binary_length(documents.texts).to_numpy()
         for number, name in enumerate(SPLITS):
@@ -170,17 +171,9 @@ class _Work:
             splits[name] = SplitEntry(
                 text_bytes=self.text_bytes[name], **asdict(self.writers[name].finish()), ids=ids
             )
-        dropped = {str(reason): tally.dropped[reason] for reason in Drop if tally.dropped[reason]}
+        dropped, encoder = by_reason(tally.dropped), self.engine.encoder.name
         bad = tuple(sorted(self.bad, key=lambda row: row.place))
-        entry = UnitEntry(
-            unit.number,
-            plan.fingerprint,
-            tally.rows,
-            dropped,
-            bad,
-            splits,
-            self.engine.encoder.name,
-        )
+        entry = UnitEntry(unit.number, plan.fingerprint, tally.rows, dropped, bad, splits, encoder)
         if read_plan(out).fingerprint != plan.fingerprint:
             raise UserError(f"{out} was planned again during this run; run the command again")
         for name, split in splits.items():
@@ -192,7 +185,7 @@ class _Work:
         return entry
 
 
-def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
+def unwritable(encoded: Encoded, eod: int) -> dict[Drop, Int64Array]:
     """Return the indices of the documents that cannot be written, as an array for each reason.
 
     The reasons are: the document has no tokens, or EOD is among its tokens.
@@ -209,7 +202,7 @@ def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
 
 def with_eod(
     encoded: Encoded, eod: int, dtype: np.dtype[np.generic]
-) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.generic], Int64Array]:
     """Return (ids, lengths) of n documents with EOD appended to each document.
 
     ids: all ids [total + n] as ``dtype``.

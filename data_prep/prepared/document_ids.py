@@ -9,14 +9,13 @@ manifests.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
+
+from data_prep.prepared.hashed import HashedWriter
 
 BLOCK_BYTES = 1 << 23
 
@@ -29,37 +28,16 @@ class IdsEntry:
     sha256: str
 
 
-class IdsWriter:
+class IdsWriter(HashedWriter):
     """Incremental writer of a .ids file."""
-
-    def __init__(self, path: Path) -> None:
-        self._hash, self._bytes = hashlib.sha256(), 0
-        self._stream: BinaryIO = path.open("wb", buffering=0)
 
     def add(self, ids: Iterable[bytes]) -> None:
         """Append the ids of documents."""
-        self.copy(b"".join([line_of(each) + b"\n" for each in ids]))
-
-    def copy(self, lines: bytes | memoryview) -> None:
-        """Append complete lines of another .ids file."""
-        raw = memoryview(lines)
-        self._hash.update(raw)
-        self._bytes += len(raw)
-        try:
-            while raw:
-                raw = raw[self._stream.write(raw) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._stream.name) from None
-
-    def close(self) -> None:
-        """Close the file. No more ids can be written."""
-        self._stream.close()
+        self.write(b"".join([line_of(each) + b"\n" for each in ids]))
 
     def finish(self) -> IdsEntry:
-        """Flush the file to disk, close it, and return its size and hash."""
-        os.fsync(self._stream.fileno())
-        self.close()
-        return IdsEntry(self._bytes, self._hash.hexdigest())
+        """Complete the file, and return its size and hash."""
+        return IdsEntry(self.bytes, self.complete())
 
 
 def line_of(document_id: bytes) -> bytes:

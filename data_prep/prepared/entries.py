@@ -13,12 +13,12 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep.prepared.indexed import dtype_name
-from data_prep.prepared.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, entry_path
+from data_prep.prepared.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, do_again, entry_path
 from data_prep.prepared.manifest import (
     Input,
     Manifest,
@@ -30,7 +30,7 @@ from data_prep.prepared.manifest import (
     read_entry,
 )
 from data_prep.sources import locate
-from data_prep.sources.rows import Drop
+from data_prep.sources.rows import Drop, by_reason, listed
 from fem_common.errors import UserError
 from fem_common.files import write_whole
 from fem_common.text import ranges
@@ -56,10 +56,7 @@ def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
     elif unit.rows not in (None, entry.rows):
         fault = f"accounts for {entry.rows} rows, the plan for {unit.rows}"
     if fault:
-        raise UserError(
-            f"{path} {fault}; remove it and do the unit again with: python -m data_prep run "
-            f"--out {out}"
-        )
+        raise UserError(f"{path} {fault}; {do_again(out)}")
     return entry
 
 
@@ -139,7 +136,7 @@ def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for entry in entries:
         total.update(entry.dropped)
-    return {str(reason): total[reason] for reason in Drop if total[reason]}
+    return by_reason(total)
 
 
 def manifest_of(
@@ -156,9 +153,7 @@ def manifest_of(
         Input(file.path, file.kind, file.bytes, rows[number], file.fingerprint)
         for number, file in enumerate(plan.files)
     ]
-    tokenizer = TokenizerEntry(
-        TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256
-    )
+    tokenizer = TokenizerEntry(TOKENIZER, **asdict(plan.tokenizer))
     encoders = ", ".join(sorted({entry.encoder for entry in entries}))
     source = Source(
         files,
@@ -240,28 +235,19 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
     rows, dropped, places = 0, Counter[Drop](), []
     for entry in entries:
         rows += entry.rows
-        dropped.update(
-            {
-                Drop(reason): number
-                for reason, number in entry.dropped.items()
-                if not Drop(reason).asked_for
-            }
-        )
+        for reason, number in entry.dropped.items():
+            if not Drop(reason).asked_for:
+                dropped[Drop(reason)] += number
         places += list(_places(plan, entry))
     path = out / BAD_ROWS
     if not dropped:
         path.unlink(missing_ok=True)
         return True
-    write_whole(
-        path,
-        "".join(json.dumps(place, ensure_ascii=False) + "\n" for place in places).encode(
-            "utf-8", "backslashreplace"
-        ),
-    )
+    lines = "".join(json.dumps(place, ensure_ascii=False) + "\n" for place in places)
+    write_whole(path, lines.encode("utf-8", "backslashreplace"))
     if limit.allows(dropped, rows):
         return True
-    reasons = ", ".join(f"{dropped[reason]:,} {reason}" for reason in Drop if dropped[reason])
-    verdict = f"{dropped.total():,} of {rows:,} rows are bad ({reasons})"
+    verdict = f"{dropped.total():,} of {rows:,} rows are bad ({listed(by_reason(dropped))})"
     if dropped[Drop.CUT_OFF]:
         verdict += (
             ", and a damaged stream lost an unknown number of further rows: fetch it again, or "

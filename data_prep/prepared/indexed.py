@@ -10,16 +10,16 @@ does not depend on splits, units or manifests.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
+from data_prep.aliases import AnyArray, Int32Array, Int64Array, Uint8Array
+from data_prep.prepared.hashed import HashedWriter
 from fem_common.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -54,7 +54,7 @@ def index_bytes_of(documents: int) -> int:
 
 
 def index_parts(
-    documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
+    documents: int, dtype: str, lengths: Callable[[], Iterable[AnyArray]]
 ) -> Iterator[bytes]:
     """Yield the content of an .idx file in parts of at most 8 MB.
 
@@ -75,36 +75,28 @@ def index_parts(
         yield np.arange(start, min(start + DOCUMENTS_AT_ONCE, documents + 1), dtype="<i8").tobytes()
 
 
-def _cut(parts: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
+def _cut(parts: Iterable[AnyArray]) -> Iterator[AnyArray]:
     for part in parts:
         for start in range(0, len(part), DOCUMENTS_AT_ONCE):
             yield part[start : start + DOCUMENTS_AT_ONCE]
 
 
-def index_bytes(lengths: npt.NDArray[Any], dtype: str) -> bytes:
+def index_bytes(lengths: AnyArray, dtype: str) -> bytes:
     """Return the content of the .idx file of n documents; ``lengths`` [n] is in ids."""
     return b"".join(index_parts(len(lengths), dtype, lambda: (lengths,)))
 
 
 def write_index(
-    path: Path, documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]
+    path: Path, documents: int, dtype: str, lengths: Callable[[], Iterable[AnyArray]]
 ) -> tuple[int, str]:
     """Write an .idx file, flush it to disk, and return its size in bytes and its SHA-256.
 
     The arguments are those of ``index_parts``. A few MB of memory are used.
     """
-    digest, size = hashlib.sha256(), 0
-    try:
-        with path.open("wb") as stream:
-            for part in index_parts(documents, dtype, lengths):
-                stream.write(part)
-                digest.update(part)
-                size += len(part)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    return size, digest.hexdigest()
+    with closing(HashedWriter(path)) as writer:
+        for part in index_parts(documents, dtype, lengths):
+            writer.write(part)
+        return writer.bytes, writer.complete()
 
 
 @dataclass(frozen=True)
@@ -118,9 +110,9 @@ class Index:
     """
 
     dtype: str
-    lengths: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-    document_indices: npt.NDArray[np.int64]
+    lengths: Int32Array
+    pointers: Int64Array
+    document_indices: Int64Array
 
 
 def read_index(path: Path) -> Index:
@@ -153,7 +145,7 @@ def read_index(path: Path) -> Index:
     )
 
 
-def _mapped(raw: npt.NDArray[np.uint8], dtype: str, number: int, at: int) -> npt.NDArray[Any]:
+def _mapped(raw: Uint8Array, dtype: str, number: int, at: int) -> AnyArray:
     return np.frombuffer(raw, dtype, number, at) if number else np.zeros(0, dtype)
 
 
@@ -177,15 +169,12 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: Path, dtype: str) -> None:
-        self.prefix = prefix
-        self.dtype = dtype
-        self.tokens = 0
-        self.documents = 0
-        self._lengths: list[npt.NDArray[np.int32]] = []
-        self._hash = hashlib.sha256()
-        self._stream: BinaryIO = with_ending(prefix, "bin").open("wb", buffering=0)
+        self.prefix, self.dtype = prefix, dtype
+        self.tokens = self.documents = 0
+        self._lengths: list[Int32Array] = []
+        self._binary = HashedWriter(with_ending(prefix, "bin"))
 
-    def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
+    def add(self, ids: AnyArray, lengths: AnyArray) -> None:
         """Append n documents.
 
         ids: integer ids of all documents including EOD [sum of lengths].
@@ -211,37 +200,23 @@ class IndexedWriter:
             raise ValueError(
                 f"ids from {int(ids.min())} to {int(ids.max())} do not fit {self.dtype}"
             )
-        raw = np.ascontiguousarray(ids, dtype=np.dtype(self.dtype).newbyteorder("<")).data.cast("B")
-        self._hash.update(raw)
-        try:
-            while raw:
-                raw = raw[self._stream.write(raw) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._stream.name) from None
+        raw = np.ascontiguousarray(ids, dtype=np.dtype(self.dtype).newbyteorder("<"))
+        self._binary.write(raw.data.cast("B"))
         self._lengths.append(lengths.astype(np.int32))
         self.tokens += len(ids)
         self.documents += len(lengths)
 
     def close(self) -> None:
         """Close the .bin file. No more documents can be written."""
-        self._stream.close()
+        self._binary.close()
 
     def finish(self) -> Written:
         """Write the .idx file, flush both files to disk, and return their summary."""
-        os.fsync(self._stream.fileno())
-        self.close()
-        idx_bytes, idx_sha256 = write_index(
+        binary = (self._binary.bytes, self._binary.complete())
+        index = write_index(
             with_ending(self.prefix, "idx"), self.documents, self.dtype, lambda: self._lengths
         )
-        width = np.dtype(self.dtype).itemsize
-        return Written(
-            self.documents,
-            self.tokens,
-            self.tokens * width,
-            self._hash.hexdigest(),
-            idx_bytes,
-            idx_sha256,
-        )
+        return Written(self.documents, self.tokens, *binary, *index)
 
 
 BLOCK_BYTES = 1 << 16

@@ -23,7 +23,7 @@ from typing import Any
 
 from data_prep.encode.documents import Settings
 from data_prep.prepared.records import read
-from data_prep.sources import SourceFile
+from data_prep.sources import SourceFile, Span
 from fem_common.errors import UserError
 from fem_common.files import sha256_json, write_whole
 from fem_common.text import one_line
@@ -61,6 +61,11 @@ class Unit:
         """Prefix of the names of the unit's files."""
         return f"{self.number:05d}"
 
+    @property
+    def span(self) -> Span:
+        """Range of the file as a Span."""
+        return Span(self.start, self.stop, self.rows, self.text_bytes)
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -97,7 +102,7 @@ class _Plan:
     fingerprint: str
     settings: Any
     tokenizer: Identity
-    files: list[Any]
+    files: tuple[SourceFile, ...]
     units: list[tuple[int, int, int, int | None, int]]
     unit_bytes: int
 
@@ -105,6 +110,11 @@ class _Plan:
 def entry_path(out: Path, unit: Unit) -> Path:
     """Return the path of a unit's entry (JSON), which is written after the unit's other files."""
     return out / SHARDS / f"{unit.name}.json"
+
+
+def do_again(out: Path, entry: object = "it") -> str:
+    """Return the advice to remove the entry of a unit and to encode the unit again."""
+    return f"remove {entry} and do the unit again with: python -m data_prep run --out {out}"
 
 
 def shard_prefix(out: Path, unit: Unit, split: str) -> Path:
@@ -186,11 +196,10 @@ def _plan(raw: Any) -> Plan:
         raise ValueError("lacks 'format'")
     plain: _Plan = read(_Plan, {name: value for name, value in raw.items() if name != "format"})
     try:
-        settings = Settings.from_json(plain.settings)
+        settings: Settings = read(Settings, plain.settings)
     except UserError as error:
         raise ValueError(str(error)) from None
-    files = tuple(map(SourceFile.from_json, plain.files))
     units = tuple(Unit(number, *unit) for number, unit in enumerate(plain.units))
-    if any(unit.file >= len(files) for unit in units) or not units:
+    if any(unit.file >= len(plain.files) for unit in units) or not units:
         raise ValueError("units: none, or one of a file that it does not name")
-    return Plan(plain.fingerprint, settings, plain.tokenizer, files, units, plain.unit_bytes)
+    return Plan(**vars(plain) | {"settings": settings, "units": units})

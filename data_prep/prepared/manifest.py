@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.aliases import Json
 from data_prep.encode.splits import SPLITS
 from data_prep.prepared.document_ids import IdsEntry
-from data_prep.prepared.layout import MANIFEST, PLAN, SHARDS
+from data_prep.prepared.layout import MANIFEST, PLAN, SHARDS, do_again
 from data_prep.prepared.records import read
-from data_prep.sources.rows import BadRow, Drop
+from data_prep.sources.rows import BadRow, Drop, by_reason
+from fem_common.config import plain
 from fem_common.errors import UserError
 
 FORMAT = 2
@@ -63,7 +65,7 @@ class SplitEntry:
             {"ids": self.ids.bytes} if self.ids else {}
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the entry as a dictionary for JSON. ``ids`` is omitted if it is None."""
         return {
             name: value
@@ -108,20 +110,11 @@ class UnitEntry:
         """Number of documents written to all splits."""
         return sum(split.documents for split in self.splits.values())
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the entry as a dictionary for JSON, with drops and splits in a fixed order."""
-        value = asdict(self)
-        value["dropped"] = {
-            str(reason): self.dropped[reason] for reason in Drop if self.dropped.get(reason)
-        }
-        value["bad"] = [
-            {"place": row.place, "reason": str(row.reason), "message": row.message}
-            for row in self.bad
-        ]
-        value["splits"] = {
-            name: self.splits[name].as_json() for name in SPLITS if name in self.splits
-        }
-        return value
+        splits = {name: self.splits[name].as_json() for name in SPLITS if name in self.splits}
+        value: Json = plain(self)
+        return value | {"dropped": by_reason(self.dropped), "splits": splits}
 
     @staticmethod
     def from_json(raw: Any) -> UnitEntry:
@@ -164,7 +157,7 @@ class Source:
     files: list[Input]
     rows: int
     dropped: dict[str, int]
-    settings: dict[str, Any]
+    settings: Json
     encoder: str
     fingerprint: str
 
@@ -191,7 +184,7 @@ class Manifest:
     source: Source
     units: UnitsEntry
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the content of manifest.json as a dictionary."""
         return {
             "format": FORMAT,
@@ -221,10 +214,7 @@ def read_entry(path: Path) -> UnitEntry:
     try:
         return UnitEntry.from_json(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        again = (
-            "remove it and do the unit again with: python -m data_prep run --out "
-            f"{path.parent.parent}"
-        )
+        again = do_again(path.parent.parent)
         raise UserError(f"{path} is damaged ({error}); {again}") from None
 
 

@@ -107,7 +107,7 @@ class Staging:
         sync_folder(self.out)
 
 
-def existing_folder(path: Path, what: str) -> Path:
+def existing_folder(path: Path, what: str = "a folder that python -m data_prep run wrote") -> Path:
     """Return ``path`` if it is a folder, else raise UserError.
 
     ``what`` describes the expected folder in the error message.

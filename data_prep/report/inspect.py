@@ -13,25 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from data_prep.aliases import Json
 from data_prep.encode.documents import Documents, Selection, add_column_arguments, settings_of
 from data_prep.encode.encoders import choose, make
 from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_folder
+from data_prep.options import add_encoder_argument, add_input_arguments, worker_count
 from data_prep.prepared.indexed import dtype_name
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, Span, jsonl, open_files, read_span, spans
-from data_prep.sources.rows import Drop
+from data_prep.sources.rows import Drop, by_reason
 from data_prep.sources.streams import open_input
 from fem_common.errors import UserError
 from fem_common.text import count, counted, duration, size
@@ -46,26 +46,13 @@ IDX_BYTES = 20  # per document in the .idx: length, pointer, document number
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     add = parser.add_argument
-    add(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help=(
-            "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
-        ),
-    )
-    add("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
+    add_input_arguments(parser)
     add(
         "--tokenizer",
         metavar="DIR|NAME",
         help="estimate tokens, disk and hours with this one: a folder, or ORG/NAME on the Hub",
     )
-    add(
-        "--encoder",
-        choices=("auto", "gigatoken", "hf"),
-        default="auto",
-        help="default: gigatoken where it is exact",
-    )
+    add_encoder_argument(parser)
     add_column_arguments(parser)
     add(
         "--sample-mb",
@@ -208,7 +195,7 @@ def _speed(file: SourceFile, selection: Selection) -> float | None:
     return done / 1e6 / max(time.process_time() - clock, 1e-9) if done else None
 
 
-def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
+def facts_of_files(files: list[SourceFile]) -> Json:
     """Return the section ``files`` of the report, from footers and file sizes.
 
     Its entry ``first`` describes the columns of the first file.
@@ -230,7 +217,7 @@ def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
     }
 
 
-def first_file(file: SourceFile) -> dict[str, Any]:
+def first_file(file: SourceFile) -> Json:
     """Return a dictionary with the columns and types of a file, and its number of row groups.
 
     The columns of a JSONL file are the keys of its first line. A .txt file has no columns. The
@@ -265,7 +252,7 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
+def facts_of_sample(sample: Sample, speed: float | None) -> Json:
     """Return the section ``sample`` of the report.
 
     It contains rows, drops, document sizes, and the beginnings of up to 3 documents spread over the
@@ -295,9 +282,7 @@ def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
         "read_bytes": sample.read_bytes,
         "documents": len(lengths),
         "text_bytes": int(lengths.sum()),
-        "dropped": {
-            str(reason): sample.dropped[reason] for reason in Drop if sample.dropped[reason]
-        },
+        "dropped": by_reason(sample.dropped),
         "document_bytes": sizes,
         "read_mb_per_second": speed,
         "examples": [
@@ -317,7 +302,7 @@ def _one_line(value: pa.Scalar) -> str:
     ]
 
 
-def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> dict[str, Any]:
+def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> Json:
     """Return the section ``encoding`` of the report.
 
     It contains the tokenizer, the encoder that ``wanted`` selects, and the results of encoding the
@@ -352,9 +337,7 @@ def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> 
     }
 
 
-def estimate(
-    files: dict[str, Any], sample: dict[str, Any], encoder: dict[str, Any] | None, workers: int
-) -> dict[str, Any]:
+def estimate(files: Json, sample: Json, encoder: Json | None, workers: int) -> Json:
     """Return the section of the report with the estimates for all inputs, scaled from the sample.
 
     These are rows and documents. If ``encoder`` is given, they are also tokens (including EOD),
@@ -367,7 +350,7 @@ def estimate(
         else files["rows"] / max(sample["rows"], 1)
     )
     documents, text_bytes = sample["documents"] * by_rows, sample["text_bytes"] * by_text
-    found: dict[str, Any] = {
+    found: Json = {
         "share_of_text": min(1 / by_text, 1.0),
         "rows": round(sample["rows"] * by_rows),
         "documents": round(documents),
@@ -391,9 +374,7 @@ def estimate(
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the content of the inputs and the cost of encoding them. Raises UserError."""
-    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
-    if workers < 1:
-        raise UserError(f"--workers is {workers}; it must be at least 1")
+    workers = worker_count(arguments.workers)
     if not (math.isfinite(arguments.sample_mb) and arguments.sample_mb > 0):
         raise UserError(f"--sample-mb is {arguments.sample_mb:g}; it must be a number above 0")
     settings = settings_of(arguments)
@@ -402,7 +383,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs
     )
     sample, speed = draw(files, Selection(settings), arguments.sample_mb * 1e6)
-    report: dict[str, Any] = {
+    report: Json = {
         "files": facts_of_files(files),
         "columns": asdict(settings.columns),
         "sample": facts_of_sample(sample, speed),
@@ -421,7 +402,7 @@ def main(arguments: argparse.Namespace) -> int:
 FILES_SHOWN = 8
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
+def lines(report: Json) -> Iterator[str]:
     """Yield the lines of the report in readable form."""
     encoder = report["encoding"]
     yield from _files(report["files"])
@@ -439,7 +420,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield from _estimate(report["files"], report["sample"], report["estimate"])
 
 
-def _files(files: dict[str, Any]) -> Iterator[str]:
+def _files(files: Json) -> Iterator[str]:
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in files["kinds"].items())
     rows = counted(files["rows"], "row") if files["rows"] is not None else "rows not counted"
     yield (
@@ -458,7 +439,7 @@ def _files(files: dict[str, Any]) -> Iterator[str]:
     yield f"columns of the first file: {columns}{groups}"
 
 
-def _sample(sample: dict[str, Any]) -> Iterator[str]:
+def _sample(sample: Json) -> Iterator[str]:
     places = f"{counted(sample['places'], 'place')} of {counted(sample['files'], 'file')}"
     rate = (
         f"; read at {sample['read_mb_per_second']:,.0f} MB/s per core"
@@ -492,9 +473,7 @@ def _sample(sample: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _estimate(
-    files: dict[str, Any], sample: dict[str, Any], whole: dict[str, Any]
-) -> Iterator[str]:
+def _estimate(files: Json, sample: Json, whole: Json) -> Iterator[str]:
     share = whole["share_of_text"]
     basis = (
         "read to the end" if sample["whole"] else f"estimated from {100 * share:.3g}% of the text"

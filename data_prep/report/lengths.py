@@ -5,12 +5,13 @@ The number of documents is not limited by memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.aliases import Advance, Int32Array, Int64Array
 from data_prep.prepared.indexed import DOCUMENTS_AT_ONCE
 from fem_common.plot import COLOURS, INK, new_figure, plain_axes, png
 from fem_common.text import count
@@ -24,8 +25,8 @@ class Lengths:
     documents: int64 [k], number of documents of each length.
     """
 
-    values: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    values: Int64Array
+    documents: Int64Array
 
     @property
     def total(self) -> int:
@@ -51,7 +52,7 @@ class Lengths:
         """
         return self._at(self.values * self.documents, share)
 
-    def _at(self, weights: npt.NDArray[np.int64], share: float) -> int:
+    def _at(self, weights: Int64Array, share: float) -> int:
         reached = np.cumsum(weights)
         return int(
             self.values[np.searchsorted(reached, share * reached[-1]).clip(max=len(reached) - 1)]
@@ -76,7 +77,7 @@ def joined(parts: Iterable[Lengths]) -> Lengths:
     return Lengths(distinct, total)
 
 
-def count_lengths(lengths: npt.NDArray[np.int32], advance: Callable[[int], None]) -> Lengths:
+def count_lengths(lengths: Int32Array, advance: Advance) -> Lengths:
     """Return the distribution of the array ``lengths`` [n], which may be memory-mapped.
 
     The array is read in parts, and ``advance`` is called with the number of bytes of each part.
@@ -125,23 +126,14 @@ def draw_lengths(lengths: Lengths, title: str) -> bytes:
             color=colour,
             linewidth=1.8,
         )
-    for mark, style in MARKS.items():
-        length = lengths.quantile(mark)
-        above.axvline(
-            length,
-            color=COLOURS[0],
-            linewidth=1.1,
-            linestyle=style,
-            label=f"{mark:.0%} of the documents: {length:,}",
-        )
-    length = lengths.token_quantile(0.5)
-    above.axvline(
-        length,
-        color=COLOURS[1],
-        linewidth=1.1,
-        linestyle="--",
-        label=f"half of the tokens: {length:,}",
-    )
+    marks = [
+        (lengths.quantile(mark), COLOURS[0], style, f"{mark:.0%} of the documents")
+        for mark, style in MARKS.items()
+    ]
+    marks.append((lengths.token_quantile(0.5), COLOURS[1], "--", "half of the tokens"))
+    for length, colour, style, what in marks:
+        label = f"{what}: {length:,}"
+        above.axvline(length, color=colour, linewidth=1.1, linestyle=style, label=label)
     above.legend(loc="upper left", frameon=False, fontsize=10)
     above.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
     # All documents except the outermost.

@@ -13,8 +13,8 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from data_prep.aliases import Json
 from data_prep.prepared.indexed import FormatError, read_index
 from data_prep.prepared.manifest import Manifest, read_manifest
 from data_prep.prepared.staging import existing_folder
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the statistics, and write the picture if --picture is given. Raises UserError."""
-    folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
+    folder = existing_folder(arguments.folder)
     if arguments.picture is not None and arguments.picture.suffix != ".png":
         raise UserError(f"{arguments.picture} does not end in .png; the picture is a PNG")
     manifest = read_manifest(folder)
@@ -85,7 +85,7 @@ def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
     return lengths
 
 
-def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> dict[str, Any]:
+def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Json:
     """Return all statistics as a dictionary for JSON. Shares are between 0 and 1."""
     splits = {
         name: {
@@ -105,7 +105,7 @@ def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> di
     return {"folder": str(folder), "splits": splits, "all": whole, **source}
 
 
-def _distribution(lengths: Lengths) -> dict[str, Any]:
+def _distribution(lengths: Lengths) -> Json:
     shares = {mark: lengths.at_most(mark) for mark in MARKS}
     return {
         "documents": lengths.total,

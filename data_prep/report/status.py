@@ -13,15 +13,16 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from data_prep.aliases import Json
+from data_prep.options import check_least
 from data_prep.prepared.entries import dropped_rows, read_units, shortened, units_done
 from data_prep.prepared.layout import Unit, entry_path, read_plan
 from data_prep.prepared.manifest import read_manifest
 from data_prep.prepared.staging import existing_folder
 from data_prep.report.progress import tally_of
+from data_prep.sources.rows import listed
 from data_prep.verbs.merge import is_merged
-from fem_common.errors import UserError
 from fem_common.text import count, counted, duration, ranges, size
 
 RECENT_SECONDS = 900.0
@@ -41,8 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = existing_folder(
         arguments.folder, "a folder that python -m data_prep plan or run wrote"
     )
-    if arguments.tasks is not None and arguments.tasks < 1:
-        raise UserError(f"--tasks is {arguments.tasks}; it must be at least 1")
+    check_least("tasks", arguments.tasks)
     status, missing = status_of(folder, arguments.tasks or 0, time.time())
     print(
         json.dumps(status, indent=2)
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], list[int]]:
+def status_of(folder: Path, tasks: int, now: float) -> tuple[Json, list[int]]:
     """Return (progress of a folder, numbers of the units that are not done).
 
     The progress is the dictionary that --json prints. ``text_bytes`` is the approximate size of all
@@ -104,10 +104,8 @@ def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
     return sum(text_bytes for _, text_bytes in recent[1:]) / max(now - recent[0][0], 1e-3)
 
 
-def _lines(folder: Path, status: dict[str, Any], missing: Sequence[int]) -> Iterator[str]:
-    drops = (
-        ", ".join(f"{number:,} {reason}" for reason, number in status["dropped"].items()) or "none"
-    )
+def _lines(folder: Path, status: Json, missing: Sequence[int]) -> Iterator[str]:
+    drops = listed(status["dropped"]) or "none"
     rows, documents, rate = status["rows"], status["documents"], status["rate"]
     text = f"about {size(status['text_bytes_done'])} of {size(status['text_bytes'])} of text"
     yield f"{folder}: {status['units_done']:,} of {counted(status['units'], 'unit')} done, {text}"

@@ -166,18 +166,14 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
         relative = here.relative_to(folder)
         hidden += [(relative / name).as_posix() + "/" for name in folders if name.startswith(".")]
         hidden += [(relative / name).as_posix() for name in files if name.startswith(".")]
-        above = [each.stat() for each in (here, *list(here.parents)[: len(relative.parts)])]
+        above = [here, *list(here.parents)[: len(relative.parts)]]
         folders[:] = [
-            name for name in folders if not name.startswith(".") and not _is_any(here / name, above)
+            name
+            for name in folders
+            if not name.startswith(".") and not any(map((here / name).samefile, above))
         ]
         names += [(relative / name).as_posix() for name in files if not name.startswith(".")]
     return names, hidden
-
-
-def _is_any(folder: Path, others: list[os.stat_result]) -> bool:
-    """Return True if ``folder``, or the target of a link, is the same as one of ``others``."""
-    found = folder.stat()
-    return any(os.path.samestat(found, other) for other in others)
 
 
 def kind_of(path: str, file: BinaryIO) -> str:

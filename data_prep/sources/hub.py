@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import glob
 import io
 import re
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from urllib.parse import unquote
 
 import yaml
 
+from data_prep.aliases import Json
 from data_prep.sources.hub_client import LONG_WAITS, SHORT_WAITS, Repository, patiently
 from data_prep.sources.names import is_data, report_left_out
 from fem_common.errors import UserError
@@ -289,7 +291,7 @@ def _at_path(repository: Repository, path: str) -> Files:
     file is found.
     """
     name = f"{repository.kind} {repository.id}"
-    if _is_glob(path):
+    if glob.has_magic(path):
         if not (found := _matching(repository, [path])):
             raise UserError(f"{name} has no file that matches {path!r}")
         return found
@@ -317,10 +319,6 @@ def _near_paths(repository: Repository, path: str) -> str:
     )
 
 
-def _is_glob(path: str) -> bool:
-    return re.search(r"[*?[]", path) is not None
-
-
 def _matching(repository: Repository, patterns: Iterable[str]) -> Files:
     """Return the files of a repository that match at least one of the globs ``patterns``.
 
@@ -330,7 +328,7 @@ def _matching(repository: Repository, patterns: Iterable[str]) -> Files:
     found: Files = {}
     for pattern in patterns:
         parts = _parts(pattern)
-        fixed = next((i for i, part in enumerate(parts) if _is_glob(part)), len(parts) - 1)
+        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
         files = _listed(repository, "/".join(parts[:fixed]))
         found |= {path: file for path, file in files.items() if _matches(_parts(path), parts)}
     return found
@@ -390,7 +388,7 @@ def _of_subset(repository: Repository, subset: str | None) -> Files:
     return found
 
 
-def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
+def _configs(repository: Repository) -> dict[str, Json]:
     """Return the subsets in the card's front matter, a dictionary from config_name to its entry.
 
     The result is empty if the repository has no card or the card has no ``configs``.
@@ -416,7 +414,7 @@ def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
     }
 
 
-def _chosen(name: str, configs: dict[str, dict[str, Any]], subset: str | None) -> str:
+def _chosen(name: str, configs: dict[str, Json], subset: str | None) -> str:
     known = first_few(list(configs), 10)
     if subset is not None:
         if subset in configs:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from data_prep.aliases import Json
 from data_prep.sources.rows import (
     BATCH_BYTES,
     ID,
@@ -196,7 +197,7 @@ def _joined(pieces: list[bytes], size: int) -> bytes | None:
 # --- a line ---------------------------------------------------------------------------------------
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> Json:
     """Return the JSON object that a line contains.
 
     Bytes that are not UTF-8 become lone surrogates, as with Python's surrogateescape. Raises
@@ -246,7 +247,7 @@ def _value(item: Any, path: tuple[str, ...]) -> Any:
     return item
 
 
-def _names(item: dict[str, Any], above: str = "") -> Iterator[str]:
+def _names(item: Json, above: str = "") -> Iterator[str]:
     for name, value in item.items():
         yield above + name
         if type(value) is dict and above.count(".") < 3:
@@ -265,7 +266,7 @@ class Head:
     fault: fault of the first line without an object, or "".
     """
 
-    objects: list[dict[str, Any]] = field(default_factory=list)
+    objects: list[Json] = field(default_factory=list)
     stored: float = 0
     fault: str = ""
 
@@ -292,7 +293,7 @@ class Head:
         return None if first is None else _arrow_kind(first)
 
 
-def first_object(file: BinaryIO, kind: str) -> dict[str, Any]:
+def first_object(file: BinaryIO, kind: str) -> Json:
     """Return the object of the first line that contains one, or {}."""
     return next(iter(_head(file, kind).objects), {})
 
@@ -330,7 +331,7 @@ def _stripped(place: int, line: bytes | None) -> bytes | None:
     return (line if place else line.removeprefix(BOM)).strip(BLANK)
 
 
-def _parsed(line: bytes | None) -> dict[str, Any]:
+def _parsed(line: bytes | None) -> Json:
     if line is None:
         raise MalformedLine(f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
     return parse(line)
@@ -385,7 +386,7 @@ class Gathered:
         for column, value in zip(self._values, values, strict=True):
             column.append(value)
 
-    def _of(self, item: dict[str, Any]) -> list[Any]:
+    def _of(self, item: Json) -> list[Any]:
         """Return the column values of a row, with text and id as bytes.
 
         Raises MalformedLine if the row has no text or a value of a wrong type.

@@ -49,7 +49,8 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
     schema = reader.schema_arrow
     has_id = columns.id != ID or ID in schema.names
     for name in columns.all if has_id else replace(columns, id=columns.text).all:
-        kind = _kind(_field(path, schema, name, columns).type)
+        kind = _field(path, schema, name, columns).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if name == columns.text and not is_text(kind):
             raise UserError(
                 f"{path}: column {name!r} is {kind}, not text; name the text column with "
@@ -160,10 +161,6 @@ def _names(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[str]:
         yield above + field.name
         if pa.types.is_struct(field.type):
             yield from _names(field.type, f"{above}{field.name}.")
-
-
-def _kind(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:

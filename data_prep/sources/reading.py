@@ -17,22 +17,7 @@ from data_prep.sources import jsonl, parquet, txt
 from data_prep.sources.finding import Found, find_files, kind_of
 from data_prep.sources.rows import Columns, Rows, SourceFile, Span, Unreadable
 from data_prep.sources.streams import open_input, parquet_footer, sampled, size_of
-from data_prep.sources.txt import locate
 from fem_common.errors import UserError
-
-__all__ = [
-    "Columns",
-    "Rows",
-    "SourceFile",
-    "Span",
-    "Unreadable",
-    "locate",
-    "open_files",
-    "open_found",
-    "read_span",
-    "spans",
-    "unchanged",
-]
 
 OPEN_AT_ONCE = 8  # opening mostly waits for the network
 
@@ -96,9 +81,8 @@ def _open(found: Found, columns: Columns) -> SourceFile:
             rows, text_bytes, has_id = parquet.check(path, file, columns)
         else:
             text_bytes, has_id = jsonl.check(path, file, kind, columns)
-    return SourceFile(
-        path, kind, size, rows, text_bytes, fingerprint, None if has_id else found.name
-    )
+    prefix = None if has_id else found.name
+    return SourceFile(path, kind, size, rows, text_bytes, fingerprint, id_prefix=prefix)
 
 
 def unchanged(file: SourceFile, columns: Columns) -> bool:

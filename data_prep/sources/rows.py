@@ -6,17 +6,16 @@ They do not depend on the file format.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.prepared.records import read
+from data_prep.aliases import Int64Array
 from fem_common.cli import is_want_of_memory
+from fem_common.config import plain
 from fem_common.errors import UserError
 from fem_common.text import first_few, nearest, one_line
 
@@ -65,8 +64,8 @@ class SourceFile:
     rows: int | None
     text_bytes: int
     fingerprint: str
-    id_prefix: str | None = None
-    parts: tuple[tuple[str, int], ...] = ()
+    id_prefix: str | None = field(default=None, kw_only=True)
+    parts: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
 
     @property
     def content(self) -> tuple[str, ...]:
@@ -82,19 +81,11 @@ class SourceFile:
 
         ``id_prefix`` and ``parts`` are omitted if they are empty.
         """
-        value = asdict(self) | {"parts": [list(part) for part in self.parts]}
         return {
-            name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")
+            name: item
+            for name, item in plain(self).items()
+            if item or name not in ("id_prefix", "parts")
         }
-
-    @staticmethod
-    def from_json(value: Any) -> SourceFile:
-        """Read a file that ``as_json`` wrote. Raises ValueError with a description of the fault."""
-        file: SourceFile = read(
-            SourceFile,
-            {"id_prefix": None, "parts": []} | value if isinstance(value, dict) else value,
-        )
-        return file
 
 
 @dataclass(frozen=True)
@@ -130,7 +121,7 @@ class Rows:
     or large_string, null if a line lacks them.
     """
 
-    places: npt.NDArray[np.int64]
+    places: Int64Array
     batch: pa.RecordBatch
 
 
@@ -226,6 +217,16 @@ FILTERED = (
     Drop.OTHER_LANGUAGE,
     Drop.MASKED,
 )
+
+
+def by_reason(dropped: Mapping[Any, int]) -> dict[str, int]:
+    """Return the numbers of dropped rows above 0, in the order of the reasons."""
+    return {str(reason): dropped[reason] for reason in Drop if dropped.get(reason)}
+
+
+def listed(dropped: Mapping[str, int]) -> str:
+    """Format numbers of dropped rows: ``4 null_text, 1,200 masked``."""
+    return ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
 from data_prep.sources import hub
 from data_prep.sources.rows import raise_if_memory
-from fem_common.errors import CommandError, UserError, told
+from fem_common.errors import UserError, told
 from fem_common.text import one_line
 
-CHUNK_BYTES = 1 << 20
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64
 
 
@@ -30,37 +30,35 @@ class LocalFile(io.FileIO):
     """
 
     def __init__(self, path: str) -> None:
-        try:
+        with _readable(path):
             super().__init__(path)
-        except OSError as error:
-            raise _unreadable(path, error) from None
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read and return at most ``size`` bytes; the result is empty at the end of the file."""
-        try:
+        with _readable(str(self.name)):
             return super().read(-1 if size is None else size) or b""
-        except OSError as error:
-            raise _unreadable(str(self.name), error) from None
 
     def readinto(self, buffer: Any, /) -> int:
         """Read once into ``buffer`` and return the number of bytes read."""
-        try:
+        with _readable(str(self.name)):
             return super().readinto(buffer) or 0
-        except OSError as error:
-            raise _unreadable(str(self.name), error) from None
 
     def readall(self) -> bytes:
         """Read and return all bytes up to the end of the file."""
-        try:
+        with _readable(str(self.name)):
             return super().readall() or b""
-        except OSError as error:
-            raise _unreadable(str(self.name), error) from None
 
 
-def _unreadable(path: str, error: OSError) -> CommandError:
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"no such file: {path}")
-    return told(OSError(error.errno, error.strerror), f"{path} cannot be read (", ")")
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Raise UserError or StorageError instead of an OSError of the block."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}") from None
+    except OSError as error:
+        bare = OSError(error.errno, error.strerror)
+        raise told(bare, f"{path} cannot be read (", ")") from None
 
 
 def open_input(path: str, *, ahead: bool = False) -> BinaryIO:

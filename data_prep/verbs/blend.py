@@ -15,11 +15,12 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from data_prep.aliases import Json
 from data_prep.encode.splits import SPLITS
+from data_prep.options import check_least
 from data_prep.prepared.layout import MANIFEST
 from data_prep.prepared.manifest import Manifest, read_manifest, size_fault
 from data_prep.prepared.staging import existing_folder
@@ -97,7 +98,7 @@ def read_sources(given: Sequence[str]) -> list[Source]:
     folders: dict[Path, tuple[float | None, Manifest]] = {}
     for text in given:
         folder, weight = _parse(text)
-        existing_folder(folder, "a folder that python -m data_prep run wrote")
+        existing_folder(folder)
         path = Path(os.path.abspath(folder))
         if any(path.samefile(other) for other in folders):
             raise UserError(f"{folder} is given twice; each folder counts once, with one weight")
@@ -156,15 +157,14 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         raise UserError(f"{fault}; see: python -m data_prep verify {folder}")
 
 
-def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
+def data_section(sources: Sequence[Source], seq_length: int) -> Json:
     """Return the section ``data`` of a run's configuration.
 
     A split lists, with their weights, the folders whose split is at least one sequence of
     ``seq_length`` tokens long. Raises UserError if a train split is shorter than a sequence.
     """
-    if seq_length < 1:
-        raise UserError(f"--seq-length is {seq_length}; it must be at least 1")
-    section: dict[str, Any] = {}
+    check_least("seq-length", seq_length)
+    section: Json = {}
     for split in SPLITS:
         having = []
         for source in sources:
@@ -185,7 +185,7 @@ def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:
     return section | {"seq_length": seq_length}
 
 
-def describe(sources: Sequence[Source], section: dict[str, Any]) -> Iterator[str]:
+def describe(sources: Sequence[Source], section: Json) -> Iterator[str]:
     """Yield the lines of a summary: tokens and weight of each folder.
 
     Each line also contains how often a run reads the folder if it reads as many tokens as all

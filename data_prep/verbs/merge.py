@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from data_prep.aliases import AnyArray
 from data_prep.encode.splits import SPLITS
+from data_prep.options import check_least
 from data_prep.prepared.document_ids import IdsEntry, IdsWriter
 from data_prep.prepared.entries import (
     accept_bad_rows,
@@ -30,6 +29,7 @@ from data_prep.prepared.entries import (
     shortened,
     units_bytes,
 )
+from data_prep.prepared.hashed import HashedWriter
 from data_prep.prepared.indexed import (
     FormatError,
     dtype_name,
@@ -46,6 +46,7 @@ from data_prep.prepared.layout import (
     UNITS,
     Plan,
     Unit,
+    do_again,
     entry_path,
     read_plan,
     shard_prefix,
@@ -60,6 +61,7 @@ from data_prep.prepared.manifest import (
 )
 from data_prep.prepared.staging import Staging, existing_folder
 from data_prep.report.progress import Reading
+from data_prep.sources.rows import listed
 from fem_common.errors import StorageError, UserError
 from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, ranges, size
@@ -83,9 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Merge a folder and return 0, or 1 if it has too many bad rows. Raises UserError."""
-    folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
-    if arguments.tasks is not None and arguments.tasks < 1:
-        raise UserError(f"--tasks is {arguments.tasks}; it must be at least 1")
+    folder = existing_folder(arguments.folder)
+    check_least("tasks", arguments.tasks)
     return merge_folder(folder, max_bad=arguments.max_bad, tasks=arguments.tasks)
 
 
@@ -159,22 +160,20 @@ def _merge_split(
         for unit, entry in zip(plan.units, entries, strict=True)
         if split in entry.splits
     ]
-    digest = hashlib.sha256()
     binary, index = with_ending(target, "bin"), with_ending(target, "idx")
-    with binary.open("wb", buffering=0) as stream:
+    with closing(HashedWriter(binary)) as writer:
         for unit, part in shards:
             prefix = shard_prefix(out, unit, split)
             try:
                 _check_index(with_ending(prefix, "idx"), part, dtype)
                 for block in _blocks(with_ending(prefix, "bin"), part.bin_bytes, part.bin_sha256):
-                    digest.update(block)
-                    _write(stream.fileno(), block, binary)
+                    writer.write(block)
                     reading.advance(len(block))
             except (FormatError, FileNotFoundError) as error:
                 raise _again(out, unit, error) from None
-        os.fsync(stream.fileno())
+        bin_sha256 = writer.complete()
 
-    def lengths() -> Iterator[npt.NDArray[Any]]:
+    def lengths() -> Iterator[AnyArray]:
         for unit, _ in shards:
             yield read_index(with_ending(shard_prefix(out, unit, split), "idx")).lengths
 
@@ -183,10 +182,10 @@ def _merge_split(
         for name in ("documents", "tokens", "text_bytes")
     )
     idx_bytes, idx_sha256 = write_index(index, documents, dtype, lengths)
-    sizes, sample = (binary.stat().st_size, idx_bytes), sample_digest(binary)
+    hashes, sizes = (bin_sha256, idx_sha256), (writer.bytes, idx_bytes)
     ids = _merge_ids(split, with_ending(target, "ids"), out, shards)
     return MergedEntry(
-        documents, tokens, text_bytes, digest.hexdigest(), idx_sha256, *sizes, sample, ids=ids
+        documents, tokens, text_bytes, *hashes, *sizes, sample_digest(binary), ids=ids
     )
 
 
@@ -205,7 +204,7 @@ def _merge_ids(
             path = with_ending(shard_prefix(out, unit, split), "ids")
             try:
                 for block in _blocks(path, ids.bytes, ids.sha256):
-                    writer.copy(block)
+                    writer.write(block)
             except (FormatError, FileNotFoundError) as error:
                 raise _again(out, unit, error) from None
         return writer.finish()
@@ -213,10 +212,7 @@ def _merge_ids(
 
 def _again(out: Path, unit: Unit, error: FormatError | FileNotFoundError) -> UserError:
     what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
-    return UserError(
-        f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m "
-        f"data_prep run --out {out}"
-    )
+    return UserError(f"{what}; {do_again(out, entry_path(out, unit))}")
 
 
 def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
@@ -254,14 +250,6 @@ def _blocks(path: Path, total: int, expected: str) -> Iterator[memoryview]:
             yield buffer[:number]
     if copied != total or digest.hexdigest() != expected:
         raise FormatError(f"{path} is damaged: not the {total} bytes of its entry")
-
-
-def _write(descriptor: int, block: memoryview, path: Path) -> None:
-    try:
-        while block:
-            block = block[os.write(descriptor, block) :]
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _splits(plan: Plan, entries: Sequence[UnitEntry]) -> tuple[str, ...]:
@@ -318,11 +306,7 @@ def _report(out: Path, manifest: Manifest) -> None:
             f"({entry.text_bytes / entry.tokens:.2f} bytes per token)"
         )
     written = sum(entry.documents for entry in manifest.splits.values())
-    drops = (
-        ", ".join(f"{number:,} {reason}" for reason, number in manifest.source.dropped.items())
-        or "none"
-    )
-    rows = manifest.source.rows
+    drops, rows = listed(manifest.source.dropped) or "none", manifest.source.rows
     print(
         f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); "
         f"{manifest.source.encoder}"

@@ -14,16 +14,23 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from data_prep.encode.documents import Documents, Selection, add_settings_arguments, settings_of
+from data_prep.aliases import Uint64Array
+from data_prep.encode.documents import (
+    Documents,
+    Selection,
+    Settings,
+    add_settings_arguments,
+    settings_of,
+)
 from data_prep.encode.splits import SPLITS, Split, fitting, hash_ids
 from data_prep.encode.tokenizer import TOKENIZER_FILES, TokenizerFolder, find_tokenizer, load_folder
+from data_prep.options import add_input_arguments, values_of
 from data_prep.prepared.indexed import dtype_name
 from data_prep.prepared.layout import (
     BAD_ROWS,
@@ -41,22 +48,45 @@ from data_prep.prepared.layout import (
     write_plan,
 )
 from data_prep.prepared.staging import UNFINISHED, lock
-from data_prep.sources import Rows, Span, open_found, read_span, spans
+from data_prep.sources import Rows, open_found, read_span, spans
 from data_prep.sources.finding import Found, find_files
 from data_prep.sources.hub import is_hub
 from data_prep.sources.rows import ID
 from data_prep.verbs.merge import remove_shards
 from fem_common.errors import UserError
 from fem_common.files import write_whole
-from fem_common.text import count, counted, size
+from fem_common.text import count, counted, first_few, size
 
 UNIT_MB = 256.0
 BYTES_PER_TOKEN = 4  # approximate; used for estimates of disk space
 # Files that data_prep writes in OUT.
 PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in KINDS)
 OWN = (PLAN, MANIFEST, *PAIRS, UNITS, BAD_ROWS)
-OPTIONS = {"languages": "language"}  # settings whose option has another name
+
 AGAIN = "choose another --out or add --overwrite"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Plan that a command line defines.
+
+    ``inputs`` may be empty, and ``tokenizer`` None, for a ``run`` that continues an existing plan.
+    The other fields are options of the command line.
+    """
+
+    inputs: list[str]
+    subset: str | None
+    paragraphs: bool
+    tokenizer: str | None
+    out: Path
+    unit_mb: float
+    overwrite: bool
+    settings: Settings
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """Return the plan that the arguments of ``add_plan_arguments`` define. Raises UserError."""
+    return Request(**values_of(Request, arguments), settings=settings_of(arguments))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,16 +99,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
 
     ``required`` is False for ``run``, which can continue with an existing plan.
     """
-    what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
-    parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
+    add_input_arguments(parser, "+" if required else "*")
     tokenizer = (
         "Hugging Face tokenizer with an eos_token, used as EOD: a folder, or ORG/NAME on the Hub"
     )
     parser.add_argument("--tokenizer", required=required, metavar="DIR|NAME", help=tokenizer)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument(
-        "--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT"
-    )
     add_settings_arguments(parser)
     parser.add_argument(
         "--unit-mb",
@@ -95,43 +121,42 @@ def main(arguments: argparse.Namespace) -> int:
 
     Return 0. Raises UserError.
     """
-    plan, tokenizer = make_plan(arguments)
-    with lock(arguments.out, shared=not arguments.overwrite):
-        unchanged = settle(arguments.out, plan, tokenizer, overwrite=arguments.overwrite)
-    for line in (*describe(arguments.out, plan, unchanged=unchanged), *notes(plan)):
+    request = request_of(arguments)
+    out, overwrite = request.out, request.overwrite
+    plan, tokenizer = make_plan(request)
+    with lock(out, shared=not overwrite):
+        unchanged = settle(out, plan, tokenizer, overwrite=overwrite)
+    for line in (*describe(out, plan, unchanged=unchanged), *notes(plan)):
         print(line)
     return 0
 
 
-def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
-    """Return the plan that a command line defines, and its tokenizer. No files are written.
+def make_plan(request: Request) -> tuple[Plan, TokenizerFolder]:
+    """Return the requested plan and its tokenizer. No files are written.
 
     Raises UserError for invalid options or inputs.
     """
-    if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
-        raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
-    if not arguments.tokenizer:
+    if not (math.isfinite(request.unit_mb) and request.unit_mb >= 0.001):
+        raise UserError(f"--unit-mb is {request.unit_mb:g}; it must be at least 0.001")
+    if not request.tokenizer:
         raise UserError(
             "inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME "
             "on the Hub"
         )
-    settings = settings_of(arguments)
-    tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
-    files = open_found(_inputs(arguments), settings.columns, paragraphs=arguments.paragraphs)
+    settings = request.settings
+    tokenizer = load_folder(find_tokenizer(request.tokenizer))
+    files = open_found(_inputs(request), settings.columns, paragraphs=request.paragraphs)
     files = [
         file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
         for file in files
     ]
-    unit_bytes = round(arguments.unit_mb * 1e6)
+    unit_bytes = round(request.unit_mb * 1e6)
     cuts = (
         (number, span)
         for number, file in enumerate(files)
         for span in spans(file, settings.columns, unit_bytes)
     )
-    units = tuple(
-        Unit(number, file, span.start, span.stop, span.rows, span.text_bytes)
-        for number, (file, span) in enumerate(cuts)
-    )
+    units = tuple(Unit(number, file, **vars(span)) for number, (file, span) in enumerate(cuts))
     if all(unit.rows == 0 for unit in units):
         raise UserError(
             "no rows in "
@@ -148,9 +173,8 @@ def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
     The mask is the user's code: it may be slow or fail, and runs only in the workers.
     """
     settings = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=())
-    file, span = plan.files[unit.file], Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
-    selection = Selection(settings)
-    for rows in read_span(file, span, settings.columns):
+    file, selection = plan.files[unit.file], Selection(settings)
+    for rows in read_span(file, unit.span, settings.columns):
         if isinstance(rows, Rows):
             yield selection.of(rows, file.path)[0]
 
@@ -163,7 +187,7 @@ def check_splits(plan: Plan) -> None:
     """
     split = plan.settings.split
     wanted = {SPLITS.index(name) for name in split.names}
-    hashes: list[npt.NDArray[np.uint64]] = []
+    hashes: list[Uint64Array] = []
     for documents in (documents for unit in plan.units for documents in unmasked(plan, unit)):
         hashes.append(hash_ids(documents.ids))
         wanted -= set(documents.splits.tolist())
@@ -173,7 +197,7 @@ def check_splits(plan: Plan) -> None:
         raise UserError(_empty(split, wanted, np.concatenate(hashes), plan))
 
 
-def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: Plan) -> str:
+def _empty(split: Split, empty: set[int], hashes: Uint64Array, plan: Plan) -> str:
     """Return the error text for empty splits, with percentages that would fill them."""
     names = " and ".join(SPLITS[number] for number in sorted(empty))
     wishes = (split, Split(split.valid_percent, 0.0), Split(0.0, 0.0))
@@ -188,11 +212,8 @@ def notes(plan: Plan) -> Iterator[str]:
     """Yield one line about each unexpected property of the inputs."""
     unnamed = [file for file in plan.files if file.id_prefix is not None]
     if unnamed and plan.settings.id_column != plan.settings.text_column:
-        which = (
-            f"{unnamed[0].path} has"
-            if len(unnamed) == 1
-            else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
-        )
+        has = "has" if len(unnamed) == 1 else "have"
+        which = f"{first_few([file.path for file in unnamed], 1)} {has}"
         yield (
             f"{which} no column {ID!r}: a document's id, which decides its split, is its file "
             "and its place in the file (see --id-column)"
@@ -211,33 +232,28 @@ def notes(plan: Plan) -> Iterator[str]:
         )
 
 
-def _inputs(arguments: argparse.Namespace) -> list[Found]:
-    """Return the input files of a command line.
+def _inputs(request: Request) -> list[Found]:
+    """Return the input files of a request.
 
     If OUT is inside an input folder or glob, the files that data_prep wrote to OUT are left out.
     Raises UserError for any other input file at a path that data_prep writes in OUT.
     """
-    out = arguments.out
-    own, folders = (
-        [(out / name).resolve() for name in names]
-        for names in (OWN, (SHARDS, TOKENIZER, UNFINISHED))
-    )
+    out = request.out
+    own = [(out / name).resolve() for name in (*OWN, SHARDS, TOKENIZER, UNFINISHED)]
     found: list[Found] = []
     for name, group in itertools.groupby(
-        find_files(arguments.inputs, arguments.subset), lambda file: file.given
+        find_files(request.inputs, request.subset), lambda file: file.given
     ):
         files = list(group)
         if not is_hub(name):
             listed = [file.path for file in files] != [str(Path(name))] and (out / PLAN).is_file()
-            files = [
-                file for file in files if not (listed and _lies_at(file.path, [*own, *folders]))
-            ]
+            files = [file for file in files if not (listed and _lies_at(file.path, own))]
             if not files:
                 raise UserError(
                     f"{name} contains only files that data_prep wrote to {out}; name the inputs"
                 )
             for file in files:
-                if _lies_at(file.path, [*own, *folders]):
+                if _lies_at(file.path, own):
                     raise UserError(
                         f"the input {file.path} is at a path that data_prep writes in --out "
                         f"{out}; move it, or choose another --out"
@@ -358,11 +374,8 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
     differing = [name for name in now if there.get(name) != now[name]]
     for name in differing:
         if not name.startswith("mask"):
-            option = OPTIONS.get(name, name).replace("_", "-")
-            yield (
-                f"another --{option} ({_shown(there.get(name))} in the plan, {_shown(now[name])} "
-                "now)"
-            )
+            values = f"{_shown(there.get(name))} in the plan, {_shown(now[name])} now"
+            yield f"another --{option_of(name)} ({values})"
     if any(name.startswith("mask") for name in differing):
         yield "another --mask"
     if old.unit_bytes != new.unit_bytes:
@@ -372,6 +385,13 @@ def differences(old: Plan, new: Plan) -> Iterator[str]:
         )
     if contents[0] == contents[1] and old.unit_bytes == new.unit_bytes and old.units != new.units:
         yield "other cuts of the same inputs, by another version of data_prep"
+
+
+def option_of(name: str) -> str:
+    """Return the option, without the dashes, that sets a field of the settings or of a request."""
+    if name.startswith("mask"):
+        return "mask"
+    return {"languages": "language"}.get(name, name).replace("_", "-")
 
 
 def _shown(value: Any) -> str:

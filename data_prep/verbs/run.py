@@ -24,10 +24,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
-from data_prep.encode.documents import Settings, settings_of
+from data_prep.encode.documents import Settings
 from data_prep.encode.encoders import choose
 from data_prep.encode.tokenizer import find_tokenizer, load_folder
 from data_prep.encode.workers import run_units
+from data_prep.options import add_encoder_argument, check_least, worker_count
 from data_prep.prepared.entries import add_max_bad_argument, parse_max_bad, sound_entry
 from data_prep.prepared.layout import (
     SHARDS,
@@ -44,13 +45,15 @@ from data_prep.report.progress import Board
 from data_prep.sources import unchanged
 from data_prep.verbs.merge import is_merged, merge_folder
 from data_prep.verbs.plan import (
-    OPTIONS,
     UNIT_MB,
+    Request,
     add_plan_arguments,
     disk_bytes,
     identity,
     make_plan,
     notes,
+    option_of,
+    request_of,
     settle,
     unmasked,
 )
@@ -69,12 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, metavar="W", help="processes (default: one per core)"
     )
-    parser.add_argument(
-        "--encoder",
-        choices=("auto", "gigatoken", "hf"),
-        default="auto",
-        help="default: gigatoken where it is exact",
-    )
+    add_encoder_argument(parser)
     parser.add_argument(
         "--task-id", type=int, metavar="N", help="number of this task among --tasks, from 0"
     )
@@ -142,8 +140,7 @@ def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]
 
 
 def _checked(index: int, tasks: int, told_by: str) -> Task:
-    if tasks < 1:
-        raise UserError(f"--tasks is {tasks}; it must be at least 1")
+    check_least("tasks", tasks)
     if not 0 <= index < tasks:
         raise UserError(f"{told_by} is {index}; of {tasks} tasks it must be 0 to {tasks - 1}")
     return Task(index, tasks, told_by)
@@ -154,21 +151,20 @@ def main(arguments: argparse.Namespace) -> int:
 
     Return 0, or 1 if too many rows are bad. Raises UserError.
     """
-    out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
-    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
-    if workers < 1:
-        raise UserError(f"--workers is {workers}; it must be at least 1")
+    task = task_of(arguments.task_id, arguments.tasks, os.environ)
+    workers = worker_count(arguments.workers)
     parse_max_bad(arguments.max_bad)
     if task and arguments.overwrite:
         raise UserError(
             "--overwrite cannot be used for one task of several; plan with --overwrite "
             "first, then start the tasks without it"
         )
-    made = make_plan(arguments) if arguments.inputs else None
-    plan = made[0] if made else _continued(arguments)
+    request = request_of(arguments)
+    out, made = request.out, make_plan(request) if request.inputs else None
+    plan = made[0] if made else _continued(request)
     with lock(out, shared=task is not None):
         if made:
-            settle(out, *made, overwrite=arguments.overwrite)
+            settle(out, *made, overwrite=request.overwrite)
             for line in notes(plan):
                 print(line)
         merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
@@ -186,36 +182,30 @@ def main(arguments: argparse.Namespace) -> int:
     return merge_folder(out, max_bad=arguments.max_bad)
 
 
-def _continued(arguments: argparse.Namespace) -> Plan:
-    """Return the plan in OUT. Raises UserError if an option of the command contradicts the plan."""
-    plan = read_plan(arguments.out)
-    given, planned = settings_of(arguments), plan.settings
+def _continued(request: Request) -> Plan:
+    """Return the plan in OUT. Raises UserError if the request contradicts the plan."""
+    plan, default = read_plan(request.out), Settings().deciding()
+    planned = plan.settings.deciding()
     other = [
         name
-        for name, value in given.deciding().items()
-        if value not in (planned.deciding()[name], Settings().deciding()[name])
+        for name, value in request.settings.deciding().items()
+        if value not in (planned[name], default[name])
     ]
-    other += ["subset"] * bool(arguments.subset) + ["overwrite"] * arguments.overwrite
-    other += ["paragraphs"] * (
-        arguments.paragraphs and not any(file.kind == "paragraphs" for file in plan.files)
-    )
-    other += ["unit_mb"] * (
-        round(arguments.unit_mb * 1e6) not in (plan.unit_bytes, round(UNIT_MB * 1e6))
-    )
-    if (
-        arguments.tokenizer
-        and identity(load_folder(find_tokenizer(arguments.tokenizer))) != plan.tokenizer
-    ):
-        other.append("tokenizer")
+    unit_bytes = round(request.unit_mb * 1e6)
+    kinds = {file.kind for file in plan.files}
+    differing = {
+        "subset": request.subset,
+        "overwrite": request.overwrite,
+        "paragraphs": request.paragraphs and "paragraphs" not in kinds,
+        "unit_mb": unit_bytes not in (plan.unit_bytes, round(UNIT_MB * 1e6)),
+        "tokenizer": request.tokenizer
+        and identity(load_folder(find_tokenizer(request.tokenizer))) != plan.tokenizer,
+    }
+    other += [name for name, differs in differing.items() if differs]
     if other:
-        name = (
-            "mask"
-            if other[0].startswith("mask")
-            else OPTIONS.get(other[0], other[0]).replace("_", "-")
-        )
         raise UserError(
-            f"--{name} differs from the plan in {arguments.out}; name the inputs too, or "
-            "omit it to continue with the plan"
+            f"--{option_of(other[0])} differs from the plan in {request.out}; name the inputs "
+            "too, or omit it to continue with the plan"
         )
     return plan
 

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from data_prep.aliases import Json
 from data_prep.encode.documents import (
     Documents,
     Selection,
@@ -39,10 +39,11 @@ from data_prep.encode.documents import (
     settings_of,
 )
 from data_prep.encode.splits import hash_ids
+from data_prep.options import add_input_arguments
 from data_prep.prepared.staging import Staging
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, open_files, read_span, spans
-from data_prep.sources.rows import Drop
+from data_prep.sources.rows import Drop, by_reason
 from fem_common.errors import UserError
 from fem_common.files import json_bytes, sha256, sha256_json, write_synced
 
@@ -52,15 +53,7 @@ SPAN_BYTES = 64 * 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="parquet, JSONL or .txt file, folder, glob or hf:// address",
-    )
-    parser.add_argument(
-        "--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT"
-    )
+    add_input_arguments(parser)
     parser.add_argument(
         "--style", choices=list(STYLES), default="gpt", help="the tokenizer's kind (default: gpt)"
     )
@@ -206,7 +199,7 @@ def main(arguments: argparse.Namespace) -> int:
             "vocab_size": tokenizer.get_vocab_size(),
             "documents": len(texts),
             "text_bytes": sample.text_bytes,
-            "dropped": {str(reason): dropped[reason] for reason in Drop if dropped[reason]},
+            "dropped": by_reason(dropped),
             "encoder": f"tokenizers {tokenizers.__version__}",
             "inputs": [asdict(file) for file in files],
         }
@@ -227,8 +220,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _because(dropped: Counter[Drop]) -> str:
-    listed = ", ".join(f"{dropped[reason]} {reason}" for reason in Drop if dropped[reason])
-    return f" (left out: {listed})" if listed else ""
+    reasons = ", ".join(f"{number} {reason}" for reason, number in by_reason(dropped).items())
+    return f" (left out: {reasons})" if reasons else ""
 
 
 BATCH_BYTES = 1 << 20
@@ -272,7 +265,7 @@ class Style:
     smallest: int
     contents: str
     rules: str
-    config: dict[str, Any]
+    config: Json
     train: Callable[[Sequence[bytes], int, bool], Tokenizer]
 
 
@@ -385,7 +378,7 @@ def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenize
     return tokenizer
 
 
-def _config(special: dict[str, str]) -> dict[str, Any]:
+def _config(special: dict[str, str]) -> Json:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,

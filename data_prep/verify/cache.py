@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from data_prep.aliases import Advance, Json
 from data_prep.prepared.manifest import Manifest
 from data_prep.prepared.staging import existing_folder
 from fem_common.files import sha256
@@ -41,9 +41,7 @@ class Caches:
     faults: list[str] = field(default_factory=list)
 
 
-def check_caches(
-    caches: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]
-) -> Caches:
+def check_caches(caches: Path, folder: Path, manifest: Manifest, advance: Advance) -> Caches:
     """Check every cache in the folder ``caches`` and return the result.
 
     A cache is compared with the manifest if it was built from data in ``folder``. Raises UserError
@@ -63,10 +61,11 @@ def check_caches(
                 f"{file} is damaged ({type(error).__name__}: {error}); the cache {cache}: {AGAIN}"
             )
             continue
+        prefixes = [Path(source["prefix"]) for source in sources]
         ours = {
-            Path(source["prefix"]).name: source
-            for source in sources
-            if _is_below(Path(source["prefix"]), folder)
+            prefix.name: source
+            for prefix, source in zip(prefixes, sources, strict=True)
+            if prefix.parent.resolve() == folder.resolve()
         }
         result.ours += bool(ours)
         result.others += not ours
@@ -89,7 +88,7 @@ def cache_bytes(caches: Path) -> int:
     return total
 
 
-def _read(file: Path) -> tuple[list[dict[str, str]], dict[str, dict[str, Any]]]:
+def _read(file: Path) -> tuple[list[dict[str, str]], dict[str, Json]]:
     raw = json.loads(file.read_bytes())
     if raw["format"] != FORMAT:
         raise ValueError(f"format {raw['format']!r}")
@@ -101,10 +100,6 @@ def _read(file: Path) -> tuple[list[dict[str, str]], dict[str, dict[str, Any]]]:
         str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
         for name, entry in raw["files"].items()
     }
-
-
-def _is_below(prefix: Path, folder: Path) -> bool:
-    return prefix.parent.resolve() == folder.resolve()
 
 
 def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) -> Iterator[str]:
@@ -125,9 +120,7 @@ def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) 
             )
 
 
-def _damaged(
-    cache: Path, files: dict[str, dict[str, Any]], advance: Callable[[int], None]
-) -> Iterator[str]:
+def _damaged(cache: Path, files: dict[str, Json], advance: Advance) -> Iterator[str]:
     for name, said in files.items():
         path = cache / name
         if not path.is_file():

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.aliases import Advance
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
+from data_prep.options import check_least
 from data_prep.prepared.document_ids import IdsEntry
 from data_prep.prepared.entries import (
     manifest_of,
@@ -35,7 +37,7 @@ from data_prep.prepared.layout import (
     SHARDS,
     TOKENIZER,
     Plan,
-    Unit,
+    do_again,
     entry_path,
     read_plan,
     shard_prefix,
@@ -51,7 +53,7 @@ from data_prep.prepared.staging import existing_folder
 from data_prep.report.progress import Reading
 from data_prep.verify.cache import cache_bytes, check_caches
 from data_prep.verify.pairs import Ids, pair_faults
-from data_prep.verify.sample import check_sample
+from data_prep.verify.sample import Checked, check_sample
 from fem_common.errors import UserError
 from fem_common.nested import differences
 from fem_common.text import count, ranges
@@ -103,9 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     Return 0 if no fault is found, else 1. Raises UserError if the folder contains no data.
     """
-    folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
-    if arguments.sample < 0:
-        raise UserError(f"--sample is {arguments.sample}; it must be at least 0")
+    folder = existing_folder(arguments.folder)
+    check_least("sample", arguments.sample, 0)
     if (folder / MANIFEST).is_file() or not (folder / PLAN).is_file():
         manifest = read_manifest(folder)
         report = verify_merged(folder, manifest, arguments.sample, arguments.index_cache)
@@ -186,7 +187,7 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
             "removes it"
         )
     if plan:
-        _sample(report, folder, plan, entries, sample, fix, merged=True)
+        _sample(report, Checked(folder, plan, entries, merged=True), sample, fix)
     return report
 
 
@@ -201,9 +202,7 @@ def verify_units(folder: Path, sample: int) -> Report:
     except UserError as error:
         report.add([str(error)])
         return report
-    said = TokenizerEntry(
-        TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256
-    )
+    said = TokenizerEntry(TOKENIZER, **asdict(plan.tokenizer))
     report.add(tokenizer_faults(folder / TOKENIZER, said), PUT_BACK)
     entries, missing, faults = units_done(folder, plan)
     report.add([*faults, *[missing_units(folder, plan, missing)] * bool(missing)])
@@ -216,7 +215,7 @@ def verify_units(folder: Path, sample: int) -> Report:
         f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep "
         f"run --out {folder}"
     )
-    _sample(report, folder, plan, entries, sample, fix, merged=False)
+    _sample(report, Checked(folder, plan, entries, merged=False), sample, fix)
     return report
 
 
@@ -318,22 +317,13 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
     return replace(said, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
 
 
-def _sample(
-    report: Report,
-    folder: Path,
-    plan: Plan,
-    entries: list[UnitEntry],
-    number: int,
-    fix: str,
-    *,
-    merged: bool,
-) -> None:
+def _sample(report: Report, data: Checked, number: int, fix: str) -> None:
     if not number:
         return
-    if report.faults or len(entries) != len(plan.units):
+    if report.faults or len(data.entries) != len(data.plan.units):
         report.notes.append("a sample against the inputs: fix the faults first")
         return
-    found = check_sample(folder, plan, entries, number, merged=merged)
+    found = check_sample(data, number)
     report.add(found.faults, fix)
     for reason, units in found.unchecked.items():
         report.notes.append(
@@ -349,7 +339,7 @@ ENTRY = re.compile(r"(\d+)\.json")
 
 
 def shard_faults(
-    out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]
+    out: Path, plan: Plan, entries: list[UnitEntry], advance: Advance
 ) -> Iterator[str]:
     """Yield the faults of the shards in OUT.
 
@@ -363,15 +353,8 @@ def shard_faults(
             for fault in pair_faults(
                 shard_prefix(out, unit, name), part, "its entry", ids, advance
             ):
-                yield f"{fault}; {_again(out, unit)}"
+                yield f"{fault}; {do_again(out, entry_path(out, unit))}"
     yield from _strays(out, plan, {entry.unit: entry for entry in entries})
-
-
-def _again(out: Path, unit: Unit) -> str:
-    return (
-        f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run "
-        f"--out {out}"
-    )
 
 
 def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[str]:
@@ -388,4 +371,5 @@ def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[st
                 f"run --out {out}"
             )
         elif (entry := entries.get(known[match[1]].number)) and match[2] not in entry.splits:
-            yield f"{path} is not named by its unit's entry; {_again(out, known[match[1]])}"
+            again = do_again(out, entry_path(out, known[match[1]]))
+            yield f"{path} is not named by its unit's entry; {again}"

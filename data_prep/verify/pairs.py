@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
+from data_prep.aliases import Advance, AnyArray, Int64Array
 from data_prep.prepared.document_ids import IdsEntry, count_lines
 from data_prep.prepared.indexed import (
     DOCUMENTS_AT_ONCE,
@@ -42,7 +42,7 @@ class Ids:
 
 
 def pair_faults(
-    prefix: Path, entry: SplitEntry, record: str, ids: Ids, advance: Callable[[int], None]
+    prefix: Path, entry: SplitEntry, record: str, ids: Ids, advance: Advance
 ) -> Iterator[str]:
     """Yield an error text for each fault of a pair and its .ids file.
 
@@ -81,7 +81,7 @@ def pair_faults(
 
 
 def _ids_faults(
-    path: Path, ids: IdsEntry, documents: int, record: str, advance: Callable[[int], None]
+    path: Path, ids: IdsEntry, documents: int, record: str, advance: Advance
 ) -> Iterator[str]:
     digest, lines, unread = hashlib.sha256(), 0, b""
     with path.open("rb", buffering=0) as stream:
@@ -102,7 +102,7 @@ def _index_faults(
     entry: SplitEntry,
     record: str,
     ids: Ids,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> Iterator[str]:
     width, documents = np.dtype(index.dtype).itemsize, len(index.lengths)
     digest = hashlib.sha256()
@@ -153,8 +153,8 @@ def _parts(
     dtype: str,
     number: int,
     update: Callable[[Any], None],
-    advance: Callable[[int], None],
-) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    advance: Advance,
+) -> Iterator[tuple[int, AnyArray]]:
     """Yield the next ``number`` values of a file in parts: (index of the first value, values)."""
     for start in range(0, number, DOCUMENTS_AT_ONCE):
         values = np.fromfile(stream, dtype, min(DOCUMENTS_AT_ONCE, number - start))
@@ -171,7 +171,7 @@ def _token_faults(
     entry: SplitEntry,
     record: str,
     ids: Ids,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> Iterator[str]:
     """Yield the faults of a .bin file: wrong hash, ids outside the vocabulary, misplaced EOD.
 
@@ -209,7 +209,7 @@ def _token_faults(
         yield f"{path}: {unended} documents do not end in EOD, number {first} first"
 
 
-def _ends(index: Index, document: int, start: int, stop: int) -> tuple[npt.NDArray[np.int64], int]:
+def _ends(index: Index, document: int, start: int, stop: int) -> tuple[Int64Array, int]:
     """Return (ends of documents in a byte range of a .bin file, next document).
 
     The range is [start, stop). The ends are indices of ids counted from ``start``. ``document`` is

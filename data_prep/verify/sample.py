@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_prep.encode.documents import Selection, Settings
-from data_prep.encode.encoders import Encoder, make
+from data_prep.aliases import Advance, AnyArray, Int64Array
+from data_prep.encode.documents import Selection
+from data_prep.encode.encoders import Encoder, first_unequal, make
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
 from data_prep.prepared.indexed import Index, read_index, with_ending
 from data_prep.prepared.layout import TOKENIZER, Plan, Unit, shard_prefix
 from data_prep.prepared.manifest import UnitEntry
 from data_prep.report.progress import Reading
-from data_prep.sources import Rows, SourceFile, Span, read_span, unchanged
+from data_prep.sources import Rows, SourceFile, read_span, unchanged
 from data_prep.sources.rows import Drop
 from fem_common.errors import CommandError, UserError
 from fem_common.errors import reason as reason_of
@@ -35,6 +34,19 @@ from fem_common.errors import reason as reason_of
 FROM_A_UNIT = 10
 WHILE_READING = (Drop.UNREADABLE, Drop.MALFORMED, Drop.CUT_OFF)
 WHILE_ENCODING = (Drop.NO_TOKENS, Drop.CONTAINS_EOD)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Data folder that is checked: its plan and the entries of its units, in order.
+
+    ``entries`` may be those of some units. ``merged`` is True if the folder contains merged pairs.
+    """
+
+    folder: Path
+    plan: Plan
+    entries: Sequence[UnitEntry]
+    merged: bool
 
 
 @dataclass
@@ -65,27 +77,27 @@ class Drawn:
     text: str
 
 
-def check_sample(
-    folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool
-) -> Result:
+def check_sample(data: Checked, number: int) -> Result:
     """Encode ``number`` documents of the inputs again and compare them with the data.
 
-    The documents are chosen at random with the plan's fingerprint as seed. ``entries`` are those of
-    all units of the plan, in order. Inputs that cannot be read are reported in the result.
+    The documents are chosen at random with the plan's fingerprint as seed. ``data`` has the entries
+    of all units. Inputs that cannot be read are reported in the result.
     """
-    result = Result()
+    plan, entries, result = data.plan, data.entries, Result()
     chosen = draw_numbers(plan, entries, number)
-    written = Written(folder, plan, entries, merged)
     try:
         selection = Selection(plan.settings)
-        encoder = make(load_folder(folder / TOKENIZER), "hf")
+        encoder = make(load_folder(data.folder / TOKENIZER), "hf")
     except UserError as error:
         result.unchecked[str(error)] = [unit.number for unit, _ in chosen]
         return result
+    written = Written(data, encoder, result)
     with Reading("encoding a sample again", sum(unit.text_bytes for unit, _ in chosen)) as reading:
         for unit, wanted in chosen:
             try:
-                file = _unchanged(plan.files[unit.file], plan.settings)
+                file = plan.files[unit.file]
+                if not unchanged(file, plan.settings.columns):
+                    raise UserError(f"{file.path} has changed since the data was made")
                 documents = _draw(
                     file, unit, entries[unit.number], selection, wanted, result, reading.advance
                 )
@@ -94,15 +106,13 @@ def check_sample(
                 result.unchecked.setdefault(reason, []).append(unit.number)
             else:
                 for document in documents:
-                    _compare(
-                        document, unit, file.path, encoder, plan.tokenizer.eod_id, written, result
-                    )
+                    written.compare(document, unit)
     return result
 
 
 def draw_numbers(
     plan: Plan, entries: Sequence[UnitEntry], number: int
-) -> list[tuple[Unit, npt.NDArray[np.int64]]]:
+) -> list[tuple[Unit, Int64Array]]:
     """Choose at most ``number`` documents at random.
 
     Returns:
@@ -123,24 +133,14 @@ def draw_numbers(
     return chosen
 
 
-def _unchanged(file: SourceFile, settings: Settings) -> SourceFile:
-    """Return ``file``, or raise UserError if it has changed since the data was made.
-
-    A file on the Hub is fixed by its commit and is not checked.
-    """
-    if not unchanged(file, settings.columns):
-        raise UserError(f"{file.path} has changed since the data was made")
-    return file
-
-
 def _draw(
     file: SourceFile,
     unit: Unit,
     entry: UnitEntry,
     selection: Selection,
-    wanted: npt.NDArray[np.int64],
+    wanted: Int64Array,
     result: Result,
-    advance: Callable[[int], None],
+    advance: Advance,
 ) -> list[Drawn]:
     """Read the complete span of a unit and return the chosen documents.
 
@@ -159,9 +159,7 @@ def _draw(
         first += documents
     found: list[Drawn] = []
     seen, text_bytes, unreadable = Counter[str](), Counter[str](), 0
-    for rows in read_span(
-        file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), selection.settings.columns
-    ):
+    for rows in read_span(file, unit.span, selection.settings.columns):
         if not isinstance(rows, Rows):
             unreadable += rows.rows
             continue
@@ -199,32 +197,29 @@ def _draw(
 
 
 class Written:
-    """Reader of the encoded documents of units, from the shards or from the merged pairs.
+    """Encoded documents of units, in the shards or in the merged pairs, to compare with texts.
 
     In a merged pair, the documents of a unit follow the documents of earlier units.
     """
 
-    def __init__(
-        self, folder: Path, plan: Plan, entries: Sequence[UnitEntry], merged: bool
-    ) -> None:
-        self.folder, self.plan, self.merged = folder, plan, merged
-        counts = {
-            name: [entry.splits[name].documents if name in entry.splits else 0 for entry in entries]
-            for name in SPLITS
-        }
-        self.before = {name: np.cumsum([0, *numbers]) for name, numbers in counts.items()}
-        self._open: tuple[Path, Index, npt.NDArray[Any]] | None = None
+    def __init__(self, data: Checked, encoder: Encoder, result: Result) -> None:
+        self.data, self.encoder, self.result = data, encoder, result
+        self.before: dict[str, AnyArray] = {}
+        for name in SPLITS:
+            parts = [entry.splits.get(name) for entry in data.entries]
+            self.before[name] = np.cumsum([0, *(part.documents if part else 0 for part in parts)])
+        self._open: tuple[Path, Index, AnyArray] | None = None
 
     def place(self, unit: Unit, split: str, number: int) -> tuple[Path, int]:
         """Return (prefix of the pair that contains a document, number of the document in the pair).
 
         The document is number ``number`` of the unit's documents in the split.
         """
-        if self.merged:
-            return self.folder / split, int(self.before[split][unit.number]) + number
-        return shard_prefix(self.folder, unit, split), number
+        if self.data.merged:
+            return self.data.folder / split, int(self.before[split][unit.number]) + number
+        return shard_prefix(self.data.folder, unit, split), number
 
-    def ids(self, prefix: Path, number: int) -> npt.NDArray[Any]:
+    def ids(self, prefix: Path, number: int) -> AnyArray:
         """Return the ids of document ``number`` of the pair with this prefix, including EOD."""
         if self._open is None or self._open[0] != prefix:
             index = read_index(with_ending(prefix, "idx"))
@@ -234,26 +229,17 @@ class Written:
         start = int(index.pointers[number]) // tokens.itemsize
         return tokens[start : start + int(index.lengths[number])]
 
-
-def _compare(
-    document: Drawn,
-    unit: Unit,
-    path: str,
-    encoder: Encoder,
-    eod: int,
-    written: Written,
-    result: Result,
-) -> None:
-    expected = np.append(encoder.encode(pa.array([document.text], pa.large_string())).ids, eod)
-    prefix, number = written.place(unit, document.split, document.number)
-    found = written.ids(prefix, number)
-    result.compared += 1
-    if not np.array_equal(found, expected):
-        shared = min(len(found), len(expected))
-        differing = np.flatnonzero(found[:shared] != expected[:shared])
-        at = int(differing[0]) if len(differing) else shared
-        what = f"document {number} (unit {unit.number}, place {document.place} of {path})"
-        result.faults.append(
-            f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes "
-            f"of its text, from id {at} on"
-        )
+    def compare(self, document: Drawn, unit: Unit) -> None:
+        """Encode the text of a document of a unit and add the outcome to the result."""
+        plan, text = self.data.plan, pa.array([document.text], pa.large_string())
+        expected = np.append(self.encoder.encode(text).ids, plan.tokenizer.eod_id)
+        prefix, number = self.place(unit, document.split, document.number)
+        found = self.ids(prefix, number)
+        self.result.compared += 1
+        if not np.array_equal(found, expected):
+            at, path = first_unequal(found, expected), plan.files[unit.file].path
+            what = f"document {number} (unit {unit.number}, place {document.place} of {path})"
+            self.result.faults.append(
+                f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes "
+                f"of its text, from id {at} on"
+            )

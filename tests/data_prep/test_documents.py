@@ -27,33 +27,18 @@ from data_prep.encode.documents import (
     settings_of,
 )
 from data_prep.encode.splits import SPLITS, Split, fitting, hash64, hash_ids
+from data_prep.prepared.records import read
 from data_prep.sources import Rows
 from data_prep.sources.rows import BadRow, Drop
 from fem_common.errors import UserError
 from tests.data_prep import conftest as room
 
-PIECES = [
-    b"plain ",
-    "é".encode(),
-    "東京".encode(),
-    "🙂".encode(),
-    b"\x00",
-    "\U0010ffff".encode(),
-    "\ud7ff\ue000\uffff".encode(),
-]
+PIECES = "plain |é|東京|🙂|\x00|\U0010ffff|\ud7ff\ue000\uffff".encode().split(b"|")
 # A lone surrogate, half of one, an overlong NUL and slash, beyond U+10FFFF, truncated,
 # a stray continuation, latin-1.
-BROKEN = [
-    b"\xed\xa0\x80",
-    b"\xed\xbf\xbf",
-    b"\xc0\x80",
-    b"\xe0\x80\xaf",
-    b"\xf4\x90\x80\x80",
-    b"\xf0\x9f\x98",
-    b"\x80",
-    b"caf\xe9",
-    b"\xff",
-]
+BROKEN = (
+    b"\xed\xa0\x80|\xed\xbf\xbf|\xc0\x80|\xe0\x80\xaf|\xf4\x90\x80\x80|\xf0\x9f\x98|\x80|caf\xe9|\xff"
+).split(b"|")
 
 
 @dataclass(frozen=True)
@@ -378,7 +363,7 @@ def test_options_become_settings() -> None:
         "i",
         ("s", "l"),
     )
-    assert Settings.from_json(json.loads(json.dumps(settings.as_json()))) == settings
+    assert read(Settings, json.loads(json.dumps(settings.as_json()))) == settings
     assert Settings(
         min_score=1, languages=("en",), score_column="x", language_column="x"
     ).columns.extra == ("x",)
@@ -486,4 +471,4 @@ def test_the_masks_hash_covers_what_it_reads_and_a_change_is_refused(tmp_path: P
         ):
             Selection(settings)
         (tmp_path / name).write_text(before)
-        assert Selection(Settings.from_json(settings.as_json())).mask is not None
+        assert Selection(read(Settings, settings.as_json())).mask is not None

@@ -47,19 +47,8 @@ from tests.data_prep.tokenizers_made import (
 
 KINDS = ("gigatoken", "hf")
 LONG = (
-    "1a",
-    "!\n",
-    "a",
-    " ",
-    "\n \t",
-    "don't ",
-    "x'",
-    "!!\r\n",
-    " é漢1",
-    "the quick 12345  \n\n  brown ",
-    "\u3000\u00a0",
-    "\x1c \x1d",
-)
+    "1a|!\n|a| |\n \t|don't |x'|!!\r\n| é漢1|the quick 12345  \n\n  brown |\u3000\u00a0|\x1c \x1d"
+).split("|")
 Made = Callable[[str], TokenizerFolder]
 
 

@@ -85,15 +85,8 @@ def server(served: Hub, monkeypatch: pytest.MonkeyPatch, tokenizer: Path, tmp_pa
         | {"model.safetensors": b"weights"},
     )
     served.push("models/org/none", {"README.md": b""})
-    mixed = (
-        ".gitattributes",
-        "a.json.gz",
-        "b.JSONL",
-        "c.jsonl.zstd",
-        "d.csv",
-        "dataset_infos.json",
-    )
-    served.push("datasets/some/mixed", dict.fromkeys(mixed, b"{}"))
+    mixed = ".gitattributes a.json.gz b.JSONL c.jsonl.zstd d.csv dataset_infos.json"
+    served.push("datasets/some/mixed", dict.fromkeys(mixed.split(), b"{}"))
     monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
     monkeypatch.setattr(
         constants,

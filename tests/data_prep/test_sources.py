@@ -27,26 +27,13 @@ def test_inputs_mean_these_files_in_this_order(tmp_path: Path) -> None:
     """A folder gives all data files below it, sorted, without hidden names. A glob is sorted. Links
     are followed.
     """
-    kept = [
-        "a/1.parquet",
-        "a/10.parquet",
-        "a/2.jsonl",
-        "b.jsonl.gz",
-        "c/d/e.jsonl.zst",
-        "f.ndjson",
-        "g.ndjson.gz",
-        "link.parquet",
-    ]
-    others = [
-        "a/.3.parquet",
-        ".hidden/4.parquet",
-        "README.md",
-        "state.json",
-        "y.parquet.gz",
-        "z.csv",
-        "parquet",
-        "LICENSE.txt",
-    ]
+    kept = (
+        "a/1.parquet a/10.parquet a/2.jsonl b.jsonl.gz c/d/e.jsonl.zst f.ndjson g.ndjson.gz "
+        "link.parquet"
+    ).split()
+    others = (
+        "a/.3.parquet .hidden/4.parquet README.md state.json y.parquet.gz z.csv parquet LICENSE.txt"
+    ).split()
     for name in (*kept[:-1], *others, "folder.parquet/x.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -76,29 +63,15 @@ def test_a_folder_follows_links_and_names_what_it_leaves_out(
     """Every suffix of JSON lines counts. A link to a folder is followed, unless it leads to a
     parent folder.
     """
-    kept = [
-        "a.json.gz",
-        "b.JSONL",
-        "c.json",
-        "d.json.zst",
-        "e.jsonl.zstd",
-        "linked/f.jsonl",
-        "linked/up/g.Parquet",
-    ]
-    for name in (
-        *("here/a.json.gz", "here/b.JSONL", "here/c.json", "here/d.json.zst", "here/e.jsonl.zstd"),
-        *("there/f.jsonl", "up/g.Parquet", "here/.h.jsonl", "here/i.csv", "here/j.jsonl.bz2"),
-        *("here/dataset_info.json", "here/.git/k.jsonl"),
-    ):
+    own = "a.json.gz b.JSONL c.json d.json.zst e.jsonl.zstd".split()
+    kept = [*own, "linked/f.jsonl", "linked/up/g.Parquet"]
+    left_out = ".h.jsonl i.csv j.jsonl.bz2 dataset_info.json .git/k.jsonl".split()
+    for name in (*(f"here/{name}" for name in (*own, *left_out)), "there/f.jsonl", "up/g.Parquet"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    for link, target in (
-        ("here/linked", "../there"),
-        ("there/up", "../up"),
-        ("up/loop", "../there"),
-        ("here/self", "."),
-    ):
-        (tmp_path / link).symlink_to(target)
+    links = {"here/linked": "there", "there/up": "up", "up/loop": "there", "here/self": "here"}
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(f"../{target}")
     here = str(tmp_path / "here")
     assert [found.name for found in find_files([here])] == kept
     left = "dataset_info.json, i.csv, j.jsonl.bz2, .git/, .h.jsonl"
@@ -146,7 +119,7 @@ def test_a_zstd_window_that_arrow_does_not_allow_is_named(tmp_path: Path) -> Non
 
 def test_a_plan_may_hold_names_that_are_not_utf8(tmp_path: Path) -> None:
     name = 'm\\\udce9"é🙂.py:f'
-    file = SourceFile(name, "jsonl", 5, None, 5, "f", name)
+    file = SourceFile(name, "jsonl", 5, None, 5, "f", id_prefix=name)
     plan = Plan(
         "", Settings(mask=name), Identity(9, 0, "s"), (file,), (Unit(0, 0, 0, 1, None, 5),), 7
     )
@@ -173,13 +146,7 @@ def test_files_of_every_kind_are_described(tmp_path: Path) -> None:
         written(tmp_path / name, rows, row_group_size=100)
     (tmp_path / "e").write_bytes((tmp_path / "c.jsonl.gz").read_bytes())
     files = open_files([str(tmp_path), str(tmp_path / "e")], COLUMNS)
-    assert [file.kind for file in files] == [
-        "parquet",
-        "jsonl",
-        "jsonl.gz",
-        "jsonl.zst",
-        "jsonl.gz",
-    ]
+    assert [file.kind for file in files] == "parquet jsonl jsonl.gz jsonl.zst jsonl.gz".split()
     assert [file.rows for file in files] == [500, None, None, None, None]
     assert all(
         file.bytes == Path(file.path).stat().st_size and abs(file.text_bytes / text - 1) < 0.3
@@ -225,15 +192,11 @@ def test_fingerprints_see_another_size_and_other_content_and_are_fast(
         stream.write(b" ")
     assert open_files([str(path)], COLUMNS)[0].fingerprint != whole.fingerprint
     texts = (["a", "b"], ["a", "c"], ["a", "bb"])
-    assert (
-        len(
-            {
-                written(tmp_path / "x.parquet", [{"text": t, "id": t} for t in some]).fingerprint
-                for some in texts
-            }
-        )
-        == 3
-    )
+    found = {
+        written(tmp_path / "x.parquet", [{"text": t, "id": t} for t in some]).fingerprint
+        for some in texts
+    }
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])

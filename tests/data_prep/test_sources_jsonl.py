@@ -43,27 +43,7 @@ def after_first(
 
 # --- against json.loads ---------------------------------------------------------------------------
 
-PIECES = [
-    '"',
-    "\\",
-    "\n",
-    "\t",
-    "\x00",
-    "é",
-    "東",
-    "🙂",
-    "a",
-    " ",
-    "\u2028",
-    "\x7f",
-    "{",
-    "}",
-    "[",
-    "]",
-    ":",
-    ",",
-    "word word word ",
-]
+PIECES = [*'"\\\n\t\x00é東🙂a \u2028\x7f{}[]:,', "word word word "]
 
 
 def fuzzed_text(random_: random.Random) -> str:
@@ -173,29 +153,24 @@ def test_fuzzed_lines_are_read_as_json_reads_them(tmp_path: Path, seed: int) -> 
 # --- bad lines ------------------------------------------------------------------------------------
 
 BAD = [
-    *(
-        b'{"text": "a"',
-        b'{"text": "a"} {"text": "b"}',
-        b'{"text": "a"}null{"text": "b"}',
-        b"null",
-        b"[]",
-        b"12345678901234567890",
-    ),
-    *(
-        b"\x00\x00\x00",
-        b'{"text": "a\tb"}',
-        b'{"text": "\\x"}',
-        b'{"text": 01}',
-        b'{"id": "1"}',
-        b'{"text": 3}',
-        b'{"text": ["a"]}',
-    ),
-    *(
-        b'{"text": "a", "id": 1.5}',
-        b'{"text": "a", "id": true}',
-        b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    ),
-    *(b"\xff\xfe{}", b'{"text": "a", "id": "1", "score": "3"}'),
+    *b"""{"text": "a"
+{"text": "a"} {"text": "b"}
+{"text": "a"}null{"text": "b"}
+null
+[]
+12345678901234567890
+\x00\x00\x00
+{"text": "a\tb"}
+{"text": "\\x"}
+{"text": 01}
+{"id": "1"}
+{"text": 3}
+{"text": ["a"]}
+{"text": "a", "id": 1.5}
+{"text": "a", "id": true}""".split(b"\n"),
+    b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b"\xff\xfe{}",
+    b'{"text": "a", "id": "1", "score": "3"}',
 ]
 
 
@@ -231,26 +206,10 @@ def test_lines_that_are_rows(tmp_path: Path) -> None:
         assert after_first(tmp_path / "x.jsonl", line) == ([(text, identity, 0)], [])
 
 
-NOT_UTF8 = [
-    *(
-        b"\\ud800",
-        b"a\\udc00b",
-        b"\\ude42\\ud83d",
-        b"\\ud83d\\ud83d\\ude42",
-        b"a\xff",
-        b"\xed\xa0\x80",
-        b"\xc3",
-        b"\x80\\ud800",
-    ),
-    *(
-        b"\x80\\udc80",
-        b"\\udcc3\\udca9",
-        b"\xc3\\udca9",
-        b"\\udcc3\xa9",
-        b"\xff \\udcc3\\udca9",
-        b"\xf5",
-    ),
-]
+NOT_UTF8 = (
+    b"\\ud800|a\\udc00b|\\ude42\\ud83d|\\ud83d\\ud83d\\ude42|a\xff|\xed\xa0\x80|\xc3|\x80\\ud800|"
+    b"\x80\\udc80|\\udcc3\\udca9|\xc3\\udca9|\\udcc3\xa9|\xff \\udcc3\\udca9|\xf5"
+).split(b"|")
 
 
 def test_text_that_is_not_utf8_stays_so_and_touches_no_other_row(tmp_path: Path) -> None:
