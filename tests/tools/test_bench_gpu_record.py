@@ -233,6 +233,7 @@ def measured() -> list[Outcome]:
             "flops": 0.5 * 989e12 * 0.1,
             "peak_bytes": 3e10,
             "parameters": 1,
+            "batch": 2,
         }
         asked_for = task(
             "model", f"{scale} {variant}", scale=scale, variant=variant, batch=2, recompute=False

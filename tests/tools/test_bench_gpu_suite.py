@@ -187,7 +187,7 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results["op"]["flops"] == [2 * pairs * 32, 7 * pairs * 32]
     assert results["engine"]["steps"] == [2.0] and results["engine"]["peaks"] == [7]
     assert jobs[0].limit == 590  # the job ends its ranks before this process is ended
-    assert results["model"]["tokens"] == 16
+    assert results["model"]["batch"] == 2 and results["model"]["tokens"] == 16
     results["sanitize"] = {"checked": results["sanitize"], "reported": []}
     # Results accepts them.
     Results([Outcome(task(kind, **kinds[kind]), results[kind]) for kind in kinds], "cpu")

@@ -210,7 +210,7 @@ class LanguageModel(nn.Module):
 class StepCost:
     """Cost of one training step of one model.
 
-    tokens: tokens of the step.
+    tokens: tokens of the step, in ``batch`` sequences.
     flops: FLOPs of the model, forward + backward, without recomputation.
     parameters: number of parameters.
     peak_bytes: peak memory of the device.
@@ -223,6 +223,7 @@ class StepCost:
     parameters: int
     peak_bytes: int
     recompute: bool
+    batch: int
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepCost:
@@ -282,4 +283,5 @@ def train_step(
         parameters,
         platform.peak_memory_bytes(),
         recompute,
+        scale.batch,
     )

@@ -298,11 +298,10 @@ def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
         ratio = results.model_ratio(scale, variant, recompute=recompute)
         packed = results.packed_ratio(scale, variant)
         share = results.utilisation(scale, variant, recompute=recompute)
-        tokens = SCALES[scale].tokens
         rows.append(
             [
                 f"{scale} {variant}",
-                f"{found.tokens // tokens} x {tokens}",
+                f"{found.batch} x {SCALES[scale].tokens}",
                 _ms(found.step.seconds),
                 f"{found.tokens_per_second:,.0f}",
                 f"{ratio:.2f}" if ratio else "",
