@@ -651,22 +651,15 @@ def _preloading_into_blocks(preload: Callable[..., Any]) -> Callable[..., Any]:
 
     def preload_from_blocks(write_buckets: list[Any], non_blocking: bool = True) -> Any:
         kept.clear()
-        tensors = {
-            id(tensor): tensor
-            for *_, (_, items) in write_buckets
-            for _, tensor in items
-            if tensor.is_cuda
-        }
+        tensors: dict[int, torch.Tensor] = {}
+        for *_, (_, items) in write_buckets:
+            tensors |= {id(tensor): tensor for _, tensor in items if tensor.is_cuda}
         kept.extend(staged([*tensors.values()]))
         copies = dict(zip(tensors, kept, strict=True))
-        packed = [
-            (
-                file,
-                key,
-                (others, [(item, copies.get(id(tensor), tensor)) for item, tensor in items]),
-            )
-            for file, key, (others, items) in write_buckets
-        ]
+        packed = []
+        for file, key, (others, items) in write_buckets:
+            on_host = [(item, copies.get(id(tensor), tensor)) for item, tensor in items]
+            packed.append((file, key, (others, on_host)))
         return preload(packed, non_blocking)
 
     return preload_from_blocks
