@@ -260,6 +260,7 @@ class Shape(ABC):
     layer_class: "module:class" of the ``Update`` that computes it.
     external: True if another package computes it and only its parameters are available.
     kept: measured constants of the memory estimate (``activation_bytes``).
+    fused_maps: linear maps whose product is part of a pointwise kernel in a GPU's forward pass.
     sliced: True if only the gathering projections of `Parallel` (``project`` and its variant)
         use the input.
     once: parts of ``flops`` that are computed once per sequence instead of once per document in it.
@@ -269,6 +270,7 @@ class Shape(ABC):
     layer_class: ClassVar[str]
     external: ClassVar[bool] = False
     kept: ClassVar[Kept] = KEPT
+    fused_maps: ClassVar[frozenset[str]] = frozenset()
     sliced: ClassVar[bool] = False
     once: ClassVar[frozenset[str]] = frozenset()
     hidden: int

@@ -92,6 +92,7 @@ class FemShape(Shape):
     """
 
     layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
+    fused_maps = frozenset({"tdc.out_proj.weight"})  # phi, in `kernels.fem_projection`
 
     prior: PriorShape
     hidden: int

@@ -264,8 +264,11 @@ def layer_trace(
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
     trace = layer_trace(shape, model.stream_size, tokens, batch, causal=model.causal)
-    # FLOPs that the plan counts and the trace does not are those of the Triton kernels.
-    planned = sum(shape.flops(tokens).values()) * tokens * batch
+    # FLOPs that the plan counts and the trace does not are those of the Triton kernels, of which
+    # small products within pointwise kernels take no time of their own.
+    mixer = shape.mixer
+    fused = shape.recurrence * sum(mixer.map_flops.get(name, 0.0) for name in mixer.fused_maps)
+    planned = (sum(shape.flops(tokens).values()) - fused) * tokens * batch
     own = max(0.0, planned - trace.flops(backward=False))
     return Part(count, trace, own if trace.traffic(TILES) else 0.0)
 
