@@ -265,8 +265,9 @@ def table() -> str:
         ("mixer", "cost", "layouts", "what, paper"),
         *((name, m.cost, m.layouts, f"{m.about} ({m.paper})") for name, m in MIXERS.items()),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
-        for row in rows
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        lines.append("  ".join([*cells, row[3]]))
+    return "\n".join(lines)

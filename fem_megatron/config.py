@@ -141,12 +141,7 @@ class ModelConfig:
 
         This is hidden_size, or twice hidden_size if any layer uses a velocity.
         """
-        return max(
-            part.stream
-            for block in self._blocks
-            for part in (block.mixer, block.mlp)
-            if part is not None
-        )
+        return max(part.stream for block in self._blocks for part in block.parts.values())
 
     def padded_vocab_size(self) -> int:
         """Return the rows of the embedding table.

@@ -68,14 +68,12 @@ def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dic
     """
     found: Quantities = {}
     numbers: dict[str, float] = {}
-    handles = [
-        update.register_forward_hook(
-            _hook(f"layer_{number:02}", part, block.recurrence > 1, found, tokens)
-        )
-        for number, block in blocks.items()
-        for part, update in (("mixer", block.mixer), ("mlp", block.mlp))
-        if update is not None
-    ]
+    handles = []
+    for number, block in blocks.items():
+        for part, update in (("mixer", block.mixer), ("mlp", block.mlp)):
+            if update is not None:
+                hook = _hook(f"layer_{number:02}", part, block.recurrence > 1, found, tokens)
+                handles.append(update.register_forward_hook(hook))
     try:
         yield numbers
     finally:

@@ -202,8 +202,11 @@ class Training:
         input is complete on every rank, or split over the sequence if ``sliced``. All other bytes
         are split over the tensor-parallel ranks.
         """
-        on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
-        seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
+        on_a_gpu = kept.again if self.again else kept.gpu
+        channel = kept.fp32
+        if self.element != WIDE:
+            channel = (on_a_gpu if self.cuda else None) or kept.bf16
+        seen = channel * hidden + more
         whole = self.element * hidden
         return {
             ESTIMATE: whole / (self.sequence_split if sliced else 1)
@@ -256,7 +259,8 @@ class Shape(ABC):
 
     layer_class: "module:class" of the ``Update`` that computes it.
     external: True if another package computes it and only its parameters are available.
-    kept: measured constants of the memory estimate (``kept_bytes``).
+    kept: measured constants of the memory estimate (``activation_bytes``).
+    fused_maps: linear maps whose product is part of a pointwise kernel in a GPU's forward pass.
     sliced: True if only the gathering projections of `Parallel` (``project`` and its variant)
         use the input.
     once: parts of ``flops`` that are computed once per sequence instead of once per document in it.
@@ -266,6 +270,7 @@ class Shape(ABC):
     layer_class: ClassVar[str]
     external: ClassVar[bool] = False
     kept: ClassVar[Kept] = KEPT
+    fused_maps: ClassVar[frozenset[str]] = frozenset()
     sliced: ClassVar[bool] = False
     once: ClassVar[frozenset[str]] = frozenset()
     hidden: int
@@ -327,7 +332,7 @@ class Shape(ABC):
         """
         return SplitWidths(always=self.split_widths())
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that one tensor-parallel rank sends to ranks that share its sequence.
 
         kinds: the result of `split_kinds`. This default is an estimate: q, k, v and the output,
@@ -367,14 +372,14 @@ class Shape(ABC):
         """
         return False
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes per token that autograd keeps on one rank, by term, without the norm.
 
         This default is the estimate from ``kept``. Mixers with known terms override it.
         """
         return training.estimate(self.hidden, self.kept, sliced=self.sliced)
 
-    def moment_bytes(self, training: Training) -> float:
+    def workspace_bytes(self, training: Training) -> float:
         """Return the peak of temporary bytes in the backward pass of one application on one rank.
 
         Gradients of the kept tensors are not included.
@@ -446,9 +451,9 @@ def qk_norms_keep(training: Training, head: int, heads: int) -> float:
     They keep one number per head. On a CPU they also keep x / rms, and x in fp32 for narrower
     types.
     """
-    copies = 0
-    if not training.cuda:
-        copies = 1 if training.element == WIDE else 2
+    copies = 1 if training.element == WIDE else 2
+    if training.cuda:
+        copies = 0
     return WIDE * heads * (copies * head + 1)
 
 
@@ -460,18 +465,21 @@ class BlockShape:
     mlp: Shape | None
     recurrence: int
 
+    @property
+    def parts(self) -> dict[str, Shape]:
+        """The mixer and, if it is separate, the MLP, by their names in the state dict."""
+        return {"mixer": self.mixer} if self.mlp is None else {"mixer": self.mixer, "mlp": self.mlp}
+
     def weights(self) -> Weights:
         """Return the weights with the block's state dict names: ``mixer.*`` and ``mlp.*``."""
         return {**self._weights}
 
     @cached_property
     def _weights(self) -> Weights:
-        parts = {"mixer": self.mixer} | ({} if self.mlp is None else {"mlp": self.mlp})
-        return {
-            f"{part}.{name}": weight
-            for part, shape in parts.items()
-            for name, weight in shape.weights().items()
-        }
+        found: Weights = {}
+        for part, shape in self.parts.items():
+            found |= {f"{part}.{name}": weight for name, weight in shape.weights().items()}
+        return found
 
     def flops(
         self, length: int, *, whole_square: bool = False, document: int | None = None
@@ -481,7 +489,7 @@ class BlockShape:
         document: length in tokens of each document, if documents are read separately.
         """
         flops: dict[str, float] = {}
-        for shape in filter(None, (self.mixer, self.mlp)):
+        for shape in self.parts.values():
             parts = shape.flops(length if document is None else document, whole_square=whole_square)
             if document is not None and shape.once:
                 parts |= {
@@ -499,18 +507,16 @@ class BlockShape:
         All iterations are included.
         """
         return self.recurrence * sum(
-            shape.state_bytes(length, element)
-            for shape in (self.mixer, self.mlp)
-            if shape is not None
+            shape.state_bytes(length, element) for shape in self.parts.values()
         )
 
     def reads(self) -> set[str]:
         """Return the model keys that the mixer or the MLP reads, in addition to the common keys."""
-        return self.mixer.reads() | (set() if self.mlp is None else self.mlp.reads())
+        return set[str]().union(*(shape.reads() for shape in self.parts.values()))
 
     def counts_padding(self) -> bool:
         """Return True if the mixer or the MLP counts padding (`Shape.counts_padding`)."""
-        return any(shape.counts_padding() for shape in (self.mixer, self.mlp) if shape is not None)
+        return any(shape.counts_padding() for shape in self.parts.values())
 
     def split_widths(self) -> dict[str, int]:
         """Return the widths that the tensor-parallel size must divide."""
@@ -548,7 +554,7 @@ class SwiGluShape(Shape):
         """Return 0: the MLP reads only the current token."""
         return 0
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes per token that autograd keeps: input, packed product and inner product.
 
         On a CPU, silu(gate) is also kept.

@@ -353,17 +353,17 @@ def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
         (name for name in REHEARSED if name in (prepared.config.log.device or "").lower()), "h100"
     )
     fullest, _ = max(_plans(prepared), key=lambda each: each[1].peak_memory)
-    told = steps.rehearse(
+    rehearsal = steps.rehearse(
         replace(fullest.config, stages=()), prepared.world_size, options.device or known
     )
     print(
-        json.dumps(render.as_json(told), indent=1) if options.json else render.text(told),
+        json.dumps(render.as_json(rehearsal), indent=1) if options.json else render.text(rehearsal),
         flush=True,
     )
     if options.picture:
-        render.draw(told, options.picture)
-    if options.check and told.excess:
-        raise ConfigError(told.excess)
+        render.draw(rehearsal, options.picture)
+    if options.check and rehearsal.excess:
+        raise ConfigError(rehearsal.excess)
 
 
 def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:

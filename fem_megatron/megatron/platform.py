@@ -651,12 +651,9 @@ def _preloading_into_blocks(preload: Callable[..., Any]) -> Callable[..., Any]:
 
     def preload_from_blocks(write_buckets: list[Any], non_blocking: bool = True) -> Any:
         kept.clear()
-        tensors = {
-            id(tensor): tensor
-            for *_, (_, items) in write_buckets
-            for _, tensor in items
-            if tensor.is_cuda
-        }
+        tensors: dict[int, torch.Tensor] = {}
+        for *_, (_, items) in write_buckets:
+            tensors |= {id(tensor): tensor for _, tensor in items if tensor.is_cuda}
         kept.extend(staged([*tensors.values()]))
         copies = dict(zip(tensors, kept, strict=True))
         packed = []

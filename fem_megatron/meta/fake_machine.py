@@ -24,18 +24,14 @@ from kernels.machine import FAKE_GPU as FAKE_GPU
 from kernels.machine import name as name_of
 
 CPU = torch.device("cpu")
-# Functions that Megatron-core compiles with torch.compile: they allocate no intermediate tensors,
-# and each is one kernel.
-_COMPILED = {
-    "fusions.fused_cross_entropy": (
-        *(
-            "calculate_logits_max",
-            "calculate_predicted_logits",
-            "calculate_cross_entropy_loss",
-            "calculate_gradients",
-        ),
-    ),
-}
+# Functions of Megatron-core's fused cross entropy, which torch.compile compiles: they allocate no
+# intermediate tensors, and each is one kernel.
+_COMPILED = (
+    "calculate_logits_max",
+    "calculate_predicted_logits",
+    "calculate_cross_entropy_loss",
+    "calculate_gradients",
+)
 Layer = Callable[..., Tensor]
 Fused = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """(name, function) -> the function as one kernel, of which only the results are counted."""
@@ -117,10 +113,9 @@ def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -
     stack.enter_context(
         mock.patch.multiple(fusions, megatron_swiglu=swiglu, lacks=lambda device: None)
     )
-    for name, functions in _COMPILED.items():
-        module = importlib.import_module(f"megatron.core.{name}")
-        compiled: dict[str, Any] = {each: fused(each, getattr(module, each)) for each in functions}
-        stack.enter_context(mock.patch.multiple(module, **compiled))
+    module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
+    compiled: dict[str, Any] = {name: fused(name, getattr(module, name)) for name in _COMPILED}
+    stack.enter_context(mock.patch.multiple(module, **compiled))
 
 
 def graphed(
@@ -217,6 +212,7 @@ def _cuda() -> dict[str, Any]:
         minor=0,
     )
     stream = _Stream()
+    # torch._dynamo requires that each name has its own function.
     return {name: lambda *_, **__: None for name in quiet} | {
         "is_available": lambda: True,
         "current_device": lambda: FAKE_GPU.index,

@@ -89,7 +89,7 @@ class Trace:
     kernels: each Triton launch, with its arguments and options by their names.
     chosen: operation -> chosen implementation.
     reads: code locations at which the host waited for a number from the device.
-    kept_bytes: bytes kept for the backward pass.
+    activations: bytes kept for the backward pass.
     backward: True while the backward pass runs.
     """
 
@@ -97,7 +97,7 @@ class Trace:
     kernels: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
     reads: list[str] = field(default_factory=list)
-    kept_bytes: int = 0
+    activations: int = 0
     backward: bool = False
     number: float = 0.0  # the value that the host reads
 
@@ -114,22 +114,39 @@ class Trace:
         """Record the launch of a Triton kernel with these arguments."""
         self.kernels.append((kernel, given))
 
-    def add(self, name: str, moved: float, kind: str = POINTWISE, flops: float = 0.0) -> None:
+    def add(self, name: str, traffic: float, kind: str = POINTWISE, flops: float = 0.0) -> None:
         """Record a kernel in the current pass."""
-        self.launches.append(Launch(self.backward, name, kind, moved, flops))
+        self.launches.append(Launch(self.backward, name, kind, traffic, flops))
 
-    def bytes(self, *kinds: str, backward: bool | None = None, of: str = "") -> float:
+    def restart(self) -> None:
+        """Forget everything that was recorded."""
+        for records in (self.launches, self.kernels, self.chosen, self.reads):
+            records.clear()
+
+    def passes(self, backward: bool | None) -> list[Launch]:
+        """Return the launches of one pass, or of both passes for None."""
+        return [each for each in self.launches if backward in (None, each.backward)]
+
+    def traffic(self, *kinds: str, backward: bool | None = None, of: str = "") -> float:
         """Return the bytes of the launches of these kinds, or of all kinds if none is given.
 
         backward: True or False for only one pass; None: both passes.
         of: prefix of the names of the counted kernels.
         """
-        chosen = (
-            each
-            for each in self.launches
-            if each.kind in (kinds or KINDS) and each.name.startswith(of)
+        wanted = kinds or KINDS
+        return sum(
+            each.bytes
+            for each in self.passes(backward)
+            if each.kind in wanted and each.name.startswith(of)
         )
-        return sum(each.bytes for each in chosen if backward in (None, each.backward))
+
+    def flops(self, *, backward: bool | None = None) -> float:
+        """Return the FLOPs of matrix products in one pass, or in both passes for None.
+
+        These are the products of torch and of the attention kernel. Products within Triton kernels
+        are unknown and not included.
+        """
+        return sum(each.flops for each in self.passes(backward))
 
 
 def run_on_fake_gpu(
@@ -159,12 +176,11 @@ def run_on_fake_gpu(
     owned = {each.untyped_storage()._cdata for each in parameters}
     with counted(trace), OnFakeGpu(trace):
         forward()  # the first call may wait for the device; only the second is recorded
-    for records in (trace.launches, trace.kernels, trace.chosen, trace.reads):
-        records.clear()
+    trace.restart()
     with counted(trace), Dispatched(trace), OnFakeGpu(trace):
         with saved_tensors_hooks(keep, lambda t: t):
             y = forward()
-        trace.kept_bytes = sum(kept.values())
+        trace.activations = sum(kept.values())
         trace.backward = True
         if backward:
             torch.autograd.backward([y], [torch.empty(y.shape, dtype=y.dtype, device=META)])
@@ -326,28 +342,21 @@ class Dispatched(TorchDispatchMode):
         )
         if name.startswith(("empty", "new_empty")) or not all(t.is_meta for t in _tensors(out)):
             return out
-        written = [
-            value
-            for n, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for value in _tensors(
-                args[n] if n < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            )
-        ]
-        given = _tensors((args, kwargs))
+        written, given = _written(func, args, kwargs), _tensors((args, kwargs))
         if not written and {_place(t)[0] for t in _tensors(out)} <= {_place(t)[0] for t in given}:
             return out  # a view
         made = written or _tensors(out)
-        flops = (
-            flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-        )
-        kind = POINTWISE if not flops else PRODUCT if made[0].dtype == torch.bfloat16 else WIDE
+        flops, kind = 0, POINTWISE
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        if flops:
+            kind = PRODUCT if made[0].dtype == torch.bfloat16 else WIDE
         if name in _FILLED_FIRST:
-            self.trace.add("fill", moved(made))
+            self.trace.add("fill", traffic_of(made))
             made = given[:1]  # it then writes as many bytes as it reads
-        self.trace.add(name, _read(name, given, made) + moved(made), kind, flops)
+        self.trace.add(name, _read(name, given, made) + traffic_of(made), kind, flops)
         if name == "native_layer_norm_backward" and made[1:]:
-            self.trace.add("layer norm, its weight's gradient", moved(given[:2]))
+            self.trace.add("layer norm, its weight's gradient", traffic_of(given[:2]))
         return out
 
 
@@ -362,6 +371,16 @@ _FILLED_FIRST = (
 _GATHERS = ("index", "index_select", "gather", "embedding", "nll_loss_forward")
 
 
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the arguments of a torch operation into which it writes, by its schema."""
+    found = []
+    for n, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            positional = n < len(args) and not argument.kwarg_only
+            found += _tensors(args[n] if positional else kwargs.get(argument.name))
+    return found
+
+
 def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
     """Return the bytes that a torch operation reads from its input tensors."""
     if (
@@ -371,9 +390,9 @@ def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
     ):
         return 0.0
     if name == "copy_":
-        return moved(given[1:])
+        return traffic_of(given[1:])
     if name in _GATHERS:
-        return moved(given[1:]) + moved(made)
+        return traffic_of(given[1:]) + traffic_of(made)
     outputs = {_place(t) for t in made}
     # These operations do not read a tensor into which they write.
     pure = name in (
@@ -385,7 +404,7 @@ def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
         "maximum",
         "cumsum",
     )
-    return moved([t for t in given if not (pure and _place(t) in outputs)])
+    return traffic_of([t for t in given if not (pure and _place(t) in outputs)])
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -396,7 +415,7 @@ def _place(t: Tensor) -> tuple[Any, ...]:
     return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride()
 
 
-def moved(tensors: Sequence[Tensor | None]) -> float:
+def traffic_of(tensors: Sequence[Tensor | None]) -> float:
     """Return the bytes of the tensors' memory.
 
     An element that appears several times, through broadcasting or through equal views, counts once.
@@ -437,26 +456,20 @@ def _launches_counted(trace: Trace) -> Iterator[None]:
     from triton.runtime.jit import KernelInterface
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
         given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-        named = next(
-            (
-                names
-                for module in modules
-                for each, names in getattr(module, "TRAFFIC", {}).items()
-                if each is kernel
-            ),
-            given,
-        )
         trace.launched(kernel, given)
-        tiles = any(each is kernel for module in modules for each in getattr(module, "MATRIX", ()))
+        counted_names, kind = given, POINTWISE
+        modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
+        for module in modules:
+            for each, names in getattr(module, "TRAFFIC", {}).items():
+                if each is kernel:
+                    counted_names = names
+            if any(each is kernel for each in getattr(module, "MATRIX", ())):
+                kind = TILES
         place = kernel.fn.__module__.split(".")
         name = f"{place[1] if place[0] == 'kernels' else place[0]}: {kernel.fn.__name__.strip('_')}"
-        trace.add(
-            name,
-            moved([given[each] for each in named if isinstance(given[each], Tensor)]),
-            TILES if tiles else POINTWISE,
-        )
+        values = [given[each] for each in counted_names]
+        trace.add(name, traffic_of([t for t in values if isinstance(t, Tensor)]), kind)
 
     own = KernelInterface.__getitem__
     with triton.knobs.runtime.scope():
@@ -506,7 +519,7 @@ class _StandIn(torch.autograd.Function):
         ctx.name = name
         ctx.given = [None if t is None else (t.shape, t.dtype) for t in given]
         ctx.save_for_backward(*(given[n] for n in kept))
-        trace.add(name, moved([*given, made]))
+        trace.add(name, traffic_of([*given, made]))
         return made
 
     @staticmethod
@@ -518,7 +531,7 @@ class _StandIn(torch.autograd.Function):
             else None
             for each, wanted in zip(ctx.given, needed, strict=True)
         ]
-        ctx.trace.add(ctx.name, moved([*grads, *ctx.saved_tensors, *made]))
+        ctx.trace.add(ctx.name, traffic_of([*grads, *ctx.saved_tensors, *made]))
         return None, None, None, None, *made
 
 
@@ -572,17 +585,17 @@ class _RmsNorm(torch.autograd.Function):
         y, rstd = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=META)
         ctx.trace = trace
         ctx.save_for_backward(x, weight, rstd)
-        trace.add("RMS norm", moved([x, weight, y, rstd]))
+        trace.add("RMS norm", traffic_of([x, weight, y, rstd]))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         dx = torch.empty_like(x)
-        ctx.trace.add("RMS norm", moved([*grads, x, weight, rstd, dx]))
+        ctx.trace.add("RMS norm", traffic_of([*grads, x, weight, rstd, dx]))
         if weight is None:
             return None, dx, None
-        ctx.trace.add("RMS norm, its weight's gradient", moved([*grads, x, rstd, weight]))
+        ctx.trace.add("RMS norm, its weight's gradient", traffic_of([*grads, x, rstd, weight]))
         return None, dx, torch.empty_like(weight)
 
 
@@ -611,7 +624,7 @@ class _Attention(torch.autograd.Function):
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=META)
         ctx.trace, ctx.flops = trace, 2.0 * _pairs(q, k, causal) * (q.shape[-1] + v.shape[-1])
         ctx.save_for_backward(q, k, v, out, lse)
-        trace.add("attention", moved([q, k, v, out, lse]), ATTENTION, ctx.flops)
+        trace.add("attention", traffic_of([q, k, v, out, lse]), ATTENTION, ctx.flops)
         return out
 
     @staticmethod
@@ -621,15 +634,15 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         made = [empty_as(t) for t in (q, k, v)]
         sums = torch.empty(q.shape, dtype=torch.float32, device=META)
-        ctx.trace.add("attention, row terms", moved([*grads, out, lse]))
+        ctx.trace.add("attention, row terms", traffic_of([*grads, out, lse]))
         # Five products instead of the forward's two: the scores are recomputed.
         ctx.trace.add(
             "attention",
-            moved([*grads, q, k, v, lse, sums, sums[:], *made[1:]]),
+            traffic_of([*grads, q, k, v, lse, sums, sums[:], *made[1:]]),
             ATTENTION,
             2.5 * ctx.flops,
         )
-        ctx.trace.add("attention, dq", moved([sums, made[0]]))
+        ctx.trace.add("attention, dq", traffic_of([sums, made[0]]))
         return None, None, *made
 
 

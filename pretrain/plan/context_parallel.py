@@ -12,9 +12,9 @@ from dataclasses import replace
 from fem_common.text import gib
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.context_parallel.shape import Crossing, SplitKinds, split_kinds
-from fem_megatron.shape import BlockShape, Shape
+from fem_megatron.shape import Shape
 from pretrain.config import RunConfig
-from pretrain.plan.memory import training_of
+from pretrain.plan.placement import Placement, blocks_by_mixer
 
 
 def split_kinds_of(config: RunConfig) -> dict[str, SplitKinds]:
@@ -36,39 +36,36 @@ def split_kinds_of(config: RunConfig) -> dict[str, SplitKinds]:
             requested=layout.context_parallel_kind,
             separate=separate,
         )
-        for name, block in _layers(config).items()
+        for name, block in blocks_by_mixer(config.model).items()
     }
 
 
-def split_bytes(
-    config: RunConfig, data_parallel: int, *, cuda: bool, beside: bool = False
-) -> float:
+def exchanged_bytes(placement: Placement, *, overlapped: bool = False) -> float:
     """Return the bytes that one rank sends to its context-parallel group in a step.
 
     The sum is over all layers and micro-batches, forward and backward. The last argument restricts
     it to the transfers that overlap with attention.
     """
-    train, model, kinds = config.train, config.model, split_kinds_of(config)
-    of = Crossing.beside if beside else Crossing.sent
-    training, again = training_of(config, cuda=cuda), train.recompute == "full"
-    of_layers = 0.0
-    for name, block in zip(mixer_names(model), model.blocks(), strict=True):
-        of_layers += block.recurrence * of(
-            block.mixer.split_bytes(training, kinds[name]), training, again=again
-        )
-    micro_batches = train.global_batch_size // (data_parallel * train.micro_batch_size)
-    return of_layers * micro_batches / config.parallel.pipeline_model_parallel_size
+    config, kinds = placement.config, split_kinds_of(placement.config)
+    count = Crossing.beside if overlapped else Crossing.sent
+    training, again = placement.training, config.train.recompute == "full"
+    layers = 0.0
+    for name, block in zip(mixer_names(config.model), config.model.blocks(), strict=True):
+        crossing = block.mixer.exchanged_bytes(training, kinds[name])
+        layers += block.recurrence * count(crossing, training, again=again)
+    return layers * placement.micro_batches / config.parallel.pipeline_model_parallel_size
 
 
-def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
+def lines(placement: Placement) -> Iterator[str]:
     """Yield the plan's lines about context parallelism; without it, yield no lines."""
+    config = placement.config
     kinds, size = split_kinds_of(config), config.parallel.context_parallel_size
     if kinds:
         reads = ", ".join(
-            f"{name}: {_reads_told(block.mixer, kinds[name])}"
-            for name, block in _layers(config).items()
+            f"{name}: {_kinds_named(block.mixer, kinds[name])}"
+            for name, block in blocks_by_mixer(config.model).items()
         )
-        sent = gib(int(split_bytes(config, data_parallel, cuda=cuda)))
+        sent = gib(int(exchanged_bytes(placement)))
         yield f"  each rank has {config.data.seq_length // size:,} tokens of a sequence ({reads})"
         yield f"  and sends {sent} to the other {size - 1} of its group in a step"
 
@@ -101,9 +98,8 @@ def check_split(config: RunConfig, world_size: int) -> Iterator[str]:
 
     Each text names the nearest valid value.
     """
-    layout = config.parallel
-    length = config.data.seq_length
-    size = config.parallel.context_parallel_size
+    layout, length = config.parallel, config.data.seq_length
+    size = layout.context_parallel_size
     kind, key = layout.context_parallel_kind, f"parallel.context_parallel_size = {size}"
     if size == 1:
         if kind is not None:
@@ -128,34 +124,28 @@ def check_split(config: RunConfig, world_size: int) -> Iterator[str]:
     part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     if length % (size * part):
         near = max(1, round(length / (size * part))) * size * part
-        what = (
-            f"2 x {size} chunks"
-            if part == 2
-            else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
-        )
+        what = f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
+        if part == 2:
+            what = f"2 x {size} chunks"
         yield (
             f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that "
             f"is: {near}"
         )
     try:
         found = split_kinds_of(config).values()
-        if kind in (wanted := {"all_gather": "gathers", "ring": "ring"}) and not any(
-            getattr(each, wanted[kind]) for each in found
-        ):
-            yield f"parallel.context_parallel_kind = {kind}: no layer supports it; leave it out"
     except ValueError as error:
         others = layout.model_parallel // size
         fit = [
             count
             for count in range(1, world_size + 1)
-            if world_size % (count * others) == 0 or world_size % layout.model_parallel
-        ]
-        fit = [
-            count
-            for count in fit
-            if _cuts(replace(config, parallel=replace(layout, context_parallel_size=count)))
+            if (world_size % (count * others) == 0 or world_size % layout.model_parallel)
+            and _cuts(replace(config, parallel=replace(layout, context_parallel_size=count)))
         ]
         yield f"{error}; the nearest that does: {min(fit, key=lambda count: abs(count - size))}"
+        return
+    wanted = {"all_gather": "gathers", "ring": "ring"}.get(kind or "")
+    if wanted and not any(getattr(each, wanted) for each in found):
+        yield f"parallel.context_parallel_kind = {kind}: no layer supports it; leave it out"
 
 
 def _cuts(config: RunConfig) -> bool:
@@ -166,13 +156,9 @@ def _cuts(config: RunConfig) -> bool:
     return True
 
 
-def _layers(config: RunConfig) -> dict[str, BlockShape]:
-    return dict(zip(mixer_names(config.model), config.model.blocks(), strict=True))
-
-
-def _reads_told(mixer: Shape, kinds: SplitKinds) -> str:
+def _kinds_named(mixer: Shape, kinds: SplitKinds) -> str:
     widths = mixer.cut_widths()
-    said = {
+    used = {
         "all_to_all": widths.always
         or (widths.keyed and not kinds.gathers)
         or (widths.scanned and not kinds.states),
@@ -180,4 +166,4 @@ def _reads_told(mixer: Shape, kinds: SplitKinds) -> str:
         "ring": kinds.ring,
         "states": widths.scanned and kinds.states,
     }
-    return " and ".join(name for name, holds in said.items() if holds)
+    return " and ".join(name for name, holds in used.items() if holds)

@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator
 
 from fem_common.text import counted, size
-from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.shape import WIDE, BlockShape, Weights
 from pretrain.config import RunConfig
+from pretrain.plan.placement import blocks_by_mixer
 
 TILE = 16  # every size of a GPU's 8-bit product must be a multiple of this
 
@@ -25,16 +25,14 @@ def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, train, key = config.parallel, config.train, f"train.fp8 = {config.train.fp8}"
     if train.fp8 == "none":
         return
-    names, found = mixer_names(config.model), False
-    for name, block in dict(zip(names, config.model.blocks(), strict=True)).items():
+    blocks, found = blocks_by_mixer(config.model), False
+    for name, block in blocks.items():
         for weight, one in eight_bit(block).items():
             rows, columns = math.prod(one.shape[:-1]), one.shape[-1]
-            cut = layout.tensor_model_parallel_size
-            rows, columns = (
-                (rows, columns // cut)
-                if one.split == len(one.shape) - 1
-                else (rows // cut, columns)
-            )
+            if one.split == len(one.shape) - 1:
+                columns //= layout.tensor_model_parallel_size
+            else:
+                rows //= layout.tensor_model_parallel_size
             if rows % TILE or columns % TILE:
                 yield (
                     f"{key} needs sizes that are multiples of {TILE}, but {weight} of {name} is "
@@ -45,7 +43,7 @@ def check_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
             found = True
     if not found:
         yield (
-            f"{key}: no layer of {', '.join(dict.fromkeys(names))} has a linear map that supports "
+            f"{key}: no layer of {', '.join(blocks)} has a linear map that supports "
             "8-bit floats; set train.fp8=none"
         )
     own = config.data.seq_length // layout.context_parallel_size
@@ -75,20 +73,20 @@ def forward_flops(model: ModelConfig) -> float:
     )
 
 
-def told(config: RunConfig, forward: float) -> str:
+def line(config: RunConfig, forward: float) -> str:
     """Return the plan's line about 8-bit products.
 
     It contains their share of the ``forward`` FLOPs, and the memory of delayed scaling.
     """
     model, train = config.model, config.train
-    line = (
+    share = (
         f"{100 * forward_flops(model) / forward:.1f}% of them with 8-bit floats; the MFU uses the "
         "peak of 16-bit floats"
     )
     if train.fp8 != "delayed":
-        return line
+        return share
     maps = sum(len(eight_bit(block)) for block in model.blocks())
     return (
-        f"{line}; scales from the largest magnitudes of {counted(train.fp8_history, 'step')}, "
+        f"{share}; scales from the largest magnitudes of {counted(train.fp8_history, 'step')}, "
         f"{size(3 * WIDE * maps * train.fp8_history)}"
     )

@@ -7,11 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fem_megatron.catalogue import mixer_names
 from pretrain.config import RunConfig
+from pretrain.plan.placement import blocks_by_mixer
 
 # Hidden states that a layer's graph owns: its input and the gradients of its input and output.
 _OWN = 3
+# Key, the value that graphs need, and the reason.
+_NEEDED = (
+    (
+        "engine.name",
+        "megatron",
+        "DeepSpeed keeps gradients in memory that the replay of the next micro-batch overwrites",
+    ),
+    ("parallel.pipeline_model_parallel_size", 1, "a graph supports one micro-batch in flight"),
+    (
+        "parallel.context_parallel_size",
+        1,
+        "graphs do not support the exchange between context-parallel ranks yet",
+    ),
+    ("train.recompute", "none", "a graph keeps all its tensors until the end of the run"),
+    ("train.offload_activations", False, "the activations of a graph cannot be moved"),
+    (
+        "data.documents",
+        "joined",
+        "separate documents have different sizes in every micro-batch",
+    ),
+    (
+        "data.reset_positions",
+        False,
+        "a graph always uses the positions with which it was captured",
+    ),
+)
 
 
 def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -21,60 +47,15 @@ def check_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
     """
     if not config.train.cuda_graphs:
         return
-    layout, train, data = config.parallel, config.train, config.data
-    for key, value, wanted, why in (
-        (
-            "engine.name",
-            config.engine.name,
-            "megatron",
-            "DeepSpeed keeps gradients in memory that the replay of the next micro-batch "
-            "overwrites",
-        ),
-        (
-            "parallel.pipeline_model_parallel_size",
-            layout.pipeline_model_parallel_size,
-            1,
-            "a graph supports one micro-batch in flight",
-        ),
-        (
-            "parallel.context_parallel_size",
-            layout.context_parallel_size,
-            1,
-            "graphs do not support the exchange between context-parallel ranks yet",
-        ),
-        (
-            "train.recompute",
-            train.recompute,
-            "none",
-            "a graph keeps all its tensors until the end of the run",
-        ),
-        (
-            "train.offload_activations",
-            train.offload_activations,
-            False,
-            "the activations of a graph cannot be moved",
-        ),
-        (
-            "data.documents",
-            data.documents,
-            "joined",
-            "separate documents have different sizes in every micro-batch",
-        ),
-        (
-            "data.reset_positions",
-            bool(data.reset_positions),
-            False,
-            "a graph always uses the positions with which it was captured",
-        ),
-    ):
-        if value != wanted:
+    for key, wanted, why in _NEEDED:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if (value or False) != wanted:  # null is false
             yield (
                 f"train.cuda_graphs = true: {why}; set {key}={_written(wanted)}, or "
                 "train.cuda_graphs=false"
             )
-    for name, block in dict(
-        zip(mixer_names(config.model), config.model.blocks(), strict=True)
-    ).items():
+    for name, block in blocks_by_mixer(config.model).items():
         if reason := block.mixer.uncapturable():
             yield (
                 f"train.cuda_graphs = true: {name}: {reason}; take another mixer (model.*), or "
@@ -93,15 +74,10 @@ def graph_bytes(config: RunConfig, hidden_state: float) -> int:
         return 0
     ranks = config.parallel.tensor_model_parallel_size
     element = 2 if config.train.precision == "bf16" else 4
-    weights = [
-        (weight, count)
-        for block, count in config.model.kinds
-        for weight in block.weights().values()
-    ]
-    gradients = sum(
-        element * count * weight.size / (1 if weight.split is None else ranks)
-        for weight, count in weights
-    )
+    gradients = 0.0
+    for block, count in config.model.kinds:
+        for weight in block.weights().values():
+            gradients += element * count * weight.size / (1 if weight.split is None else ranks)
     return int(gradients + _OWN * config.model.num_layers * hidden_state)
 
 

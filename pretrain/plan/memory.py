@@ -46,7 +46,7 @@ The table lists the bytes per token that autograd keeps of one layer. Its symbol
     MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
 
 The table covers the FEM over the softmax prior, attention and the SwiGLU MLP. It is implemented by
-their shapes (``Shape.kept_bytes``), on a GPU for every prior (``PriorShape.read_bytes``). The
+their shapes (``Shape.activation_bytes``), on a GPU for every prior (``PriorShape.read_bytes``). The
 memory of every other mixer is estimated from measurements per channel of its width (``Kept``), made
 on a CPU or with a GPU's kernels, and the plan reports that it is an estimate. On a GPU the peak is
 within 15% of the rehearsed peak (tests/pretrain/test_rehearsal.py).
@@ -68,292 +68,218 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fem_common.costs import Memory
 from fem_common.text import gib
-from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
-from pretrain.config import EngineConfig, RunConfig
+from fem_megatron.shape import ESTIMATE, WIDE, BlockShape
 from pretrain.plan.graphs import graph_bytes
 from pretrain.plan.muon import ROUND, TENSORS
+from pretrain.plan.placement import Placement
 from pretrain.plan.zero_memory import variants, zero_memory
 
 RANKS_OF_A_NODE = 8
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes that one rank of a pipeline stage needs."""
+@dataclass(frozen=True, kw_only=True)
+class StageMemory(Memory):
+    """Bytes that one rank of a pipeline stage needs.
+
+    parameters, muon_parameters: numbers of parameters of the rank, and of those that Muon updates.
+    host: bytes of host memory: offloaded DeepSpeed tensors and offloaded activations of the layers.
+    not_at_peak: bytes by which the sum exceeds the peak, because DeepSpeed's gradients appear while
+        activations are freed.
+    """
 
     stage: int
     parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    workspace: int
-    # Bytes of host memory: offloaded DeepSpeed tensors and offloaded activations of the layers.
+    muon_parameters: int = 0
     host: int = 0
-    # Bytes by which the sum exceeds the peak: DeepSpeed's gradients appear while activations are
-    # freed.
-    apart: int = 0
-    # Number of parameters with only one moment in the optimizer.
-    muons: int = 0
+    not_at_peak: int = 0
 
     @property
     def total(self) -> int:
         """Peak bytes on the device, without the host's memory."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.workspace
-            - self.apart
-        )
+        return super().total - self.not_at_peak
 
 
 def stage_memory(
-    config: RunConfig,
-    stage: int,
-    parameters: int,
-    data_parallel: int,
-    *,
-    cuda: bool,
-    muons: int = 0,
+    placement: Placement, stage: int, parameters: int, muon_parameters: int = 0
 ) -> StageMemory:
     """Return the memory of one rank of a pipeline stage.
 
-    parameters: number of parameters of the rank. muons: number of these that Muon updates.
+    parameters, muon_parameters: numbers of parameters of the rank, and of those that Muon updates.
     """
-    layout, bf16 = config.parallel, config.train.precision == "bf16"
+    config = placement.config
     if config.engine.name == "deepspeed":
-        return _zero_stage_memory(
-            config, config.engine, parameters, data_parallel, cuda=cuda, muons=muons
-        )
-    ranks = data_parallel * layout.context_parallel_size
-    sharded = -(-parameters // ranks) if layout.use_distributed_optimizer else parameters
-    single = -(-muons // ranks) if layout.use_distributed_optimizer else muons
-    activations = stage_activations(config, stage, data_parallel, cuda=cuda)
+        return _zero_stage_memory(placement, parameters, muon_parameters)
+    sharded = placement.optimizer_part(parameters)
+    single = placement.optimizer_part(muon_parameters)
+    activations = stage_activations(placement, stage)
     # After the activations are freed, gloo reduces and scatters a copy of all gradients, which
     # exists until the weights are gathered (CPU). AdamW is fused and makes no temporaries.
-    step = WIDE * parameters if layout.use_distributed_optimizer and not cuda else 0
-    step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(
-        config, parameters, data_parallel
-    )
-    graphs = graph_bytes(
-        config, _residual(config) * config.train.micro_batch_size * _own_length(config)
-    )
+    copied = config.parallel.use_distributed_optimizer and not placement.cuda
+    step = max(
+        WIDE * parameters if copied else 0, TENSORS * placement.element * min(ROUND, single)
+    ) + copied_weights(placement, parameters)
+    graphs = graph_bytes(config, placement.stream_bytes * placement.micro_batch_tokens)
     return StageMemory(
+        weights=parameters * placement.element,
+        gradients=parameters * WIDE,
+        optimizer=sharded * (12 if placement.element < WIDE else 8) - WIDE * single,
+        activations=activations,
+        workspace=max(backward_workspace(placement, stage), step - activations) + graphs,
         stage=stage,
         parameters=parameters,
-        weights=parameters * (2 if bf16 else 4),
-        gradients=parameters * WIDE,
-        optimizer=sharded * (12 if bf16 else 8) - WIDE * single,
-        activations=activations,
-        workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations) + graphs,
-        host=offloaded_activations(config, stage, data_parallel, cuda=cuda),
-        muons=muons,
+        muon_parameters=muon_parameters,
+        host=offloaded_activations(placement, stage),
     )
 
 
-def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> int:
+def copied_weights(placement: Placement, parameters: int) -> int:
     """Return the bytes that `TensorNorms` uses for its copy of a rank's fp32 weights."""
-    if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
+    log = placement.config.log
+    if not log.diagnostics_interval or "tensors" not in log.diagnostics:
         return 0
-    split = (
-        config.engine.zero_stage > 0
-        if config.engine.name == "deepspeed"
-        else config.parallel.use_distributed_optimizer
-    )
-    return WIDE * (
-        -(-parameters // (data_parallel * config.parallel.context_parallel_size))
-        if split
-        else parameters
-    )
+    return WIDE * placement.optimizer_part(parameters)
 
 
-def _zero_stage_memory(
-    config: RunConfig,
-    engine: EngineConfig,
-    parameters: int,
-    data_parallel: int,
-    *,
-    cuda: bool,
-    muons: int,
-) -> StageMemory:
-    kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda, muons=muons)
-    copy = copied_weights(replace(config, engine=engine), parameters, data_parallel)
-    there = "host" if engine.offload_optimizer and cuda else "reduction"
-    kept = replace(kept, **{there: getattr(kept, there) + copy})
-    activations = stage_activations(config, 0, data_parallel, cuda=cuda)
-    workspace = backward_workspace(config, 0, cuda=cuda)
-    sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
-    return StageMemory(
-        stage=0,
-        parameters=parameters,
+def _zero_stage_memory(placement: Placement, parameters: int, muon_parameters: int) -> StageMemory:
+    kept = zero_memory(placement, parameters, muon_parameters)
+    copy = copied_weights(placement, parameters)
+    if placement.config.engine.offload_optimizer and placement.cuda:
+        kept = replace(kept, host=kept.host + copy)
+    else:
+        kept = replace(kept, reduction=kept.reduction + copy)
+    activations = stage_activations(placement, 0)
+    backward = backward_workspace(placement, 0)
+    needed = StageMemory(
         weights=kept.weights,
         gradients=kept.gradients,
         optimizer=kept.optimizer,
         activations=activations,
-        workspace=workspace + kept.workspace,
-        host=kept.host + offloaded_activations(config, 0, data_parallel, cuda=cuda),
-        apart=sum(sizes) - kept.peak(activations + workspace),
-        muons=muons,
+        workspace=backward + kept.workspace,
+        stage=0,
+        parameters=parameters,
+        muon_parameters=muon_parameters,
+        host=kept.host + offloaded_activations(placement, 0),
     )
+    return replace(needed, not_at_peak=needed.total - kept.peak(activations + backward))
 
 
-def zero_variants(
-    config: RunConfig, own: StageMemory, data_parallel: int, *, cuda: bool
-) -> dict[str, StageMemory]:
+def zero_variants(placement: Placement, own: StageMemory) -> dict[str, StageMemory]:
     """Return name -> memory of every ZeRO stage and offload that the run could use.
 
     own: memory of the run itself, which contains the numbers of parameters of the rank.
     """
-    rank = {"parameters": own.parameters, "data_parallel": data_parallel, "muons": own.muons}
     return {
-        name: _zero_stage_memory(config, engine, **rank, cuda=cuda)
-        for name, engine in variants(config)
+        name: _zero_stage_memory(
+            replace(placement, config=replace(placement.config, engine=engine)),
+            own.parameters,
+            own.muon_parameters,
+        )
+        for name, engine in variants(placement.config)
     }
 
 
-def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
+def layer_activations(placement: Placement, block: BlockShape) -> dict[str, float]:
     """Return term -> bytes per token that autograd keeps of one layer on one rank.
 
     The terms are those of the table above.
     """
-    e, split, training = _element(config), _sequence_split(config), training_of(config, cuda=cuda)
-    again = training.again
-    norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
+    training = placement.training
     terms: dict[str, float] = {}
-    for shape in filter(None, (block.mixer, block.mlp)):
-        kept = (
-            norms | shape.kept_bytes(training)
-            if shape is block.mixer or not again
-            else {"MLP": _residual(config)}
-        )
+    for part, shape in block.parts.items():
+        if training.again and part == "mlp":
+            kept = {"MLP": placement.stream_bytes}
+        else:
+            kept = {"norms": _norm_activations(placement)} | shape.activation_bytes(training)
         for name, value in kept.items():
             terms[name] = terms.get(name, 0.0) + block.recurrence * value
     return terms
 
 
-def training_of(config: RunConfig, *, cuda: bool) -> Training:
-    """Return the training settings in the form that the methods of shapes require."""
-    layout, train = config.parallel, config.train
-    return Training(
-        element=_element(config),
-        tensor_parallel=layout.tensor_model_parallel_size,
-        sequence_split=_sequence_split(config),
-        micro_batch=train.micro_batch_size,
-        length=config.data.seq_length,
-        cuda=cuda,
-        again=train.recompute == "selective",
-        ranks=layout.context_parallel_size,
-        fp8=train.fp8 != "none",
-    )
+def _norm_activations(placement: Placement) -> float:
+    """Return the bytes per token that an RMS norm keeps; on a CPU it is unfused."""
+    element = placement.element if placement.cuda else WIDE * 2
+    return element * placement.config.model.hidden_size / placement.training.sequence_split
 
 
-def is_estimated(config: RunConfig, *, cuda: bool) -> bool:
+def is_estimated(placement: Placement) -> bool:
     """Return True if the activations of the model are an estimate.
 
     This is the case if a mixer or MLP of the model is not covered by the table above.
     """
-    return any(
-        ESTIMATE in layer_activations(config, block, cuda=cuda) for block, _ in config.model.kinds
-    )
+    kinds = placement.config.model.kinds
+    return any(ESTIMATE in layer_activations(placement, block) for block, _ in kinds)
 
 
-def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
+def head_activations(placement: Placement) -> dict[str, float]:
     """Return term -> bytes per token that autograd keeps on the last stage after the layers.
 
     The terms are the final norm, the output layer and the loss.
     """
-    e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
-    softmax = WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size
+    model, training = placement.config.model, placement.training
+    softmax = WIDE * model.padded_vocab_size() / training.tensor_parallel
     return {
-        "final norm": (e if cuda else WIDE * 2) * hidden / s,
-        "output layer": e * hidden / s,  # its input, or with train.loss_chunk the input's gradient
-        "softmax": 0.0 if config.train.loss_chunk else softmax,
+        "final norm": _norm_activations(placement),
+        # Its input, or with train.loss_chunk the input's gradient.
+        "output layer": placement.element * model.hidden_size / training.sequence_split,
+        "softmax": 0.0 if placement.config.train.loss_chunk else softmax,
     }
 
 
-def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
+def chunks_in_flight(placement: Placement, stage: int) -> int:
     """Return the largest number of forward passes of a model chunk whose backward pass is pending.
 
     The schedules are Megatron's 1F1B and interleaved schedules.
     """
-    layout, train = config.parallel, config.train
+    layout, micro_batches = placement.config.parallel, placement.micro_batches
     stages = layout.pipeline_model_parallel_size
     chunks = layout.virtual_pipeline_model_parallel_size or 1
-    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel)
     if chunks == 1:
         return min(stages - stage, micro_batches)
     return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, micro_batches * chunks)
 
 
-def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
+def stage_activations(placement: Placement, stage: int) -> int:
     """Return the bytes of activations on a rank of ``stage`` at the peak.
 
     These are the activations of its layers for every micro-batch in flight. On the last stage, the
     activations of the loss are added.
     """
-    stages = config.parallel.pipeline_model_parallel_size
-    per_token = (
-        0.0
-        if _offloads(config, cuda=cuda)
-        else _layers_activations(config, stage, data_parallel, cuda=cuda)
-    )
+    stages = placement.config.parallel.pipeline_model_parallel_size
+    offloaded = placement.offloads_activations
+    per_token = 0.0 if offloaded else _layers_activations(placement, stage)
     if stages > 1:
-        per_token += chunks_in_flight(config, stage, data_parallel) * _residual(config)
+        per_token += chunks_in_flight(placement, stage) * placement.stream_bytes
     if stage == stages - 1:
-        per_token += sum(head_activations(config, cuda=cuda).values())
-    return int(per_token * config.train.micro_batch_size * _own_length(config))
+        per_token += sum(head_activations(placement).values())
+    return int(per_token * placement.micro_batch_tokens)
 
 
-def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
+def offloaded_activations(placement: Placement, stage: int) -> int:
     """Return the bytes of layer activations that a rank of ``stage`` keeps on the host at the peak.
 
     They are 0 without train.offload_activations.
     """
-    per_token = (
-        _layers_activations(config, stage, data_parallel, cuda=cuda)
-        if _offloads(config, cuda=cuda)
-        else 0.0
-    )
-    return int(per_token * config.train.micro_batch_size * _own_length(config))
+    if not placement.offloads_activations:
+        return 0
+    return int(_layers_activations(placement, stage) * placement.micro_batch_tokens)
 
 
-def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
+def _layers_activations(placement: Placement, stage: int) -> float:
     """Return the bytes per token of a rank's layer activations for all micro-batches in flight."""
-    layout, layers = config.parallel, 0.0
-    for block, count in config.model.kinds:
-        again = config.train.recompute == "full"
-        layers += count * (
-            _residual(config)
-            if again
-            else sum(layer_activations(config, block, cuda=cuda).values())
-        )
+    layout, layers = placement.config.parallel, 0.0
+    for block, count in placement.config.model.kinds:
+        if placement.config.train.recompute == "full":
+            layers += count * placement.stream_bytes
+        else:
+            layers += count * sum(layer_activations(placement, block).values())
     parts = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
-    return chunks_in_flight(config, stage, data_parallel) * layers / parts
+    return chunks_in_flight(placement, stage) * layers / parts
 
 
-def _offloads(config: RunConfig, *, cuda: bool) -> bool:
-    """Return True if activations are offloaded from a GPU to the host.
-
-    On a CPU, device and host memory are the same.
-    """
-    return config.train.offload_activations and cuda
-
-
-def _residual(config: RunConfig) -> float:
-    """Return the bytes per token of the residual stream on one rank."""
-    return _element(config) * config.model.stream_size / _sequence_split(config)
-
-
-def beside_told(
-    config: RunConfig,
-    memory: Sequence[StageMemory],
-    world_size: int,
-    data_parallel: int,
-    *,
-    cuda: bool,
+def additional_lines(
+    placement: Placement, memory: Sequence[StageMemory], world_size: int
 ) -> Iterator[str]:
     """Yield lines about memory that the table of all stages does not show separately.
 
@@ -361,23 +287,21 @@ def beside_told(
     table includes.
     """
     ranks = min(world_size, RANKS_OF_A_NODE)
-    sizes = [
-        offloaded_activations(config, stage.stage, data_parallel, cuda=cuda) for stage in memory
-    ]
-    if any(sizes):
-        node = f"{gib(ranks * max(sizes))} a node of {ranks} ranks"
+    offloaded = max(offloaded_activations(placement, stage.stage) for stage in memory)
+    if offloaded:
         yield (
-            f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory is "
-            "allocated in powers of two, so it may be up to twice that"
+            f"  activations on the host: {gib(offloaded)} a rank, {gib(ranks * offloaded)} a node "
+            f"of {ranks} ranks; page-locked memory is allocated in powers of two, so it may be up "
+            "to twice that"
         )
-    if size := copied_weights(config, max(stage.parameters for stage in memory), data_parallel):
+    if size := copied_weights(placement, max(stage.parameters for stage in memory)):
         yield (
             f"  log.diagnostics includes tensors: at those steps {gib(size)} more after the "
             "backward pass, for a copy of the weights that the rank updates"
         )
 
 
-def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
+def backward_workspace(placement: Placement, stage: int) -> int:
     """Return the bytes of short-lived tensors at the peak of the backward pass.
 
     On the last stage, the peak is the backward pass of the loss or, after the tensors of the loss
@@ -389,59 +313,59 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     weight gradient, in addition to the accumulated weight gradient and all hidden states.
 
     Layer: the gradients inside its MLP or its mixer, the weight gradient of fc1, and the temporary
-    memory of its mixer (``Shape.moment_bytes``). Recompute adds the activations of the layer that
-    are computed again. On a CPU, bf16 adds the size of all its activations.
+    memory of its mixer (``Shape.workspace_bytes``). Recompute adds the activations of the layer
+    that are computed again. On a CPU, bf16 adds the size of all its activations.
     """
-    model = config.model
-    train = config.train
-    e = _element(config)
-    t = config.parallel.tensor_model_parallel_size
-    tokens = train.micro_batch_size * _own_length(config)
-    inner, packed = model.ffn_size / t, max(_packed_width(block) for block, _ in model.kinds) / t
-    per_token = (
-        e * 3 * max(inner, packed)
-        if cuda
-        else e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
-    )
+    layer = _layer_workspace(placement)
+    if stage < placement.config.parallel.pipeline_model_parallel_size - 1:
+        return int(layer)
+    head = sum(head_activations(placement).values()) * placement.micro_batch_tokens
+    return int(max(_loss_workspace(placement), layer - head))
+
+
+def _layer_workspace(placement: Placement) -> float:
+    config, training, e = placement.config, placement.training, placement.element
+    model, cuda = config.model, placement.cuda
+    blocks = [block for block, _ in model.kinds]
+    inner = model.ffn_size / training.tensor_parallel
+    packed = max(map(_packed_width, blocks)) / training.tensor_parallel
+    if cuda:
+        per_token = e * 3 * max(inner, packed)
+    else:
+        per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
     # Recompute makes the missing activations of a layer again. On a CPU in bf16 the fp32 parts of a
     # layer have fp32 gradients of about the size of its activations (measured, not derived).
-    plain = replace(config, train=replace(train, recompute="none"))
-    whole = max(
-        sum(layer_activations(plain, block, cuda=cuda).values()) for block, _ in model.kinds
+    plain = replace(
+        placement, config=replace(config, train=replace(config.train, recompute="none"))
     )
+    complete = max(sum(layer_activations(plain, block).values()) for block in blocks)
     kept = {
-        "none": whole,
-        "selective": min(
-            sum(layer_activations(config, block, cuda=cuda).values()) for block, _ in model.kinds
-        ),
+        "none": complete,
+        "selective": min(sum(layer_activations(placement, block).values()) for block in blocks),
         "full": 0.0,
-    }
-    per_token += (
-        whole
-        - (0.0 if _offloads(config, cuda=cuda) else kept[train.recompute])
-        + (e < WIDE and not cuda) * whole
-    )
-    layer = per_token * tokens + e * 2 * inner * model.hidden_size
-    layer += max(
-        block.mixer.moment_bytes(training_of(config, cuda=cuda)) for block, _ in model.kinds
-    )
-    if stage < config.parallel.pipeline_model_parallel_size - 1:
-        return int(layer)
-    rows = model.padded_vocab_size() / t
+    }[config.train.recompute]
+    missing = complete - (0.0 if placement.offloads_activations else kept)
+    if e < WIDE and not cuda:
+        missing += complete
+    per_token += missing
+    layer = per_token * placement.micro_batch_tokens + e * 2 * inner * model.hidden_size
+    return layer + max(block.mixer.workspace_bytes(training) for block in blocks)
+
+
+def _loss_workspace(placement: Placement) -> float:
+    model, train, e = placement.config.model, placement.config.train, placement.element
+    tokens, half = placement.micro_batch_tokens, e < WIDE
+    rows = model.padded_vocab_size() / placement.training.tensor_parallel
     if train.loss_chunk:
-        some, copied = min(train.loss_chunk, tokens), WIDE * (e < WIDE)
-        loss = (
-            rows
-            * (max((e + copied) * some, e * (some + model.hidden_size)) + WIDE * model.hidden_size)
-            + _residual(config) * tokens
-        )
-    else:
-        # Megatron's fused loss (on a GPU in bf16) turns the softmax into its gradient in place.
-        wide = 0 if cuda and not train.z_loss else WIDE
-        loss = (
-            rows * (e + wide) * (e < WIDE) + e * model.hidden_size
-        ) * tokens + e * rows * model.hidden_size
-    return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
+        chunk = min(train.loss_chunk, tokens)
+        logits = (e + WIDE * half) * chunk
+        gradients = e * (chunk + model.hidden_size)
+        accumulated = WIDE * model.hidden_size
+        return rows * (max(logits, gradients) + accumulated) + placement.stream_bytes * tokens
+    # Megatron's fused loss (on a GPU in bf16) turns the softmax into its gradient in place.
+    softmax = 0 if placement.cuda and not train.z_loss else WIDE
+    per_token = rows * (e + softmax) * half + e * model.hidden_size
+    return per_token * tokens + e * rows * model.hidden_size
 
 
 def _packed_width(block: BlockShape) -> int:
@@ -450,16 +374,3 @@ def _packed_width(block: BlockShape) -> int:
         (max(weight.shape) for weight in block.mixer.weights().values() if len(weight.shape) == 2),
         default=0,
     )
-
-
-def _element(config: RunConfig) -> int:
-    return 2 if config.train.precision == "bf16" else 4
-
-
-def _own_length(config: RunConfig) -> int:
-    """Return the number of tokens of a sequence on one context-parallel rank."""
-    return config.data.seq_length // config.parallel.context_parallel_size
-
-
-def _sequence_split(config: RunConfig) -> int:
-    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1

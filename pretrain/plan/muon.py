@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from fem_common.text import si
 from fem_megatron.shape import Weight
-from pretrain.config import RunConfig
+from pretrain.plan.placement import Placement
 
 STEPS = 5
 # Elements of unsharded maps that a rank processes at a time, unless one map has more.
@@ -39,21 +39,17 @@ def step_flops(weights: Iterable[Weight]) -> float:
     )
 
 
-def told(config: RunConfig, weights: Iterable[Weight], data_parallel: int, training: float) -> str:
+def line(placement: Placement, weights: Iterable[Weight], training: float) -> str:
     """Return the plan's line about Muon.
 
     training: FLOPs of the forward and backward passes of a step. If the optimizer is not split,
     every data-parallel rank repeats all of Muon's work, and the line counts every repetition.
     """
-    split = (
-        config.engine.zero_stage > 0
-        if config.engine.name == "deepspeed"
-        else config.parallel.use_distributed_optimizer
-    )
-    muons = [one for one in weights if one.orthogonal]
-    maps = sum(len([*one.linear_maps()]) for one in muons)
-    flops = step_flops(muons) * (1 if split else data_parallel)
-    size = sum(one.size for one in muons)
+    orthogonal = [one for one in weights if one.orthogonal]
+    maps = sum(len([*one.linear_maps()]) for one in orthogonal)
+    repeated = 1 if placement.splits_optimizer else placement.data_parallel
+    flops = step_flops(orthogonal) * repeated
+    size = sum(one.size for one in orthogonal)
     return (
         f"Muon: {size:,} parameters in {maps:,} maps, {si(flops)}FLOP a step, "
         f"{100 * flops / training:.2g}% of training"

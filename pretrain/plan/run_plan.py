@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from fem_common.costs import CONTENTS
 from fem_common.text import gib, si
-from fem_megatron.catalogue import BASELINE, mixer_names
+from fem_megatron.catalogue import BASELINE
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
@@ -23,7 +24,14 @@ from fem_megatron.shape import BlockShape, Weight, Weights
 from pretrain.config import RunConfig
 from pretrain.plan import context_parallel, fp8, muon
 from pretrain.plan.devices import memory_gib
-from pretrain.plan.memory import StageMemory, beside_told, is_estimated, stage_memory, zero_variants
+from pretrain.plan.memory import (
+    StageMemory,
+    additional_lines,
+    is_estimated,
+    stage_memory,
+    zero_variants,
+)
+from pretrain.plan.placement import Placement, blocks_by_mixer
 from pretrain.plan.zero_memory import zero_name
 from pretrain.schedule import Schedule
 
@@ -80,10 +88,10 @@ def count_by_component(model: ModelConfig) -> dict[str, int]:
     return counts
 
 
-def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
+def stage_parameters(config: RunConfig, *, muon: bool = False) -> list[int]:
     """Return the exact number of parameters of one rank of each pipeline stage.
 
-    A tied embedding counts on the first and the last stage. muons: count only the parameters that
+    A tied embedding counts on the first and the last stage. muon: count only the parameters that
     Muon updates.
     """
     layout, model = config.parallel, config.model
@@ -91,12 +99,9 @@ def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
     counts = [0] * stages
 
     def own(weight: Weight) -> int:
-        counted = not muons or (weight.orthogonal and config.optimizer.name == "muon")
-        return (
-            counted
-            * weight.size
-            // (1 if weight.split is None else layout.tensor_model_parallel_size)
-        )
+        if muon and not (weight.orthogonal and config.optimizer.name == "muon"):
+            return 0
+        return weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
 
     # Interleaving assigns the layers in another order, but the same number to each stage.
     for layer, block in enumerate(model.blocks()):
@@ -156,7 +161,7 @@ def flops_per_token(config: RunConfig) -> float:
     return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
 
 
-def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
+def recomputed_flops(config: RunConfig, forward: Mapping[str, float]) -> dict[str, float]:
     """Return component -> FLOPs per token that recompute adds.
 
     forward: FLOPs of the forward pass. The result contains those components that run twice.
@@ -172,8 +177,8 @@ def computed_again(config: RunConfig, forward: Mapping[str, float]) -> dict[str,
 # --- the plan ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Placement):
     """Requirements of a run. Sizes are in bytes, FLOPs per token.
 
     train_flops is the numerator of the MFU; hardware_flops also counts recompute. Both use
@@ -181,17 +186,13 @@ class Plan:
     available.
     """
 
-    config: RunConfig
     world_size: int
-    data_parallel: int
-    micro_batches: int
     schedule: Schedule
     forward_flops: dict[str, float]
     train_flops: float
     hardware_flops: float
     part_lengths: PartLengths | None
     memory: tuple[StageMemory, ...]
-    cuda: bool
     train_data_tokens: int | None
 
     @cached_property
@@ -218,9 +219,6 @@ class Plan:
             mlp=None,
             recurrence=1,
             num_attention_heads=1,
-        )
-        twin = replace(
-            twin,
             num_query_groups=None,
             rope=False,
             rope_scaling=RopeScaling(),
@@ -231,7 +229,11 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint in bytes."""
-        return checkpoint_bytes(self.config)
+        stored, muon_used = stored_bytes(self.config), self.config.optimizer.name == "muon"
+        return sum(
+            weight.size * (stored - 4 * (muon_used and weight.orthogonal))
+            for weight in model_weights(self.config.model).values()
+        )
 
     @property
     def total_parameters(self) -> int:
@@ -260,12 +262,10 @@ class Plan:
         staging blocks are not completely filled. Up to 2.2% of the blocks of
         `fem_megatron.megatron.staging` stay empty for models of 1.3B to 70B parameters.
         """
-        ranks = self.data_parallel * self.config.parallel.context_parallel_size
         parts = 33 if self.cuda else 32
-        most = max(
-            stage.parameters * stored_bytes(self.config) - 4 * stage.muons for stage in self.memory
-        )
-        return most // ranks * parts // 32
+        stored = stored_bytes(self.config)
+        most = max(stage.parameters * stored - 4 * stage.muon_parameters for stage in self.memory)
+        return most // self.replicas * parts // 32
 
     @property
     def peak_memory(self) -> int:
@@ -281,10 +281,10 @@ def make_plan(
     ``cuda`` selects the memory model of a GPU or of a CPU. ``model.vocab_size`` must be known
     (given, or filled in by ``pretrain.data.facts.fill_from_data``).
     """
-    layout = config.parallel
-    data_parallel = world_size // layout.model_parallel
-    schedule = Schedule.of(config)
-    counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
+    placement = Placement(
+        config=config, data_parallel=world_size // config.parallel.model_parallel, cuda=cuda
+    )
+    counts = zip(stage_parameters(config), stage_parameters(config, muon=True), strict=True)
     part_lengths = None
     if facts is not None and config.data.documents == "separate":
         # Imported late, because it imports numpy, which a plan of full sequences does not need.
@@ -294,32 +294,17 @@ def make_plan(
     forward = forward_flops(config.model, config.data.seq_length, part_lengths)
     train = 3.0 * sum(forward.values())
     return Plan(
-        config=config,
+        **vars(placement),
         world_size=world_size,
-        data_parallel=data_parallel,
-        micro_batches=config.train.global_batch_size
-        // (config.train.micro_batch_size * data_parallel),
-        schedule=schedule,
+        schedule=Schedule.of(config),
         forward_flops=forward,
         train_flops=train,
-        hardware_flops=train + sum(computed_again(config, forward).values()),
+        hardware_flops=train + sum(recomputed_flops(config, forward).values()),
         part_lengths=part_lengths,
         memory=tuple(
-            stage_memory(config, stage, n, data_parallel, cuda=cuda, muons=muons)
-            for stage, (n, muons) in enumerate(counts)
+            stage_memory(placement, stage, *parameters) for stage, parameters in enumerate(counts)
         ),
-        cuda=cuda,
         train_data_tokens=facts.tokens["train"] if facts else None,
-    )
-
-
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of one checkpoint in bytes."""
-    muons = config.optimizer.name == "muon"
-    weights = model_weights(config.model).values()
-    return sum(
-        weight.size * (stored_bytes(config) - 4 * (muons and weight.orthogonal))
-        for weight in weights
     )
 
 
@@ -369,16 +354,15 @@ def memory_excess(plan: Plan) -> str | None:
 
 def _model_lines(plan: Plan) -> Iterator[str]:
     model, total = plan.config.model, plan.total_parameters
-    names, blocks = mixer_names(model), model.blocks()
+    blocks = blocks_by_mixer(model)
     again = f", each applied {model.recurrence} times" if model.recurrence > 1 else ""
     what = " ".join(model.pattern or (model.mixer,))
     yield (
         f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, "
         f"{model.num_attention_heads} heads{again}"
     )
-    for name, block in dict(zip(names, blocks, strict=True)).items():
-        shapes = [shape for shape in (block.mixer, block.mlp) if shape is not None]
-        yield f"  {name}: {', '.join(shape.summary() for shape in shapes)}"
+    for name, block in blocks.items():
+        yield f"  {name}: {', '.join(shape.summary() for shape in block.parts.values())}"
     yield f"  vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
     if model.parametrization == "mup":
         yield (
@@ -393,12 +377,12 @@ def _model_lines(plan: Plan) -> Iterator[str]:
         f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and "
         "output layer)"
     )
-    if any(block.mixer.external for block in blocks):
+    if any(block.mixer.external for block in blocks.values()):
         yield (
             "  without the parameters inside flash-linear-attention's layers, whose number is "
             "unknown"
         )
-    elif set(names) != {BASELINE}:
+    elif set(blocks) != {BASELINE}:
         excess = 100 * (total / plan.transformer_parameters - 1)
         yield (
             f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has "
@@ -420,18 +404,16 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
         else ""
     )
     if config.train.fp8 != "none":
-        yield f"  {fp8.told(config, forward)}"
+        yield f"  {fp8.line(config, forward)}"
     if config.data.documents == "separate":
-        yield f"  {_documents_told(plan)}"
+        yield f"  {_documents_line(plan)}"
     if config.optimizer.name == "muon":
         weights = model_weights(config.model).values()
         step_flops = plan.train_flops * plan.schedule.step_tokens
-        yield f"  {muon.told(config, weights, plan.data_parallel, step_flops)}"
-    length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
-    yield (
-        f"  decoding state of {length:,} tokens: "
-        f"{gib(decoding_state_bytes(config.model, length, element))} a sequence"
-    )
+        yield f"  {muon.line(plan, weights, step_flops)}"
+    length = config.data.seq_length
+    state = decoding_state_bytes(config.model, length, plan.element)
+    yield f"  decoding state of {length:,} tokens: {gib(state)} a sequence"
     schedule = plan.schedule
     yield "length"
     yield (
@@ -447,7 +429,7 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
         )
 
 
-def _documents_told(plan: Plan) -> str:
+def _documents_line(plan: Plan) -> str:
     part_lengths = plan.part_lengths
     if part_lengths is None:
         return (
@@ -468,46 +450,38 @@ def _documents_told(plan: Plan) -> str:
 def _layout_lines(plan: Plan) -> Iterator[str]:
     layout, train = plan.config.parallel, plan.config.train
     chunks = layout.virtual_pipeline_model_parallel_size
-    words = [
-        f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP "
-        f"{layout.tensor_model_parallel_size}",
-        f"x PP {layout.pipeline_model_parallel_size}"
-        + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
-        *([f"x CP {layout.context_parallel_size}"] if layout.context_parallel_size > 1 else []),
-        f"x DP {plan.data_parallel}" + _split_words(plan.config),
-    ]
+    sizes = f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size}"
+    if chunks:
+        sizes += f" (interleaved, {chunks} chunks a rank)"
+    if layout.context_parallel_size > 1:
+        sizes += f" x CP {layout.context_parallel_size}"
+    sizes += f" x DP {plan.data_parallel}"
+    if plan.config.engine.name == "deepspeed":
+        sizes += f" (DeepSpeed, {zero_name(plan.config.engine)})"
+    elif layout.use_distributed_optimizer:
+        sizes += " (distributed optimizer)"
+    if layout.sequence_parallel:
+        sizes += ", sequence parallel"
     yield "layout"
-    yield "  " + " ".join(words) + (", sequence parallel" if layout.sequence_parallel else "")
+    yield f"  {plan.world_size} process{'es' if plan.world_size > 1 else ''} = {sizes}"
     yield (
         f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of "
         f"{train.micro_batch_size} x {plan.config.data.seq_length} tokens on each data-parallel "
         f"rank, {train.precision}, recompute {train.recompute}"
     )
-    yield from context_parallel.told(plan.config, plan.data_parallel, cuda=plan.cuda)
-
-
-def _split_words(config: RunConfig) -> str:
-    if config.engine.name == "deepspeed":
-        return f" (DeepSpeed, {zero_name(config.engine)})"
-    return " (distributed optimizer)" if config.parallel.use_distributed_optimizer else ""
+    yield from context_parallel.lines(plan)
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
     # Rows of separate documents are padded copies, which exist in addition to their sources.
     rows = plan.config.data.documents == "separate"
-    estimated = (
-        "; activations estimated, to about 25%"
-        if rows or is_estimated(plan.config, cuda=plan.cuda)
-        else ""
-    )
+    estimated = "; activations estimated, to about 25%" if rows or is_estimated(plan) else ""
     yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, without the libraries'}{estimated})"
-    header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
+    header = ("parameters", *CONTENTS, "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:
         yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + _sizes(stage)
-    yield from beside_told(
-        plan.config, plan.memory, plan.world_size, plan.data_parallel, cuda=plan.cuda
-    )
+    yield from additional_lines(plan, plan.memory, plan.world_size)
     if plan.config.engine.name == "deepspeed":
         yield from _zero_lines(plan)
     if excess := memory_excess(plan):
@@ -538,28 +512,13 @@ def _zero_lines(plan: Plan) -> Iterator[str]:
         "under DeepSpeed's stages (the peak is below the sum, because gradients replace "
         "activations)"
     )
-    titles = (
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "workspace",
-        "peak",
-        *(("host",) if host else ()),
-    )
+    titles = (*CONTENTS, "peak", *(("host",) if host else ()))
     yield "  " + " " * 30 + "".join(title.rjust(14) for title in titles)
-    for name, memory in zero_variants(plan.config, own, plan.data_parallel, cuda=plan.cuda).items():
+    for name, memory in zero_variants(plan, own).items():
         mark = "* " if name == zero_name(plan.config.engine) else "  "
         yield mark + name.ljust(30) + _sizes(memory) + (gib(memory.host).rjust(14) if host else "")
 
 
 def _sizes(stage: StageMemory) -> str:
-    sizes = (
-        stage.weights,
-        stage.gradients,
-        stage.optimizer,
-        stage.activations,
-        stage.workspace,
-        stage.total,
-    )
+    sizes = (*stage.by_content().values(), stage.total)
     return "".join(gib(size).rjust(14) for size in sizes)

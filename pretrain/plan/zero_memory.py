@@ -37,6 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config import EngineConfig, RunConfig
+from pretrain.plan.placement import Placement
 
 WIDE = 4  # bytes of fp32
 BUCKET = 500_000_000  # elements, DeepSpeed's default
@@ -76,24 +77,16 @@ class ZeroMemory:
         return steady + max(activations + self.forward, self.fresh + self.reduction)
 
 
-def zero_memory(
-    config: RunConfig,
-    engine: EngineConfig,
-    parameters: int,
-    data_parallel: int,
-    *,
-    cuda: bool,
-    muons: int = 0,
-) -> ZeroMemory:
+def zero_memory(placement: Placement, parameters: int, muon_parameters: int = 0) -> ZeroMemory:
     """Return the memory under ZeRO of a rank with ``parameters`` parameters.
 
-    muons: number of parameters that Muon updates. ``engine`` may differ from the run's engine. On a
-    CPU the host's memory counts as the device's.
+    muon_parameters: number of parameters that Muon updates. On a CPU the host's memory counts as
+    the device's.
     """
-    e = 2 if config.train.precision == "bf16" else WIDE
+    config, e, cuda = placement.config, placement.element, placement.cuda
+    engine = config.engine
     stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
-    ranks = data_parallel * config.parallel.context_parallel_size
-    part = -(-parameters // ranks)
+    part = -(-parameters // placement.replicas)
     bucket = min(settings.reduce_bucket_size or BUCKET, parameters)
     buffers = 2 if config.parallel.overlap_grad_reduce and stage in (1, 2) else 1
     converted = WIDE * bucket if e < WIDE else 0
@@ -112,8 +105,8 @@ def zero_memory(
         weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
         group = min(part, settings.sub_group_size or SUB_GROUP)
         reduction = WIDE * ((1 if cuda else 2) * bucket + group)
-    optimizer -= WIDE * (muons if stage == 0 else -(-muons // ranks))
-    several = config.train.global_batch_size > config.train.micro_batch_size * data_parallel
+    optimizer -= WIDE * placement.optimizer_part(muon_parameters)
+    several = placement.micro_batches > 1
     fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients
     if offload:
         host, optimizer = optimizer + 2 * WIDE * part, 0

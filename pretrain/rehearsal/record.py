@@ -7,7 +7,7 @@ changing it, so that the collectives of both can be compared call by call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fem_megatron.meta.trace import META, TRACING, Dispatched, Trace, caller, moved
+from fem_common.costs import bytes_sent
+from fem_megatron.meta.trace import META, POINTWISE, TRACING, Dispatched, Trace, caller, traffic_of
 
 TRACING.add(__file__)
 
@@ -27,15 +28,6 @@ SETUP, FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = (
     "reduction",
     "update",
 )
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "workspace",
-)
-"""Holders of memory. Activations are made by a forward pass; workspace by a backward pass, by the
-update, or before the step."""
 
 
 @dataclass
@@ -54,7 +46,7 @@ class Held:
     place: str
     born: int
     gone: int | None = None
-    kind: str = ""  # one of HOLDERS; empty if unknown
+    content: str = ""  # one of fem_common.costs.CONTENTS; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -70,6 +62,11 @@ class Collective:
     group: tuple[int, ...]
     bytes: int
     peer: int | None = None
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends."""
+        return bytes_sent(self.kind, self.bytes, len(self.group))
 
 
 @dataclass
@@ -96,10 +93,15 @@ class StepTrace(Trace):
         Recording it would keep its arguments, tensors of the step, in memory.
         """
 
-    def add(self, name: str, moved: float, kind: str = "pointwise", flops: float = 0.0) -> None:
+    def add(self, name: str, traffic: float, kind: str = POINTWISE, flops: float = 0.0) -> None:
         """Record a kernel."""
         self.backward = self.phase == BACKWARD
-        super().add(name, moved, kind, flops)
+        super().add(name, traffic, kind, flops)
+
+    def restart(self) -> None:
+        """Forget everything that was recorded."""
+        super().restart()
+        self.collectives.clear()
 
 
 class Recorder(Dispatched):
@@ -140,7 +142,7 @@ class Recorder(Dispatched):
             finally:
                 self.trace.muted = False
             self.trace.add(
-                name, moved([t for t in tree_leaves((args, out)) if isinstance(t, Tensor)])
+                name, traffic_of([t for t in tree_leaves((args, out)) if isinstance(t, Tensor)])
             )
             self.note(out, name)
             return out
@@ -149,45 +151,35 @@ class Recorder(Dispatched):
 
     def note(self, made: Any, operation: str) -> None:
         """Record the memory of new tensors."""
-        for t in tree_leaves(made):
-            if isinstance(t, Tensor) and self._is_here(t):
-                storage = t.untyped_storage()
-                key = storage._cdata
-                if key not in self.here and storage.nbytes():
-                    held = Held(
-                        storage.nbytes(),
-                        self.trace.phase,
-                        self.trace.part,
-                        operation,
-                        caller(),
-                        self.tick,
-                    )
-                    self.here[key] = held, weakref.ref(storage, partial(self._gone, key))
-                    self.held.append(held)
-                    self.tick += 1
+        for storage in self._storages(made):
+            key = storage._cdata
+            if key not in self.here and storage.nbytes():
+                phase, part = self.trace.phase, self.trace.part
+                held = Held(storage.nbytes(), phase, part, operation, caller(), self.tick)
+                self.here[key] = held, weakref.ref(storage, partial(self._gone, key))
+                self.held.append(held)
+                self.tick += 1
 
-    def known(self, tensors: Any, kind: str) -> None:
-        """Set the holder of the memory of these tensors, unless it is already set.
+    def known(self, tensors: Any, content: str) -> None:
+        """Set the content of the memory of these tensors, unless it is already set.
 
-        kind: the holder, one of HOLDERS.
+        content: one of fem_common.costs.CONTENTS.
         """
-        for t in tree_leaves(tensors):
-            if (
-                isinstance(t, Tensor)
-                and self._is_here(t)
-                and t.untyped_storage()._cdata in self.here
-            ):
-                held, _ = self.here[t.untyped_storage()._cdata]
-                held.kind = held.kind or kind
+        for storage in self._storages(tensors):
+            if storage._cdata in self.here:
+                held, _ = self.here[storage._cdata]
+                held.content = held.content or content
 
     def forget(self, tensors: Any) -> None:
         """Count the memory of these tensors as zero."""
-        for t in tree_leaves(tensors):
-            if isinstance(t, Tensor) and self._is_here(t):
-                self.here[t.untyped_storage()._cdata][0].bytes = 0
+        for storage in self._storages(tensors):
+            self.here[storage._cdata][0].bytes = 0
 
-    def _is_here(self, t: Tensor) -> bool:
-        return t.is_meta if self.device == META else t.is_cpu
+    def _storages(self, tensors: Any) -> Iterator[torch.UntypedStorage]:
+        """Yield the memory of the tensors on the recorder's device."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, Tensor) and (t.is_meta if self.device == META else t.is_cpu):
+                yield t.untyped_storage()
 
     def _gone(self, key: int, _: object) -> None:
         held, _ = self.here.pop(key)
@@ -196,11 +188,8 @@ class Recorder(Dispatched):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         group = next(each for each in args if not isinstance(each, Tensor | list | int))
-        group = (
-            torch.distributed.ProcessGroup.unbox(group)
-            if not isinstance(group, torch.distributed.ProcessGroup)
-            else group
-        )
+        if not isinstance(group, torch.distributed.ProcessGroup):
+            group = torch.distributed.ProcessGroup.unbox(group)
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
         size = max((t.numel() * t.element_size() for t in tensors), default=0)

@@ -8,17 +8,27 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 
+from fem_common.costs import (
+    ACTIVATIONS,
+    CONTENTS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    WORKSPACE,
+    Memory,
+)
 from fem_common.errors import ConfigError
 from fem_common.text import gib
 from fem_megatron.megatron import model as fem_model
 from fem_megatron.meta import fake_machine
-from fem_megatron.meta.trace import META, Launch
+from fem_megatron.meta.trace import META
 from pretrain.config import RunConfig
 from pretrain.data.datasets import FIELDS
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
@@ -26,17 +36,10 @@ from pretrain.plan.devices import memory_gib
 from pretrain.plan.run_plan import Plan, make_plan
 from pretrain.rehearsal import zero
 from pretrain.rehearsal.record import (
-    ACTIVATIONS,
     FORWARD,
-    GRADIENTS,
-    HOLDERS,
-    OPTIMIZER,
     REDUCTION,
     SETUP,
     UPDATE,
-    WEIGHTS,
-    WORKSPACE,
-    Collective,
     Held,
     Recorder,
     StepTrace,
@@ -58,20 +61,21 @@ class Peak:
     part: str
     held: list[Held]
 
-    def by_holder(self) -> dict[str, int]:
-        """Return holder -> bytes for each of HOLDERS."""
-        found = dict.fromkeys(HOLDERS, 0)
+    @property
+    def memory(self) -> Memory:
+        """The bytes by content."""
+        found = dict.fromkeys(CONTENTS, 0)
         for each in self.held:
-            found[holder(each)] += each.bytes
-        return found
+            found[content(each)] += each.bytes
+        return Memory(**found)
 
 
 @dataclass(frozen=True)
 class Rank:
     """Recording of the last rehearsed step of one rank.
 
-    begin, end: first and last tick of the step. groups: ranks -> name of each process group.
-    seconds: duration of the rehearsal.
+    begin, end: first and last tick of the step. trace: kernels, collectives and host reads of the
+    step. groups: ranks -> name of each process group. seconds: duration of the rehearsal.
     """
 
     stage: int
@@ -79,62 +83,46 @@ class Rank:
     begin: int
     end: int
     held: list[Held]
-    launches: list[Launch]
-    collectives: list[Collective]
+    trace: StepTrace
     groups: dict[tuple[int, ...], str]
-    reads: list[str]
-    chosen: dict[str, str]
     seconds: float = 0.0
+
+    def changes(self) -> list[tuple[int, Held, int]]:
+        """Return (tick, memory, change in bytes) of each creation and each release, in order."""
+        made = [(each.born, each, each.bytes) for each in self.held]
+        freed = [(each.gone, each, -each.bytes) for each in self.held if each.gone is not None]
+        return sorted([*made, *freed], key=itemgetter(0))
 
     @cached_property
     def peak(self) -> Peak:
         """Peak memory within the step."""
-        changes = {each.born: each for each in self.held} | {
-            each.gone: each for each in self.held if each.gone is not None
-        }
         now = best = at = 0
-        for tick, each in sorted(changes.items()):
-            now += each.bytes if tick == each.born else -each.bytes
+        last = self.held[0]
+        for tick, each, change in self.changes():
+            now += change
             if self.begin <= tick < self.end and now > best:
-                best, at = now, tick
-        last = changes[at]
-        return Peak(
-            best,
-            last.phase,
-            last.part,
-            [
-                each
-                for each in self.held
-                if each.born <= at and (each.gone is None or each.gone > at)
-            ],
-        )
-
-    @property
-    def moved(self) -> float:
-        """Bytes that the step's kernels read and write in device memory (`meta.trace`)."""
-        return sum(launch.bytes for launch in self.launches)
-
-    def flops(self, *, backward: bool) -> float:
-        """Return the FLOPs of matrix products in the forward or the backward pass.
-
-        These are the products of torch and of the attention kernel. Products within Triton kernels
-        are unknown and not included.
-        """
-        return sum(launch.flops for launch in self.launches if launch.backward == backward)
+                best, at, last = now, tick, each
+        held = [
+            each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)
+        ]
+        return Peak(best, last.phase, last.part, held)
 
 
-def holder(held: Held) -> str:
-    """Return the holder, one of HOLDERS, of a tensor's memory."""
+def content(held: Held) -> str:
+    """Return the content, one of fem_common.costs.CONTENTS, of a tensor's memory.
+
+    Tensors of the forward pass whose content is unknown are activations; those of the backward
+    pass, of the update and of the set-up are workspace.
+    """
     # DeepSpeed gathers weights during the forward pass.
     kept = held.phase == FORWARD and not held.place.startswith("deepspeed/")
-    return held.kind or (ACTIVATIONS if kept else WORKSPACE)
+    return held.content or (ACTIVATIONS if kept else WORKSPACE)
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """Results of the rehearsal of a run on one device: the plan, and each rehearsed rank."""
 
-    config: RunConfig
     device: str
     plan: Plan
     ranks: list[Rank]
@@ -173,7 +161,7 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
     where = fake_machine.CPU if device == "cpu" else fake_machine.FAKE_GPU
     kinds = sorted({0, stages // 2, stages - 1}) if stages > 2 else range(stages)
     ranks = [rehearse_rank(config, world_size, where, stage) for stage in kinds]
-    return Rehearsal(config, device, plan, ranks)
+    return Rehearsal(device, plan, ranks)
 
 
 def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stage: int) -> Rank:
@@ -196,11 +184,11 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
 
             engine = make_engine(config, schedule, draw=False)
         try:
-            told = recorded_steps(engine, recorder, micro_batches(config), schedule, world_size)
+            record = recorded_steps(engine, recorder, micro_batches(config), schedule, world_size)
         finally:
             engine.close()
             destroy_model_parallel()
-    return replace(told, stage=stage, rank=rank, seconds=time.monotonic() - began)
+    return replace(record, stage=stage, rank=rank, seconds=time.monotonic() - began)
 
 
 def recorded_steps(
@@ -214,15 +202,13 @@ def recorded_steps(
     _name_parts(engine, trace)
     (zero.follow if deepspeed else _follow)(engine, recorder)
     peaks = [0.0] * world_size
-    begin = launches = collectives = reads = 0
+    begin = 0
     # ZeRO-3 records the order of the modules in its first micro-batch, and compares it between the
     # ranks in the second.
     for step in range(1, 4 if deepspeed and engine.config.engine.zero_stage == 3 else 3):
         gc.collect()
         begin = recorder.tick
-        launches = len(trace.launches)
-        collectives = len(trace.collectives)
-        reads = len(trace.reads)
+        trace.restart()
         trace.stage = FORWARD
         engine.train_step(
             batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks]
@@ -236,11 +222,8 @@ def recorded_steps(
         begin=begin,
         end=end,
         held=recorder.held,
-        launches=trace.launches[launches:],
-        collectives=trace.collectives[collectives:],
+        trace=trace,
         groups=_groups(),
-        reads=trace.reads[reads:],
-        chosen=trace.chosen,
     )
 
 

@@ -11,20 +11,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
+from fem_common.costs import GRADIENTS, OPTIMIZER, WEIGHTS, WORKSPACE
 from fem_common.errors import ConfigError
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.engines.deepspeed_ops import check_ops, prepare_environment
-from pretrain.rehearsal.record import (
-    FORWARD,
-    GRADIENTS,
-    OPTIMIZER,
-    REDUCTION,
-    UPDATE,
-    WEIGHTS,
-    WORKSPACE,
-    Recorder,
-)
+from pretrain.rehearsal.record import FORWARD, REDUCTION, UPDATE, Recorder
 
 
 def prepare(config: RunConfig) -> None:

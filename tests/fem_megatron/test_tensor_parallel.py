@@ -309,9 +309,9 @@ def compare_cut(
     with sent_by_this_rank() as sent:
         mine, y, x_grad = run_cut(split, cut, x, weight, is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
-    if beta is None and type(shape.mixer).split_bytes is not Shape.split_bytes:
+    if beta is None and type(shape.mixer).exchanged_bytes is not Shape.exchanged_bytes:
         training = Training(8, 1, 1, x.shape[1], length, cuda=False, ranks=cut.ranks.size)
-        told = shape.mixer.split_bytes(
+        told = shape.mixer.exchanged_bytes(
             training, SplitKinds(cut.gathers, cut.states, cut.ring)
         ).sent(training)
         errors["bytes"] = abs(told * shape.recurrence / sum(sent) - 1)

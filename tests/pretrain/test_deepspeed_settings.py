@@ -5,6 +5,7 @@ torch is needed and no process starts.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig, load_run
 from pretrain.engines.deepspeed_settings import deepspeed_config
+from pretrain.plan.placement import Placement
 from pretrain.plan.run_plan import make_plan, render
 from pretrain.plan.zero_memory import variants, zero_memory
 from pretrain.validate import validate
@@ -139,9 +141,10 @@ def test_a_wrong_file_is_named(tmp_path: Path, wording: Wording) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_stage_needs_less_of_what_it_splits(precision: str) -> None:
     config = small(f"train.precision={precision}", "engine.deepspeed.max_live_parameters=1000")
-    found = {
-        name: zero_memory(config, engine, 10**9, 8, cuda=True) for name, engine in variants(config)
-    }
+    found = {}
+    for name, engine in variants(config):
+        placement = Placement(config=replace(config, engine=engine), data_parallel=8, cuda=True)
+        found[name] = zero_memory(placement, 10**9)
     assert found["stage 1"].gradients > 4 * found["stage 2"].gradients / 1.01
     assert found["stage 2"].weights > 7.9 * found["stage 3"].weights
     assert found["stage 1"].optimizer == found["stage 2"].optimizer == 12 * 10**9 / 8

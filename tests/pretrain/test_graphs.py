@@ -4,6 +4,7 @@ overwrites, and host reads in a capture.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,9 +200,9 @@ def test_a_machine_without_a_gpu_is_told() -> None:
 def on_paper(names: list[str]) -> tuple[set[str], float]:
     platform.import_megatron()
     told = rehearse(config_of(2, [*TP2, *SP, *pattern(names), ON], ON_A_GPU), 2, "h100")
-    return {
-        read.replace(read.split()[0], read.split()[0].split(":")[0]) for read in told.ranks[0].reads
-    }, (told.plan.memory[0].total / told.ranks[0].peak.bytes)
+    (rank,) = told.ranks
+    reads = {re.sub(r":\d+", "", read) for read in rank.trace.reads}
+    return reads, told.plan.memory[0].total / rank.peak.bytes
 
 
 @pytest.mark.parametrize(

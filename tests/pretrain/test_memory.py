@@ -27,6 +27,7 @@ from pretrain.config import (
     TrainConfig,
 )
 from pretrain.plan.memory import head_activations, layer_activations
+from pretrain.plan.placement import Placement
 from pretrain.plan.run_plan import make_plan
 from tests.pretrain.conftest import SMALL, data_of
 from tests.pretrain.jobs import CP2, PP2, SP, TP2, Job, deepspeed, quick_or_slow, run_jobs
@@ -98,7 +99,15 @@ def case(name: str, layers: int, precision: str) -> RunConfig:
 
 
 def head_bytes(config: RunConfig) -> float:
-    return sum(head_activations(config, cuda=False).values())
+    return sum(head_activations(placed(config)).values())
+
+
+def layer_bytes(config: RunConfig) -> float:
+    return sum(layer_activations(placed(config), config.model.blocks()[0]).values())
+
+
+def placed(config: RunConfig) -> Placement:
+    return Placement(config=config, data_parallel=1, cuda=False)
 
 
 def kept_bytes(config: RunConfig) -> float:
@@ -304,19 +313,11 @@ def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(
         # The table leaves out row statistics of the norms, masks, beta (per channel, not per token)
         # and token ids. At this width they are about 60 of 20,000 bytes per token and layer, and 30
         # of 8,000 bytes of the remaining model.
-        assert (
-            abs(
-                sum(layer_activations(config, config.model.blocks()[0], cuda=False).values())
-                / layer
-                - 1
-            )
-            < 0.01
-        ), name
+        assert abs(layer_bytes(config) / layer - 1) < 0.01, name
         assert abs(head_bytes(config) / rest - 1) < 0.01, name
     for name in ESTIMATED:
         config = case(name, 1, precision)
-        estimate = sum(layer_activations(config, config.model.blocks()[0], cuda=False).values())
-        assert abs(estimate / found[name][0] - 1) < 0.25, name  # the estimate of the plan
+        assert abs(layer_bytes(config) / found[name][0] - 1) < 0.25, name  # the plan's estimate
 
 
 FAMILIES = (

@@ -10,12 +10,14 @@ import json
 import pickle
 import re
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fem_common.costs import Memory
 from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 from fem_megatron.catalogue import MIXERS
@@ -26,7 +28,7 @@ from pretrain.config import RunConfig, load_run
 from pretrain.plan import fp8
 from pretrain.plan.memory import layer_activations
 from pretrain.rehearsal import steps
-from pretrain.rehearsal.record import BACKWARD, HOLDERS, Collective, Recorder, StepTrace
+from pretrain.rehearsal.record import BACKWARD, Collective, Recorder, StepTrace
 from pretrain.rehearsal.steps import Rank, recorded_steps, rehearse
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
@@ -143,7 +145,7 @@ ZERO = {
     "DP4, ZeRO-2": ASKED | {"deepspeed/runtime/zero/stage_1_and_2.py has_overflow item"},
     "DP4, ZeRO-3": ASKED,
 }
-Told = tuple[list[Collective], dict[str, int]]
+Told = tuple[list[Collective], Memory]
 # Its stream is twice as wide, and so is the storage of views that other tensors keep alive.
 MOVING = "yuriiformer"
 # The backward pass of mha2nd holds the most memory by far.
@@ -180,7 +182,7 @@ def config_of(world: int, overrides: list[str], base: list[str] = BASE) -> RunCo
 
 
 def told(rank: Rank) -> Told:
-    return rank.collectives, rank.peak.by_holder()
+    return rank.trace.collectives, rank.peak.memory
 
 
 def rehearsed(cases: Cases) -> dict[str, list[Told]]:
@@ -244,99 +246,65 @@ def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: C
             for stage, (collectives, memory) in enumerate(on_paper[name]):
                 sent, held = ranks[stage * world // len(on_paper[name])][name]
                 assert collectives == sent and any(len(each.group) > 1 for each in sent), name
-                assert [memory[each] for each in HOLDERS[:3]] == [
-                    held[each] for each in HOLDERS[:3]
-                ], name
-                assert sum(memory.values()) == pytest.approx(sum(held.values()), rel=0.02), name
+                assert replace(memory, activations=0, workspace=0) == replace(
+                    held, activations=0, workspace=0
+                ), name
+                assert memory.total == pytest.approx(held.total, rel=0.02), name
 
 
-def on_a_gpu(
-    picture: Path, names: list[str]
-) -> tuple[
-    dict[str, list[set[str]]],
-    dict[str, tuple[float, float]],
-    list[float],
-    Any,
-    tuple[int, int],
-    dict[str, Any],
-]:
+def on_a_gpu(picture: Path) -> dict[str, Any]:
     """Return, for layouts on a simulated GPU: host reads per rank, (forward, backward) FLOPs, those
     in 8 bits, a plan, and printed text.
 
-    Also the gradients of the last ZeRO-1, planned and rehearsed.
+    Also the gradients of ZeRO-1, planned and rehearsed.
     """
     platform.import_megatron()
     found = {
-        name: rehearse(config_of(*LAYOUTS[name], ON_A_GPU), LAYOUTS[name][0], "h100")
-        for name in names
+        name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100")
+        for name, case in LAYOUTS.items()
     }
-    first = found["DP2"]
     flops = {
-        name: (each.ranks[0].flops(backward=False), each.ranks[0].flops(backward=True))
+        name: tuple(each.ranks[0].trace.flops(backward=backward) for backward in (False, True))
         for name, each in found.items()
     }
-    eight = [each for each in found["DP2, fp8"].ranks[0].launches if each.name == "_scaled_mm"]
-    products = [
-        sum(each.flops for each in eight if each.backward == backward) for backward in (False, True)
-    ]
+    eight = found["DP2, fp8"].ranks[0].trace
+    eight.launches = [each for each in eight.launches if each.name == "_scaled_mm"]
     reads = {
-        name: [{re.sub(r":\d+", "", read) for read in rank.reads} for rank in each.ranks]
+        name: [{re.sub(r":\d+", "", read) for read in rank.trace.reads} for rank in each.ranks]
         for name, each in found.items()
     }
     zero = found["DP4, ZeRO-1"]
-    gradients = zero.plan.memory[0].gradients, zero.ranks[0].peak.by_holder()["gradients"]
+    words = ["--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]
     with redirect_stdout(io.StringIO()) as said:
-        assert (
-            main(
-                [
-                    DEMO,
-                    *ON_A_GPU,
-                    *PLAIN,
-                    "--rehearse",
-                    "--gpus",
-                    "2",
-                    "--device",
-                    "h200",
-                    "--json",
-                    "--picture",
-                    str(picture),
-                ]
-            )
-            == 0
-        )
-    return reads, flops, products, first.plan, gradients, json.loads(said.getvalue())
+        assert main([DEMO, *ON_A_GPU, *PLAIN, *words]) == 0
+    return {
+        "reads": reads,
+        "flops": flops,
+        "eight": [eight.flops(backward=backward) for backward in (False, True)],
+        "plan": found["DP2"].plan,
+        "gradients": (zero.plan.memory[0].gradients, zero.ranks[0].peak.memory.gradients),
+        "printed": json.loads(said.getvalue()),
+    }
 
 
-@pytest.mark.parametrize(
-    "stages",
-    [
-        pytest.param([1], id="ZeRO-1", marks=pytest.mark.slow),
-        pytest.param([1, 2, 3], id="every stage", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
 def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(
-    tmp_path: Path, stages: list[int]
+    tmp_path: Path,
 ) -> None:
-    zero = [f"DP4, ZeRO-{stage}" for stage in stages]
-    names = [name for name in LAYOUTS if name not in ZERO or name in zero]
-    reads, flops, eight, plan, (planned, held), printed = answer(
-        1, on_a_gpu, tmp_path / "picture.png", names, output=tmp_path / "said"
-    )
+    found = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
+    plan, flops, printed = found["plan"], found["flops"], found["printed"]
     steady = {"DP2": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
-    assert reads == {**steady, **{name: [ZERO[name]] for name in zero}}
-    assert {flops[name] for name in zero} == {flops["DP2"]}  # all of the same model
+    assert found["reads"] == {**steady, **{name: [reads] for name, reads in ZERO.items()}}
+    assert {flops[name] for name in ZERO} == {flops["DP2"]}  # all of the same model
     (forward, backward) = flops["DP2"]
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward pass; the attention scores are multiplied once more.
-    assert backward == tokens * (
-        2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2
-    )
-    assert eight == [
-        tokens * fp8.forward_flops(plan.config.model),
-        2 * tokens * fp8.forward_flops(plan.config.model),
-    ]
+    assert backward == 2 * forward + tokens * plan.forward_flops["attention"] / 2
+    eight = tokens * fp8.forward_flops(plan.config.model)
+    assert found["eight"] == [eight, 2 * eight]
     # DeepSpeed rounds the sizes up so that each rank of a group has an equal part.
+    planned, held = found["gradients"]
     assert planned == pytest.approx(held, rel=1e-3)
     (rank,) = printed["ranks"]
     # The form that the launcher reads.
@@ -352,60 +320,41 @@ def sized(size: str, *more: str, world: int = 1) -> RunConfig:
     return config_of(world, [*LIKE[size], *steps, *more], BASE[-3:])
 
 
-def planned_and_kept(
-    world: int, more: list[str], sizes: list[str]
-) -> dict[str, tuple[float, float]]:
+def planned_and_kept(world: int, more: list[str]) -> dict[str, tuple[float, float]]:
     """Return size and mixer -> bytes per token that its layer saves, from two models with a layer
     of each; and the peaks of the full models.
     """
     platform.import_megatron()
     found = {}
-    for size, names in itertools.product(sizes, (PLANNED, [MOVING])):
+    for size, names in itertools.product(LIKE, (PLANNED, [MOVING])):
         pattern = [
             f"model.pattern=[{','.join(names)}]",
             f"model.num_layers={len(names)}",
             "model.num_query_groups=2",
             *more,
         ]
-        told = rehearse(
-            config := sized(size, *pattern, "train.global_batch_size=16", world=world),
-            world,
-            "h100",
-        )
-        (rank,), tokens = told.ranks, config.train.micro_batch_size * config.data.seq_length
+        config = sized(size, *pattern, "train.global_batch_size=16", world=world)
+        rehearsal = rehearse(config, world, "h100")
+        (rank,), plan = rehearsal.ranks, rehearsal.plan
         turn = min(
             each.born for each in rank.held if each.phase == BACKWARD and each.born > rank.begin
         )
-        found[f"{size}, the peak of {len(names)}"] = (
-            float(told.plan.peak_memory),
-            float(rank.peak.bytes),
-        )
+        kept = [each for each in rank.held if rank.begin < each.born < turn <= (each.gone or turn)]
+        peaks = float(plan.peak_memory), float(rank.peak.bytes)
+        found[f"{size}, the peak of {len(names)}"] = peaks
         for number, (name, block) in enumerate(zip(names, config.model.blocks(), strict=True), 1):
-            own = [
-                each
-                for each in rank.held
-                if each.part == f"layer {number}"
-                and rank.begin < each.born < turn <= (each.gone or turn)
-            ]
-            planned = sum(layer_activations(config, block, cuda=True).values())
-            found[f"{size}, {name}"] = planned, sum(each.bytes for each in own) / tokens
+            own = sum(each.bytes for each in kept if each.part == f"layer {number}")
+            planned = sum(layer_activations(plan, block).values())
+            found[f"{size}, {name}"] = planned, own / plan.micro_batch_tokens
     return found
 
 
-@pytest.mark.parametrize(
-    ("way", "sizes"),
-    [
-        pytest.param("plain", ["demo"], id="plain, demo", marks=pytest.mark.slow),
-        *(
-            pytest.param(way, [*LIKE], id=way, marks=pytest.mark.slow)
-            for way in ("plain", "TP2 + SP", "selective")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["plain", "TP2 + SP", "selective"])
 def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(
-    tmp_path: Path, way: str, sizes: list[str]
+    tmp_path: Path, way: str
 ) -> None:
-    found = answer(1, planned_and_kept, *WAYS[way], sizes, output=tmp_path / "said", patience=300)
+    found = answer(1, planned_and_kept, *WAYS[way], output=tmp_path / "said", patience=300)
     # mha2nd keeps less than mha2nd1st, which has the same class; the solves of its systems
     # determine the peak.
     off = {
@@ -413,7 +362,7 @@ def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(
         for name, (planned, kept) in found.items()
         if abs(planned / kept - 1) > 0.15 and "mha2nd" not in name[-6:]
     }
-    assert len(found) == len(sizes) * (len(PLANNED) + 3) and not off
+    assert len(found) == len(LIKE) * (len(PLANNED) + 3) and not off
     # The table of attention is exact to the byte except for the numbers of the norms per token (8
     # of 6,000); a repeated key or a gathered input would be 5% or more.
     assert all(

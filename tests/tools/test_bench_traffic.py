@@ -51,8 +51,8 @@ def layer(name: str, model: ModelConfig = LARGE, tokens: int = TOKENS) -> Trace:
 
 def counted(trace: Trace, *, backward: bool) -> dict[str, float]:
     """Return passes over [TOKENS, WIDTH] in bfloat16, by kernel."""
-    names = {each.name for each in trace.launches if each.backward == backward}
-    return {name: trace.bytes(backward=backward, of=name) / (2 * TOKENS * WIDTH) for name in names}
+    names, once = {each.name for each in trace.passes(backward)}, 2 * TOKENS * WIDTH
+    return {name: trace.traffic(backward=backward, of=name) / once for name in names}
 
 
 def test_operations_of_torch_are_counted_as_often_as_they_pass_over_memory() -> None:
@@ -66,7 +66,7 @@ def test_operations_of_torch_are_counted_as_often_as_they_pass_over_memory() -> 
         "sigmoid_backward": 3,
         "add": 3,
     }
-    assert trace.kept_bytes == 2 * 2 * TOKENS * WIDTH
+    assert trace.activations == 2 * 2 * TOKENS * WIDTH
 
 
 def test_a_slice_of_a_packed_tensor_costs_its_gradient_the_whole_width() -> None:
@@ -170,19 +170,19 @@ def test_the_fem_block_stays_fused() -> None:
     Transformer's layer.
     """
     ours, theirs = (layer(name, tokens=4096) for name in ("fem_softmax", "transformer"))
-    own = sum(ours.bytes(POINTWISE, of=name) for name in READ)
-    assert 0.05 < own / theirs.bytes(POINTWISE) < 0.2
-    assert (ours.bytes() - own) / theirs.bytes() <= MOST
-    assert (ours.bytes(POINTWISE) - own) / theirs.bytes(POINTWISE) <= 1.18
+    own = sum(ours.traffic(POINTWISE, of=name) for name in READ)
+    assert 0.05 < own / theirs.traffic(POINTWISE) < 0.2
+    assert (ours.traffic() - own) / theirs.traffic() <= MOST
+    assert (ours.traffic(POINTWISE) - own) / theirs.traffic(POINTWISE) <= 1.18
 
 
 def test_a_step_is_its_parts_and_more_on_a_slower_memory() -> None:
     step = step_of("one", replace(LARGE, num_layers=2, vocab_size=512), 4096, 1)
     assert [part.count for part in step.layers] == [2]
-    h100, h200 = (step.seconds(roof) for roof in ROOFS)
+    h100, h200 = (step.time(roof).seconds for roof in ROOFS)
     assert h100["pointwise"] / h200["pointwise"] == pytest.approx(4.8 / 3.35)
     assert h100["attention"] == h200["attention"] > 0 and h100["tiles"] == 0
-    assert step.total(ROOFS[0]) == pytest.approx(sum(h100.values()))
+    assert step.time(ROOFS[0]).total == pytest.approx(sum(h100.values()))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ configuration part that it writes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,16 +13,17 @@ import pytest
 
 from fem_common.config import ConfigErrors
 from pretrain.config import RunConfig, load_run
-from pretrain.plan.context_parallel import split_bytes
+from pretrain.plan.context_parallel import exchanged_bytes
 from pretrain.plan.run_plan import flops_per_token, make_plan
 from pretrain.validate import validate
 from tools.bench.traffic.__main__ import PAGE
 from tools.layout.__main__ import main
 from tools.layout.search import AXES, layouts, ranked
-from tools.layout.step import Machine, machines, mfu, seconds
+from tools.layout.step import Machine, machines, mfu, step_time
 
 ROOT = Path(__file__).parents[2]
 RUN = "configs/run/transformer_1.3b_100bt.yaml"
+MACHINE = Machine.of("h100", "ib-400")
 H100 = 989e12
 LLAMA3 = ("data.seq_length=8192", "model.num_query_groups=8", "train.recompute=full")
 SPLIT = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
@@ -68,7 +70,7 @@ def test_the_modelled_mfu_is_within_fifteen_points_of_what_others_have_published
     gpus, sizes, published = PUBLISHED[name]
     config = config_of(gpus, **sizes)  # type: ignore[arg-type]
     plan = make_plan(config, gpus)
-    modelled = mfu(plan, sum(seconds(plan, Machine.of("h100", "ib-400")).values()), "h100")
+    modelled = mfu(plan, step_time(plan, MACHINE).total, "h100")
     theirs = published if published < 1 else published * flops_per_token(config) / H100
     assert abs(modelled - theirs) < 0.15, f"{modelled:.3f}, published {theirs:.3f}"
     assert modelled > theirs  # the model leaves out inefficiencies specific to their code
@@ -92,7 +94,7 @@ def test_the_layouts_of_others_are_ranked_as_the_page_says(name: str) -> None:
             train.recompute,
         )
 
-    found, _ = ranked(config, gpus, Machine.of("h100", "ib-400"))
+    found, _ = ranked(config, gpus, MACHINE)
     place = [what(each.plan.config) for each in found].index(what(config)) + 1
     assert page_of(name)[2] == f"{place} of {len(found)}"
 
@@ -105,7 +107,7 @@ def test_the_traffic_is_the_page_s() -> None:
         if "|" in line
     ]
     page = {
-        row[0]: [int(row[1]) + int(row[4]), int(row[3]) + int(row[6])]
+        row[0]: (int(row[1]) + int(row[4]), int(row[3]) + int(row[6]))
         for row in rows
         if len(row) == 11 and row[1].isdigit()
     }
@@ -121,37 +123,32 @@ def test_a_step_by_hand() -> None:
         64,
         ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"),
     )
-    machine = Machine.of("h100", "ib-400")
-    spent = seconds(make_plan(config, 32), machine)
+    found = step_time(make_plan(config, 32), MACHINE).seconds
     # DP 4: 16 micro-batches. Two layers per stage with four all-reduces each of 4096 x 2048 bf16,
     # of which each of the two ranks sends and receives the full size.
-    assert spent["tensor parallel"] == pytest.approx(16 * 2 * 4 * (2 * 4096 * 2048 / 360e9 + 10e-6))
-    work = sum(
-        spent[name] for name in ("products", "attention", "pointwise", "gaps", "tensor parallel")
-    )
-    assert spent["bubble"] == pytest.approx(3 / 16 * work)
+    assert found["tensor parallel"] == pytest.approx(16 * 2 * 4 * (2 * 4096 * 2048 / 360e9 + 10e-6))
+    work = ("products", "attention", "pointwise", "gaps", "tensor parallel")
+    assert found["bubble"] == pytest.approx(3 / 16 * sum(found[name] for name in work))
     deeper = replace(
         config, parallel=replace(config.parallel, virtual_pipeline_model_parallel_size=2)
     )
-    assert seconds(make_plan(deeper, 32), machine)["bubble"] == pytest.approx(spent["bubble"] / 2)
-    wide = config_of(64, (2048, 8, 16, 8192, 32000), 1, 64)  # over several nodes
-    alike, slower = (
-        seconds(make_plan(wide, 64), each) for each in (machine, replace(machine, fabric=1e8))
-    )
-    assert (
-        slower["data parallel"] > alike["data parallel"] and slower["products"] == alike["products"]
-    )
+    halved = step_time(make_plan(deeper, 32), MACHINE).seconds
+    assert halved["bubble"] == pytest.approx(found["bubble"] / 2)
+    wide = make_plan(config_of(64, (2048, 8, 16, 8192, 32000), 1, 64), 64)  # over several nodes
+    alike = step_time(wide, MACHINE).seconds
+    slower = step_time(wide, replace(MACHINE, fabric=1e8)).seconds
+    assert slower["data parallel"] > alike["data parallel"]
+    assert slower["products"] == alike["products"]
 
 
 SMALL = ("model.num_layers=4", "train.global_batch_size=8", "model.vocab_size=32000")
-MACHINE = Machine.of("h100", "ib-400")
-NEAR, FAR = (float(MACHINE.rest["latency"][name]) for name in ("nvlink", "fabric"))
+NEAR, FAR = MACHINE.latency["nvlink"], MACHINE.latency["fabric"]
 
 
-def spent(gpus: int, *more: str, machine: Machine = MACHINE) -> dict[str, float]:
+def spent(gpus: int, *more: str, machine: Machine = MACHINE) -> Mapping[str, float]:
     config = config_of(gpus, (2048, 8, 16, 8192, 32000), 1, 64, more)
     validate(config, gpus)
-    return seconds(make_plan(config, gpus), machine)
+    return step_time(make_plan(config, gpus), machine).seconds
 
 
 def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_keys() -> None:
@@ -160,14 +157,14 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     # DP 8: 8 micro-batches, each with 1024 of 4096 tokens. q, k, v and the result, bf16, in both
     # directions: a rank keeps a quarter.
     sent = 8 * layers * 1024 * 2 * (4 * 2 * 2048 / 4) * 3
-    assert sent == split_bytes(config, 8, cuda=True)
+    assert sent == exchanged_bytes(make_plan(config, 32))
     exchanged = spent(32, *sizes)
     assert exchanged["context parallel"] == pytest.approx(sent / 360e9 + 8 * layers * 4 * NEAR)
     # A quarter of the tokens, four times as many micro-batches.
     assert exchanged["products"] == pytest.approx(spent(32)["products"])
     ring, fast = (
         (*sizes, "parallel.context_parallel_kind=ring"),
-        replace(MACHINE, device={**MACHINE.device, "nvlink": 1e12}),
+        replace(MACHINE, nvlink=1e12),
     )
     # Keys and values three times in either direction, overlapped with attention; the fp32 gradients
     # of both four times, which no computation overlaps.
@@ -183,20 +180,18 @@ def test_what_ranks_that_share_sequences_send_is_waited_for_but_for_a_ring_s_key
     wide = config_of(32, (2048, 8, 16, 8192, 32000), 1, 64, ("parallel.context_parallel_size=16",))
     calls = 32 * layers * 4 * FAR
     assert spent(32, "parallel.context_parallel_size=16")["context parallel"] == pytest.approx(
-        split_bytes(wide, 2, cuda=True) / 42.5e9 * 8 / 15 + calls
+        exchanged_bytes(make_plan(wide, 32)) / 42.5e9 * 8 / 15 + calls
     )
 
 
 def test_zero_s_stages_send_what_they_split() -> None:
-    machine = replace(MACHINE, rest={**MACHINE.rest, "overlap": 0.0})
+    machine = replace(MACHINE, overlap=0.0)
     stages = [
         spent(32, "engine.name=deepspeed", f"engine.zero_stage={stage}", machine=machine)
         for stage in (1, 2, 3)
     ]
-    plain, parameters = (
-        spent(32, machine=machine),
-        make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).total_parameters,
-    )
+    plain = spent(32, machine=machine)
+    parameters = make_plan(config_of(32, (2048, 8, 16, 8192, 32000), 1, 64), 32).total_parameters
     way = 31 / 32 * parameters / 340e9  # eight links of a node
     # Two micro-batches. Gradients in fp32, twice the traffic if all ranks get the sum; weights in
     # bf16, in stage 3 for both passes.

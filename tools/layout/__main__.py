@@ -92,11 +92,11 @@ def _report(options: argparse.Namespace) -> int:
         print(f"assumed: {line}")
     rows = [["layout", "step, s", "MFU", "tokens/s/GPU", "memory", "limited by"]]
     for each in found[:_SHOWN]:
-        tokens = each.plan.schedule.step_tokens / each.step / options.gpus
+        tokens = each.plan.schedule.step_tokens / each.time.total / options.gpus
         rows.append(
             [
                 each.name,
-                f"{each.step:.3f}",
+                f"{each.time.total:.3f}",
                 f"{100 * each.mfu:.1f}%",
                 f"{tokens:,.0f}",
                 gib(each.plan.peak_memory),
@@ -130,8 +130,8 @@ def draw(found: list[Candidate], file: Path) -> None:
     figure = new_figure((9.0, 1.4 + 0.4 * len(found)))
     axes = figure.subplots()
     left, colours = [0.0] * len(found), [*COLOURS, "#888888", "#bbbbbb"]
-    for kind, colour in zip(found[0].spent, colours, strict=False):
-        widths = [each.spent[kind] for each in found]
+    for kind, colour in zip(found[0].time.seconds, colours, strict=False):
+        widths = [each.time.seconds[kind] for each in found]
         axes.barh(range(len(found)), widths, left=left, color=colour, label=kind)
         left = [before + width for before, width in zip(left, widths, strict=True)]
     for place, each in enumerate(found):

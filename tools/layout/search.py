@@ -12,12 +12,13 @@ from itertools import groupby, product
 from typing import Any
 
 from fem_common.config import ConfigErrors
+from fem_common.costs import StepTime
 from pretrain.config import RunConfig
 from pretrain.plan.devices import memory_gib
 from pretrain.plan.run_plan import Plan, make_plan
 from pretrain.plan.zero_memory import zero_name
 from pretrain.validate import validate
-from tools.layout.step import Machine, mfu, seconds
+from tools.layout.step import Machine, mfu, step_time
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,12 @@ class Candidate:
     """Layout that fits into memory.
 
     plan: plan of the run with this layout.
-    spent: category -> seconds of a step.
+    time: modelled time of a step.
     """
 
     plan: Plan
-    spent: dict[str, float]
+    time: StepTime
     mfu: float
-
-    @property
-    def step(self) -> float:
-        """Seconds of a training step."""
-        return sum(self.spent.values())
 
     @property
     def name(self) -> str:
@@ -151,11 +147,10 @@ class Candidate:
 
         Matrix products and attention are left out.
         """
-        rest = {
-            name: each for name, each in self.spent.items() if name not in ("products", "attention")
-        }
-        most = max(rest, key=lambda name: rest[name])
-        return f"{most} {100 * rest[most] / self.step:.0f}%"
+        seconds = self.time.seconds
+        rest = [name for name in seconds if name not in ("products", "attention")]
+        most = max(rest, key=lambda name: seconds[name])
+        return f"{most} {100 * seconds[most] / self.time.total:.0f}%"
 
 
 def layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
@@ -217,7 +212,7 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
         ConfigErrors: the run's own checks reject every layout; the errors are those of the simplest
         layout.
     """
-    room = (memory_gib(machine.name) or 0) * 2**30 * float(machine.rest["room"])
+    room = (memory_gib(machine.name) or 0) * 2**30 * machine.room
     fit = list[Candidate]()
     over = 0
     for made in layouts(config, gpus):
@@ -225,8 +220,8 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
         if plan.peak_memory > room:
             over += 1
             continue
-        spent = seconds(plan, machine)
-        fit.append(Candidate(plan, spent, mfu(plan, sum(spent.values()), machine.name)))
+        time = step_time(plan, machine)
+        fit.append(Candidate(plan, time, mfu(plan, time.total, machine.name)))
     if not fit and not over:
         simplest = _with(
             config,
@@ -237,7 +232,7 @@ def ranked(config: RunConfig, gpus: int, machine: Machine) -> tuple[list[Candida
         )
         assert simplest is not None
         validate(replace(simplest, train=replace(config.train, micro_batch_size=1)), gpus)
-    return sorted(fit, key=lambda each: each.step), over
+    return sorted(fit, key=lambda each: each.time.total), over
 
 
 def _divisors(number: int) -> list[int]:

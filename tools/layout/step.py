@@ -18,43 +18,68 @@ from typing import Any
 
 import yaml
 
+from fem_common.costs import StepTime, bytes_sent
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import describe, mixer_names
 from pretrain.config import RunConfig
-from pretrain.plan.context_parallel import split_bytes
+from pretrain.plan.context_parallel import exchanged_bytes
 from pretrain.plan.devices import peak_tflops
-from pretrain.plan.run_plan import Plan, computed_again
+from pretrain.plan.run_plan import Plan, recomputed_flops
 
 NODE = 8  # GPUs of a node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Device and fabric between nodes, with the constants of machines.yaml.
+    """Device and fabric between nodes, with the constants of machines.yaml, which explains them.
 
-    device: constants of the device.
-    fabric: bytes/s of the fabric.
-    rest: complete contents of machines.yaml.
+    bandwidth, fabric, nvlink: bytes/s.
+    products, attention: FLOP/s; of attention (forward, backward).
+    latency: link, "nvlink" or "fabric" -> seconds.
+    traffic: mixer -> (KiB of memory traffic, kernels) of a layer.
     """
 
     name: str
-    device: dict[str, Any]
+    bandwidth: float
+    products: float
+    half_width: float
+    attention: tuple[float, float]
+    nvlink: float
     fabric: float
-    rest: dict[str, Any]
+    gap: float
+    latency: dict[str, float]
+    overlap: float
+    again: dict[str, float]
+    room: float
+    optimizer_bytes: float
+    traffic: dict[str, tuple[float, float]]
 
     @classmethod
     def of(cls, device: str, fabric: str) -> Machine:
         """Return the machine with the device and the fabric of these names in machines.yaml."""
         found = machines()
-        return cls(device, found["devices"][device], float(found["fabrics"][fabric]), found)
+        devices, fabrics = found.pop("devices"), found.pop("fabrics")
+        return cls(name=device, fabric=fabrics[fabric], **devices[device], **found)
+
+    def rate(self, width: float) -> float:
+        """Return the FLOP/s of products whose narrowest side is ``width``."""
+        return self.products * width / (width + self.half_width)
 
 
 def machines() -> dict[str, Any]:
-    """Return the contents of machines.yaml."""
-    read: dict[str, Any] = yaml.safe_load(
-        Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8")
-    )
+    """Return the contents of machines.yaml, with all constants as float."""
+    text = Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8")
+    read: dict[str, Any] = _as_floats(yaml.safe_load(text))
     return read
+
+
+def _as_floats(value: Any) -> Any:
+    """Return the value with its numbers as float; YAML reads 1e12 as text."""
+    if isinstance(value, dict):
+        return {name: _as_floats(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return tuple(map(_as_floats, value))
+    return float(value)
 
 
 def check(config: RunConfig) -> None:
@@ -84,49 +109,36 @@ def assumed(config: RunConfig) -> Iterator[str]:
         yield f"stages: each has data.seq_length = {config.data.seq_length}"
 
 
-def seconds(plan: Plan, machine: Machine) -> dict[str, float]:
-    """Return category -> seconds of one step; the sum is the time of the step."""
+def step_time(plan: Plan, machine: Machine) -> StepTime:
+    """Return the modelled time of one step."""
     config, layout, micro = plan.config, plan.config.parallel, plan.micro_batches
-    tensor = layout.tensor_model_parallel_size
-    stages = layout.pipeline_model_parallel_size
-    chunks = layout.virtual_pipeline_model_parallel_size
-    tokens = config.train.micro_batch_size * config.data.seq_length // layout.context_parallel_size
+    stages, chunks = _stages(plan), layout.virtual_pipeline_model_parallel_size or 1
+    tokens = plan.micro_batch_tokens
     passes = {name: tokens * each for name, each in _per_token(plan, machine).items()}
-    between = _tensor_parallel(plan, machine, tokens)
-    cut = _context_parallel(plan, machine, passes["attention"])
-    gaps = _launches(plan, machine) * float(machine.rest["gap"])
-    one = sum(passes.values()) + between + cut + gaps
-    bubble = (stages - 1) / (chunks or 1) * one
-    sent = (
-        2
-        * micro
-        * 2
-        * (chunks or 1)
-        * tokens
-        * config.model.stream_size
-        / (tensor if layout.sequence_parallel else 1)
-        / machine.fabric
+    tensor = _tensor_parallel(plan, machine)
+    context = _context_parallel(plan, machine, passes["attention"])
+    gaps = _launches(plan, machine) * machine.gap
+    one = sum(passes.values()) + tensor + context + gaps
+    between_stages = 0.0
+    if stages > 1:
+        # bf16 hidden states, in both directions.
+        size = 2 * 2 * tokens * config.model.stream_size / plan.training.sequence_split
+        hops = 2 * (micro + stages) * machine.latency["fabric"]
+        between_stages = (1 - machine.overlap) * (micro * chunks * size / machine.fabric) + hops
+    updated = max(stage.parameters for stage in plan.memory)
+    update = machine.optimizer_bytes * updated / (1 if zero_stage(plan) == 0 else plan.replicas)
+    return StepTime(
+        {name: micro * each for name, each in passes.items()}
+        | {
+            "gaps": micro * gaps,
+            "tensor parallel": micro * tensor,
+            "context parallel": micro * context,
+            "bubble": (stages - 1) / chunks * one,
+            "stages": between_stages,
+            "data parallel": _data_parallel(plan, machine, one),
+            "optimizer": update / machine.bandwidth,
+        }
     )
-    hops = 2 * (micro + stages) * float(machine.rest["latency"]["fabric"])
-    return {
-        **{name: micro * each for name, each in passes.items()},
-        "gaps": micro * gaps,
-        "tensor parallel": micro * between,
-        "context parallel": micro * cut,
-        "bubble": bubble,
-        "stages": (1 - float(machine.rest["overlap"])) * sent + hops if stages > 1 else 0.0,
-        "data parallel": _data_parallel(plan, machine, one),
-        "optimizer": float(machine.rest["optimizer_bytes"]) * max(s.parameters for s in plan.memory)
-        / (1 if zero_stage(plan) == 0 else replicas(plan)) / float(machine.device["bandwidth"]),
-    }  # fmt: skip
-
-
-def replicas(plan: Plan) -> int:
-    """Return the number of ranks that contain the same weights.
-
-    Gradients are summed over these ranks, and the optimizer state is divided among them.
-    """
-    return plan.data_parallel * plan.config.parallel.context_parallel_size
 
 
 def zero_stage(plan: Plan) -> int | None:
@@ -144,69 +156,53 @@ def mfu(plan: Plan, step: float, device: str) -> float:
     return plan.train_flops * plan.schedule.step_tokens / (step * peak * 1e12 * plan.world_size)
 
 
+def _stages(plan: Plan) -> int:
+    return plan.config.parallel.pipeline_model_parallel_size
+
+
+def _layers(plan: Plan) -> float:
+    """Return the number of layer applications on a rank."""
+    return plan.config.model.num_layers * plan.config.model.recurrence / _stages(plan)
+
+
 def _per_token(plan: Plan, machine: Machine) -> dict[str, float]:
     """Return category -> seconds per token of a rank in the last pipeline stage.
 
     The seconds include forward, backward and recomputation.
     """
-    config, device = plan.config, machine.device
-    layout = config.parallel
-    tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    model, tensor = plan.config.model, plan.training.tensor_parallel
     flops = dict(plan.forward_flops)
-    twice = computed_again(config, plan.forward_flops)
-    again = _again(plan, machine)
+    twice = recomputed_flops(plan.config, plan.forward_flops)
     head = flops.pop("output layer")
     attention = flops.pop("attention", 0.0)
     attention_twice = twice.pop("attention", 0.0)
-    width = config.model.hidden_size / tensor
-    rate = float(device["products"]) * width / (width + float(device["half_width"]))
-    wide = (
-        float(device["products"])
-        * config.model.hidden_size
-        / (config.model.hidden_size + float(device["half_width"]))
-    )
-    forward, backward = (float(each) for each in device["attention"])
-    sequence = tensor if layout.sequence_parallel else 1
-    moved = 0.0
-    known: dict[str, Any] = machine.rest["traffic"]
-    for name in mixer_names(config.model):
-        kib = known[name][0] * config.model.recurrence
-        # A third of a layer's traffic, norms and residual stream, is split only by sequence
-        # parallelism.
-        moved += (
-            kib
-            * 1024
-            * config.model.hidden_size
-            / 2048
-            * (2 / (3 * tensor) + 1 / (3 * sequence))
-            * (1 + again / 3)
-        )
-    logits = 5 * 4 * config.model.padded_vocab_size() / tensor
+    forward, backward = machine.attention
+    ranks = _stages(plan) * tensor
+    # A third of a layer's traffic, norms and residual stream, is split only by sequence
+    # parallelism.
+    split = 2 / (3 * tensor) + 1 / (3 * plan.training.sequence_split)
+    repeated = 1 + _again(plan, machine) / 3
+    traffic = 0.0
+    for name in mixer_names(model):
+        size = machine.traffic[name][0] * model.recurrence * 1024 * model.hidden_size / 2048
+        traffic += size * split * repeated
+    logits = 5 * 4 * model.padded_vocab_size() / tensor
     return {
         "products": (
-            (3 * sum(flops.values()) + sum(twice.values())) / (stages * tensor * rate)
-            + 3 * head / (tensor * wide)
+            (3 * sum(flops.values()) + sum(twice.values()))
+            / (ranks * machine.rate(model.hidden_size / tensor))
+            + 3 * head / (tensor * machine.rate(model.hidden_size))
         ),
-        "attention": (
-            ((attention + attention_twice) / forward + 2.5 * attention / backward)
-            / (stages * tensor)
-        ),
-        "pointwise": (moved / stages + logits) / float(device["bandwidth"]),
+        "attention": ((attention + attention_twice) / forward + 2.5 * attention / backward) / ranks,
+        "pointwise": (traffic / _stages(plan) + logits) / machine.bandwidth,
     }
 
 
 def _launches(plan: Plan, machine: Machine) -> float:
     """Return the number of kernels that a rank launches for a micro-batch."""
-    known: dict[str, Any] = machine.rest["traffic"]
-    layers = (
-        sum(known[name][1] for name in mixer_names(plan.config.model))
-        * plan.config.model.recurrence
-    )
-    return (
-        float(layers)
-        * (1 + 0.4 * _again(plan, machine))
-        / plan.config.parallel.pipeline_model_parallel_size
-    )
+    model = plan.config.model
+    kernels = sum(machine.traffic[name][1] for name in mixer_names(model)) * model.recurrence
+    return kernels * (1 + 0.4 * _again(plan, machine)) / _stages(plan)
 
 
 def _again(plan: Plan, machine: Machine) -> float:
@@ -214,39 +210,30 @@ def _again(plan: Plan, machine: Machine) -> float:
 
     Matrix products do not count.
     """
-    return float(machine.rest["again"][plan.config.train.recompute])
+    return machine.again[plan.config.train.recompute]
 
 
-def _tensor_parallel(plan: Plan, machine: Machine, tokens: int) -> float:
-    """Return the seconds of a micro-batch's all-reduces over the tensor-parallel ranks.
+def tensor_parallel_sums(plan: Plan) -> float:
+    """Return the number of all-reduces of hidden states over the tensor-parallel ranks.
 
-    Each layer has two all-reduces of the hidden states per pass.
+    The count is for one micro-batch on one rank. Each layer has two all-reduces per pass. A
+    reduce-scatter or an all-gather counts as half an all-reduce.
     """
     layout = plan.config.parallel
-    tensor = layout.tensor_model_parallel_size
-    if tensor == 1:
-        return 0.0
-    layers = (
-        plan.config.model.num_layers
-        * plan.config.model.recurrence
-        / layout.pipeline_model_parallel_size
-    )
     # Sequence parallelism gathers each product's input again for its weight's gradient: half an
     # all-reduce, twice per layer; with selective recomputation also an MLP's input.
-    again = {"none": 0.0, "selective": 0.5 * layout.sequence_parallel, "full": 2.0}[
-        plan.config.train.recompute
-    ]
-    sums = layers * (4 + layout.sequence_parallel + again)
-    way = (
-        2
-        * (tensor - 1)
-        / tensor
-        * 2
-        * tokens
-        * plan.config.model.hidden_size
-        / float(machine.device["nvlink"])
-    )
-    return sums * (way + float(machine.rest["latency"]["nvlink"]))
+    again = {"none": 0.0, "selective": 0.5 * layout.sequence_parallel, "full": 2.0}
+    return _layers(plan) * (4 + layout.sequence_parallel + again[plan.config.train.recompute])
+
+
+def _tensor_parallel(plan: Plan, machine: Machine) -> float:
+    """Return the seconds of a micro-batch's all-reduces over the tensor-parallel ranks."""
+    tensor = plan.training.tensor_parallel
+    if tensor == 1:
+        return 0.0
+    size = 2 * plan.micro_batch_tokens * plan.config.model.hidden_size
+    each = bytes_sent("all-reduce", size, tensor) / machine.nvlink + machine.latency["nvlink"]
+    return tensor_parallel_sums(plan) * each
 
 
 def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
@@ -254,30 +241,20 @@ def _context_parallel(plan: Plan, machine: Machine, attention: float) -> float:
 
     attention: seconds of the attention in a micro-batch, which hides part of the exchanges.
     """
-    layout = plan.config.parallel
-    tensor, size = layout.tensor_model_parallel_size, layout.context_parallel_size
+    size = plan.training.ranks
     if size == 1:
         return 0.0
-    sent, beside = (
-        split_bytes(plan.config, plan.data_parallel, cuda=plan.cuda, beside=only)
-        / plan.micro_batches
-        for only in (False, True)
-    )
-    near = max(1, NODE // tensor)  # ranks of the group within a node
-    nvlink = float(machine.device["nvlink"])
-    speed = nvlink
-    latency = float(machine.rest["latency"]["nvlink"])
+    sent = exchanged_bytes(plan) / plan.micro_batches
+    overlapped = exchanged_bytes(plan, overlapped=True) / plan.micro_batches
+    near = max(1, NODE // plan.training.tensor_parallel)  # ranks of the group within a node
+    speed, latency = machine.nvlink, machine.latency["nvlink"]
     calls = 4 + 2 * (plan.config.train.recompute == "full")
     if size > near:  # each rank uses its own link; a ring is as fast as its slowest link
-        speed = min(nvlink, machine.fabric * (1.0 if beside else (size - 1) / (size - near)))
-        latency = float(machine.rest["latency"]["fabric"])
-    layers = (
-        plan.config.model.num_layers
-        * plan.config.model.recurrence
-        / layout.pipeline_model_parallel_size
-    )
-    waited = (sent - beside) / speed + layers * latency * (calls + size * bool(beside))
-    return waited + max(0.0, beside / speed - float(machine.rest["overlap"]) * attention)
+        share = 1.0 if overlapped else (size - 1) / (size - near)
+        speed, latency = min(speed, machine.fabric * share), machine.latency["fabric"]
+    called = _layers(plan) * latency * (calls + size * bool(overlapped))
+    waited = (sent - overlapped) / speed + called
+    return waited + max(0.0, overlapped / speed - machine.overlap * attention)
 
 
 def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
@@ -290,27 +267,24 @@ def _data_parallel(plan: Plan, machine: Machine, one: float) -> float:
     in each micro-batch, and gathers in each of its two passes. Stages 0 to 2 reduce by all-reduce
     (DeepSpeed's default).
     """
-    size = replicas(plan)
-    zero = zero_stage(plan)
+    size, zero = plan.replicas, zero_stage(plan)
     layout = plan.config.parallel.settled(plan.config.engine, cuda=True)
     if size == 1:
         return 0.0
-    beside = max(1, NODE // layout.tensor_model_parallel_size)  # ranks of the group within a node
-    # NCCL's ring leaves a node once, so it can use all the node's links to the fabric.
-    speed = (
-        min(float(machine.device["nvlink"]), machine.fabric * beside)
-        if size > beside
-        else float(machine.device["nvlink"])
-    )
-    share = (size - 1) / size * max(stage.parameters for stage in plan.memory) / speed
-    hidden = (float(machine.rest["overlap"]) if layout.overlap_grad_reduce else 0.0) * one
-    reduced, gathered = 4 * share, (2 if plan.config.train.precision == "bf16" else 4) * share
+    near = max(1, NODE // layout.tensor_model_parallel_size)  # ranks of the group within a node
+    speed = machine.nvlink
+    if size > near:
+        # NCCL's ring leaves a node once, so it can use all the node's links to the fabric.
+        speed = min(speed, machine.fabric * near)
+    parameters = max(stage.parameters for stage in plan.memory)
+    reduced = bytes_sent("reduce-scatter", 4 * parameters, size) / speed
+    gathered = bytes_sent("all-gather", plan.element * parameters, size) / speed
+    hidden = machine.overlap * one if layout.overlap_grad_reduce else 0.0
+    forward, backward = hidden / 3, hidden * 2 / 3
     if zero is None:
-        return max(0.0, reduced - hidden * 2 / 3) + max(0.0, gathered - hidden / 3)
+        return max(0.0, reduced - backward) + max(0.0, gathered - forward)
     if zero == 3:
-        return plan.micro_batches * (
-            max(0.0, gathered - hidden / 3) + max(0.0, gathered + reduced - hidden * 2 / 3)
-        )
-    return (plan.micro_batches if zero == 2 else 1) * max(0.0, 2 * reduced - hidden * 2 / 3) + (
-        gathered if zero else 0.0
-    )
+        each = max(0.0, gathered - forward) + max(0.0, gathered + reduced - backward)
+        return plan.micro_batches * each
+    times = plan.micro_batches if zero == 2 else 1
+    return times * max(0.0, 2 * reduced - backward) + (gathered if zero else 0.0)

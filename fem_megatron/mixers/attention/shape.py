@@ -149,7 +149,7 @@ class AttentionShape(Shape):
         heads, groups = ({name: width} for name, width in self.split_widths().items())
         return SplitWidths(keyed=heads, shared=groups, rings=self.window is None)
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence send.
 
         If keys are gathered or pass around a ring, ranks send keys and values. Otherwise they
@@ -174,7 +174,7 @@ class AttentionShape(Shape):
     def product_scores(self) -> bool:
         return True
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the exact bytes per token that autograd keeps, by term.
 
         k is kept after rotation, v without a copy. With a window, the blocks of keys and values are

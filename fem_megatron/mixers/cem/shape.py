@@ -270,13 +270,13 @@ class CemAttentionShape(Shape):
     def cut_widths(self) -> SplitWidths:
         return SplitWidths(keyed=self.split_widths())
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the estimated bytes per token that autograd keeps.
 
         If the sequence is split, copies of q and k in each step are added, and with a diagonal
         copies of all tokens' u and h.
         """
-        kept = super().kept_bytes(training)
+        kept = super().activation_bytes(training)
         ranks = training.ranks
         diagonal = self.switches.diagonal != "none"
         copies = self.heads * self.head / training.tensor_parallel + ranks * self.hidden * diagonal
@@ -284,7 +284,7 @@ class CemAttentionShape(Shape):
             "cut": 2 * self.switches.steps_attention * training.element * copies * (ranks > 1)
         }
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence exchange in all steps.
 
         If ``kinds.gathers`` is set, each step gathers keys, and with a diagonal h. Otherwise each
@@ -343,7 +343,7 @@ class CemMlpShape(Shape):
         """Return 0: the MLP reads only the current token."""
         return 0
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the estimated bytes per token that autograd keeps.
 
         They include the inner channels of gamma and of each step.

@@ -186,7 +186,7 @@ class DeltaShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"the delta rule's heads, model.delta.heads": self.heads}
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence exchange.
 
         If ``kinds.states`` is set, the convolution passes a chunk's last tokens. Otherwise it

@@ -105,7 +105,7 @@ class DifferentialShape(Shape):
         """Return the bytes of one sequence's KV-cache: both keys and the value of every head."""
         return length * self.heads * 4 * self.head * element
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the estimated bytes per token that autograd keeps.
 
         They include the bytes of the norms of q and k, if used.
@@ -119,7 +119,7 @@ class DifferentialShape(Shape):
     def cut_widths(self) -> SplitWidths:
         return SplitWidths(keyed=self.split_widths(), rings=True)
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence send.
 
         If keys are gathered or pass around a ring, ranks send both keys and the value. If heads are

@@ -72,7 +72,7 @@ class PriorShape(ABC):
         """
 
     @abstractmethod
-    def split_bytes(self, training: Training, *, gate: bool) -> float:
+    def exchanged_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes per token and head that ranks exchange besides values and gates.
 
         gate: True if the mixer has a gate.
@@ -134,7 +134,7 @@ class SoftmaxShape(PriorShape):
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         return length * (self.qk_head + value) * element
 
-    def split_bytes(self, training: Training, *, gate: bool) -> float:
+    def exchanged_bytes(self, training: Training, *, gate: bool) -> float:
         return 2 * training.element * self.qk_head
 
     def rotary_size(self) -> int:
@@ -211,7 +211,7 @@ class ScanShape(PriorShape):
         """
         return self.features * (streams + 1 + bool(self.decays))
 
-    def split_bytes(self, training: Training, *, gate: bool) -> float:
+    def exchanged_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes per token and head of q, k and the log-decays (fp32 or wider)."""
         return 2 * training.product * self.features + training.wide * self.decays
 
@@ -291,7 +291,7 @@ class DecayShape(ScanShape):
         """Return 2: only v and o share the budget, because this prior has no q and k."""
         return 2
 
-    def split_bytes(self, training: Training, *, gate: bool) -> float:
+    def exchanged_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes per token and head of the decay, in fp32 or wider."""
         return training.wide
 
@@ -363,7 +363,7 @@ class AftShape(PriorShape):
         query = WIDE * 3 * self.width if self.query == "inside" else e * value * (1 + fem.gate)
         return e * fem.head_width + query + e * value + (0.0 if training.again else 0.75 * value)
 
-    def split_bytes(self, training: Training, *, gate: bool) -> float:
+    def exchanged_bytes(self, training: Training, *, gate: bool) -> float:
         """Return the bytes per token and head of k and of the query.
 
         A query inside the sums is fp32. A query after the read acts as the gate, so it counts only
@@ -439,7 +439,7 @@ class MambaShape(PriorShape):
             * max(4, element)
         )
 
-    def split_bytes(self, training: Training, *, gate: bool) -> float:
+    def exchanged_bytes(self, training: Training, *, gate: bool) -> float:
         return training.wide * (self.value + 2 * self.states)
 
     def read_bytes(self, training: Training, fem: FemShape) -> float:

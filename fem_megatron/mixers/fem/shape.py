@@ -92,6 +92,7 @@ class FemShape(Shape):
     """
 
     layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
+    fused_maps = frozenset({"tdc.out_proj.weight"})  # phi, in `kernels.fem_projection`
 
     prior: PriorShape
     hidden: int
@@ -244,7 +245,7 @@ class FemShape(Shape):
         roles = "qkv" if self.prior.compares else "v"
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes per token that autograd keeps, by term.
 
         They are exact for the softmax prior. For other priors they are exact on a GPU and estimated
@@ -380,7 +381,7 @@ class FemShape(Shape):
             return SplitWidths(scanned=heads | scanned)
         return SplitWidths(always=heads, scanned=scanned)
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence send, for the read and the conditioners.
 
         Depending on ``kinds``, the read gathers or passes keys and values, passes a scan's state
@@ -410,7 +411,9 @@ class FemShape(Shape):
             span = self.heads * e * 2 * self.value_head * self.free_energy
         else:
             values = e * self.value_head * (2 + self.temperature + self.gate)
-            exchanged += self.heads * (self.prior.split_bytes(training, gate=self.gate) + values)
+            exchanged += self.heads * (
+                self.prior.exchanged_bytes(training, gate=self.gate) + values
+            )
         return Crossing(
             exchanged / tensor,
             keys=keys / tensor,

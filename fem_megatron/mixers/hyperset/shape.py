@@ -277,7 +277,7 @@ class HyperSetShape(Shape):
             return SplitWidths(always=heads)
         return SplitWidths(scanned=heads) if kind == "linear" else SplitWidths(keyed=heads)
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence exchange in one iteration.
 
         Ranks pass linear attention's sums, gather z as keys, or exchange z and the output. The keys

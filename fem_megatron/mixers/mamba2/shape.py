@@ -80,9 +80,8 @@ class Mamba2Shape(Shape):
             )
         if mamba.inner_size is None:
             budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
-            if budget >= 32:
-                step = 8
-            else:
+            step = 8
+            if budget < 32:
                 step = 4 if budget >= 12 else 2
             heads = step * max(1, round(budget / step))
         elif mamba.inner_size % mamba.head_size:
@@ -166,7 +165,7 @@ class Mamba2Shape(Shape):
             | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state}
         )
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the traffic of the convolutions and the scan between ranks that share a sequence.
 
         If ``kinds.states`` is set, ranks pass the scan's states and the last tokens of each chunk.
@@ -185,14 +184,14 @@ class Mamba2Shape(Shape):
             (2 * e * self.inner + scan) / tensor + 2 * e * 2 * self.state, 2 * p * self.state
         )
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes per token that autograd keeps: an estimate, but exact in bf16 on a GPU.
 
         The exact count has terms per inner channel and per channel of B and C, which the
         convolutions, the scan and the gated norm keep.
         """
         if not training.cuda or training.element == WIDE:
-            return super().kept_bytes(training)
+            return super().activation_bytes(training)
         inner, state = (20, 8) if training.again else (24, 12)
         entered = training.element * self.hidden / training.sequence_split
         return {

@@ -200,7 +200,7 @@ class SecondOrderShape(_Heads):
     def cut_widths(self) -> SplitWidths:
         return SplitWidths(keyed=self.split_widths())
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence exchange.
 
         If keys are gathered, these are the keys. Otherwise ranks exchange q, k, the output and
@@ -210,7 +210,7 @@ class SecondOrderShape(_Heads):
         turn = training.wide * self.head / training.micro_batch if self.rope else 0.0
         return Crossing(keys=e / tensor) if kinds.gathers else Crossing(3 * e / tensor, angles=turn)
 
-    def moment_bytes(self, training: Training) -> float:
+    def workspace_bytes(self, training: Training) -> float:
         """Return the peak of temporary bytes in the backward pass of MHA2nd; 0 for MHA2nd1st.
 
         It consists of a d_h x d_h matrix k k^T for every token and head and, on a GPU, six times
@@ -260,7 +260,7 @@ class EnergyLinearShape(_Heads):
             "attention": self.hidden * (inside + 4.0 * self.head),
         }
 
-    def split_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
+    def exchanged_bytes(self, training: Training, kinds: SplitKinds) -> Crossing:
         """Return the bytes that ranks sharing a sequence exchange.
 
         These are the sums of k k^T if the ranks pass states (causal models only), otherwise q, k

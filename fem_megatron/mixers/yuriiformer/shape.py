@@ -34,13 +34,13 @@ class AcceleratedShape(Shape):
             **{name: Weight((1,), init=start, per_token=True) for name, start in starts.items()},
         }
 
-    def kept_bytes(self, training: Training) -> dict[str, float]:
+    def activation_bytes(self, training: Training) -> dict[str, float]:
         """Return the bytes of the step without momentum, plus those of the velocity.
 
         The velocity's part is the stream, the step, and the sum that becomes the velocity, for the
         tokens of a rank's slice.
         """
-        return super().kept_bytes(training) | {
+        return super().activation_bytes(training) | {
             "velocity": 4 * training.element * self.hidden / training.sequence_split
         }
 

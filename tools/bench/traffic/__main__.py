@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fem_common.cli import run
 from fem_common.config import load
@@ -22,7 +23,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.meta.trace import KINDS, POINTWISE
 from kernels.implementations import triton_version
 from tools.bench import runner
-from tools.bench.traffic.paper import ROOFS, SOURCES, Step, kernels_of, step_of
+from tools.bench.traffic.paper import PASSES, ROOFS, SOURCES, Step, kernels_of, step_of
 from tools.bench.whole_model import SCALES, WITHOUT
 
 PROGRAM = "tools.bench.traffic"
@@ -87,24 +88,14 @@ def report(options: argparse.Namespace) -> int:
         print(f"{steps_table(steps)}\n{SAME}")
         if options.kernels:
             print("\n" + kernels_table(steps[0]))
-        first = (
-            {"ratio": {roof.name: steps[0].total(roof) / steps[1].total(roof) for roof in ROOFS}}
-            if options.against
-            else {}
-        )
     else:
         steps = list(every_mixer(options.tokens, options.batch or 2).values())
         print(mixers_table(steps))
-        first = {}
-    runner.write_json(
-        options.json,
-        {
-            "suite": "traffic",
-            "modelled": SOURCES,
-            **first,
-            "models": [step.as_json() for step in steps],
-        },
-    )
+    found: dict[str, Any] = {"suite": "traffic", "modelled": SOURCES}
+    if options.against:
+        times = {roof.name: [step.time(roof).total for step in steps] for roof in ROOFS}
+        found["ratio"] = {name: ours / theirs for name, (ours, theirs) in times.items()}
+    runner.write_json(options.json, found | {"models": [step.as_json() for step in steps]})
     return 0
 
 
@@ -152,8 +143,8 @@ def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
 # --- tables -------------------------------------------------------------------------------------
 
 
-def _kib(moved: float) -> str:
-    return f"{moved / 1024:.0f}"
+def _kib(size: float) -> str:
+    return f"{size / 1024:.0f}"
 
 
 def steps_table(steps: list[Step]) -> str:
@@ -163,19 +154,14 @@ def steps_table(steps: list[Step]) -> str:
     """
     rows = []
     for roof in ROOFS:
+        base = steps[-1].time(roof).total
         for step in steps:
-            spent = {name: f"{1e3 * time:.1f}" for name, time in step.seconds(roof).items()}
-            rows.append(
-                [
-                    roof.name,
-                    step.name,
-                    f"{1e3 * step.total(roof):.1f}",
-                    f"{step.total(roof) / steps[-1].total(roof):.3f}",
-                    *spent.values(),
-                ]
-            )
-    header = ["GPU", "model", "step, ms", f"÷ {steps[-1].name}", *steps[0].seconds(ROOFS[0])]
-    return runner.table(header, rows)
+            time = step.time(roof)
+            categories = [f"{1e3 * each:.1f}" for each in time.seconds.values()]
+            total, ratio = f"{1e3 * time.total:.1f}", f"{time.total / base:.3f}"
+            rows.append([roof.name, step.name, total, ratio, *categories])
+    names = steps[0].time(ROOFS[0]).seconds
+    return runner.table(["GPU", "model", "step, ms", f"÷ {steps[-1].name}", *names], rows)
 
 
 def mixers_table(steps: list[Step]) -> str:
@@ -185,26 +171,20 @@ def mixers_table(steps: list[Step]) -> str:
     token to the Transformer's.
     """
     base, rows = steps[0], []
+    products = [kind for kind in KINDS if kind != POINTWISE]
     for step in steps:
-        first = step.layers[0].trace
         cells = [step.name]
         for backward in (False, True):
-            for kinds in ((POINTWISE,), [kind for kind in KINDS if kind != POINTWISE]):
-                cells.append(
-                    _kib(
-                        step.per_token(
-                            lambda t, k=kinds, b=backward: t.bytes(  # type: ignore[misc]
-                                *k, backward=b
-                            )
-                        )
-                    )
-                )
-            cells.append(str(sum(launch.backward == backward for launch in first.launches)))
-        cells += [_kib(step.per_token(lambda t: t.kept_bytes)), str(first.host_reads)]
+            cells += [
+                _kib(step.traffic(POINTWISE, backward=backward)),
+                _kib(step.traffic(*products, backward=backward)),
+                str(len(step.first.passes(backward))),
+            ]
+        cells += [_kib(step.activations()), str(step.first.host_reads)]
         tokens = step.tokens * step.batch / (base.tokens * base.batch)
-        rows.append(
-            [*cells, *(f"{step.total(roof) / base.total(roof) / tokens:.2f}" for roof in ROOFS)]
-        )
+        for roof in ROOFS:
+            cells.append(f"{step.time(roof).total / base.time(roof).total / tokens:.2f}")
+        rows.append(cells)
     header = (
         "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|"
         "host reads"
@@ -218,9 +198,9 @@ def kernels_table(step: Step, least: float = 256.0) -> str:
     Kernels that move less than ``least`` bytes per token are left out.
     """
     rows = [
-        [("forward", "backward")[backward], kind, kernel, str(launches), f"{moved / 1024:.1f}"]
-        for (backward, kind, kernel), (launches, moved) in kernels_of(step).items()
-        if moved >= least
+        [PASSES[backward], kind, kernel, str(launches), f"{traffic / 1024:.1f}"]
+        for (backward, kind, kernel), (launches, traffic) in kernels_of(step).items()
+        if traffic >= least
     ]
     return runner.table(["pass", "kind", "kernel", "launches", "KiB a token"], rows)
 

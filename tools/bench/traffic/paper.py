@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fem_common.costs import StepTime
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
 from fem_megatron.meta.trace import (
@@ -57,6 +58,7 @@ class Roof:
     gap: float = 2e-6
 
 
+PASSES = ("forward", "backward")
 ROOFS = (Roof("H100", 0.79 * 3.35e12), Roof("H200", 0.79 * 4.8e12))
 OPTIMIZER_BYTES = {  # per parameter
     "zeroing the fp32 gradient": 4,
@@ -85,7 +87,7 @@ SOURCES = {
     "gap between kernels": "2 us: assumed",
     "optimizer": (
         f"{sum(OPTIMIZER_BYTES.values())} bytes a parameter: "
-        + ", ".join(f"{moved} for {what}" for what, moved in OPTIMIZER_BYTES.items())
+        + ", ".join(f"{size} for {what}" for what, size in OPTIMIZER_BYTES.items())
         + "; without the 16 of clipping, in steps whose norm is above optimizer.clip_grad"
     ),
 }
@@ -119,7 +121,7 @@ class Part:
                 spent[launch.kind] += max(launch.bytes / roof.bandwidth, launch.flops / rate)
         for backward, flops in ((False, self.tiles), (True, BACKWARD * self.tiles)):
             spent[TILES] += max(
-                self.trace.bytes(TILES, backward=backward) / roof.bandwidth,
+                self.trace.traffic(TILES, backward=backward) / roof.bandwidth,
                 flops / roof.tiles[backward],
             )
         return {name: self.count * time for name, time in spent.items()}
@@ -141,66 +143,65 @@ class Step:
     ends: Part
     parameters: int
 
-    def seconds(self, roof: Roof) -> dict[str, float]:
-        """Return category -> seconds of the step: kinds of kernels, "ends", "optimizer"."""
-        spent: dict[str, float] = {}
+    def time(self, roof: Roof) -> StepTime:
+        """Return the time of the step by kinds of kernels, "gaps", "ends" and "optimizer"."""
+        seconds: dict[str, float] = {}
         for part in self.layers:
             for name, time in part.seconds(roof).items():
-                spent[name] = spent.get(name, 0.0) + time
+                seconds[name] = seconds.get(name, 0.0) + time
         update = sum(OPTIMIZER_BYTES.values()) * self.parameters / roof.bandwidth
-        return spent | {"ends": sum(self.ends.seconds(roof).values()), "optimizer": update}
+        ends = sum(self.ends.seconds(roof).values())
+        return StepTime(seconds | {"ends": ends, "optimizer": update})
 
-    def total(self, roof: Roof) -> float:
-        """Return the seconds of the complete step."""
-        return sum(self.seconds(roof).values())
+    @property
+    def first(self) -> Trace:
+        """Trace of the model's first layer."""
+        return self.layers[0].trace
 
     def per_token(self, of: Callable[[Trace], float]) -> float:
         """Return the mean over all layers of ``of(trace)``, divided by the tokens of the step."""
         layers = sum(part.count for part in self.layers)
-        return (
-            sum(part.count * of(part.trace) for part in self.layers)
-            / layers
-            / (self.tokens * self.batch)
-        )
+        total = sum(part.count * of(part.trace) for part in self.layers)
+        return total / layers / (self.tokens * self.batch)
+
+    def traffic(self, *kinds: str, backward: bool) -> float:
+        """Return the bytes per token and layer that kernels of these kinds move in one pass."""
+        return self.per_token(lambda trace: trace.traffic(*kinds, backward=backward))
+
+    def activations(self) -> float:
+        """Return the bytes per token and layer that are kept for the backward pass."""
+        return self.per_token(lambda trace: trace.activations)
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers for the JSON; bytes are per token and layer."""
-        first = self.layers[0].trace
-        passes = {
-            name: {
-                kind: self.per_token(
-                    lambda t, k=kind, b=backward: t.bytes(k, backward=b)  # type: ignore[misc]
-                )
-                for kind in KINDS
-            }
-            | {"launches": sum(launch.backward == backward for launch in first.launches)}
-            for name, backward in (("forward", False), ("backward", True))
-        }
-        return {
+        found: dict[str, Any] = {
             "name": self.name,
             "mixer": self.model.mixer,
             "tokens": self.tokens,
             "batch": self.batch,
             "layers": sum(part.count for part in self.layers),
-            "implementations": first.chosen,
-            "host_reads": first.host_reads,
-            "kept_bytes": self.per_token(lambda t: t.kept_bytes),
-            **passes,
-            "kernels": [
-                {
-                    "pass": ("forward", "backward")[backward],
-                    "kernel": kernel,
-                    "kind": kind,
-                    "launches": launches,
-                    "bytes": moved,
-                }
-                for (backward, kind, kernel), (launches, moved) in kernels_of(self).items()
-            ],
-            "milliseconds": {
-                roof.name: {name: 1e3 * time for name, time in self.seconds(roof).items()}
-                for roof in ROOFS
-            },
+            "implementations": self.first.chosen,
+            "host_reads": self.first.host_reads,
+            "kept_bytes": self.activations(),
         }
+        for backward, name in enumerate(PASSES):
+            traffic = {kind: self.traffic(kind, backward=bool(backward)) for kind in KINDS}
+            found[name] = traffic | {"launches": len(self.first.passes(bool(backward)))}
+        found["kernels"] = [
+            {
+                "pass": PASSES[backward],
+                "kernel": kernel,
+                "kind": kind,
+                "launches": launches,
+                "bytes": traffic,
+            }
+            for (backward, kind, kernel), (launches, traffic) in kernels_of(self).items()
+        ]
+        found["milliseconds"] = {
+            roof.name: {name: 1e3 * time for name, time in self.time(roof).seconds.items()}
+            for roof in ROOFS
+        }
+        return found
 
 
 def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
@@ -210,10 +211,10 @@ def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
     first; within a pass, the kernels that move most bytes are first.
     """
     found: dict[tuple[bool, str, str], tuple[int, float]] = {}
-    for launch in step.layers[0].trace.launches:
+    for launch in step.first.launches:
         key = (launch.backward, launch.kind, launch.name)
-        launches, moved = found.get(key, (0, 0.0))
-        found[key] = launches + 1, moved + launch.bytes / (step.tokens * step.batch)
+        launches, traffic = found.get(key, (0, 0.0))
+        found[key] = launches + 1, traffic + launch.bytes / (step.tokens * step.batch)
     return dict(sorted(found.items(), key=lambda item: (item[0][0], -item[1][1])))
 
 
@@ -263,10 +264,13 @@ def layer_trace(
 
 def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
     trace = layer_trace(shape, model.stream_size, tokens, batch, causal=model.causal)
-    # FLOPs that the plan counts and the trace does not are those of the Triton kernels.
-    seen = sum(launch.flops for launch in trace.launches if not launch.backward)
-    own = max(0.0, sum(shape.flops(tokens).values()) * tokens * batch - seen)
-    return Part(count, trace, own if trace.bytes(TILES) else 0.0)
+    # FLOPs that the plan counts and the trace does not are those of the Triton kernels, of which
+    # small products within pointwise kernels take no time of their own.
+    mixer = shape.mixer
+    fused = shape.recurrence * sum(mixer.map_flops.get(name, 0.0) for name in mixer.fused_maps)
+    planned = (sum(shape.flops(tokens).values()) - fused) * tokens * batch
+    own = max(0.0, planned - trace.flops(backward=False))
+    return Part(count, trace, own if trace.traffic(TILES) else 0.0)
 
 
 def _ends(model: ModelConfig, parallel: OneProcess, tokens: int, batch: int) -> Made:
