@@ -158,8 +158,7 @@ def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
     """Return the mean energies before and after the update, and the share that rose.
 
     name: prefix of the keys: ``{name}_before``, ``{name}_after`` and ``{name}_rose``. The last is
-    the
-        share of tokens whose energy rose.
+        the share of tokens whose energy rose.
     before, after: the energy of each token.
     """
     rose = (after > before).to(before.dtype).mean()

@@ -42,8 +42,7 @@ class Parallel(Protocol):
         Under sequence parallelism only the slice is kept for the backward pass.
 
         linear: a module that `Parallel.linear` returned (if it has a bias, the gathered input is
-        kept), or
-            a weight [out, in] whose leading dimensions are flattened.
+            kept), or a weight [out, in] whose leading dimensions are flattened.
         """
 
     def project_beside(

@@ -80,8 +80,7 @@ class MegatronBlock(Block):
         The configuration, not a mask, determines causality.
 
         packed_seq_params: the layer's `Context`. Megatron has this argument for its own packed
-        sequences
-            and passes it to the layers unread.
+            sequences and passes it to the layers unread.
 
         Raises:
             NotImplementedError: if Megatron passes an inference context, an attention bias or

@@ -147,8 +147,7 @@ class Checkpoints:
 
         Raises:
             StorageError: checkpoints exist, but all are damaged. The run must not start from
-            scratch
-                and overwrite them.
+                scratch and overwrite them.
         """
         found = from_rank_0(self._newest)
         self.last, self.saved = (found.path, found.progress.step) if found else (None, 0)
@@ -191,8 +190,7 @@ class Checkpoints:
 
         Raises:
             StorageError: on all ranks, with rank 0's reason: the file system refuses the files, or
-            the
-                mirror is too far behind.
+                the mirror is too far behind.
             ConfigError: the mirror belongs to another run (see `Mirroring.check`).
         """
         self.complete(blocking=True)

@@ -104,8 +104,7 @@ def launched(only: Collection[str] = ()) -> list[Build]:
     included except the reference.
 
     only: operations. Other cases, and kernels of other operations in layers, are left out; if
-    empty,
-        everything is included.
+        empty, everything is included.
     """
     found: dict[str, Build] = {}
     layers = (

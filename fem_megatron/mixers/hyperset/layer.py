@@ -170,9 +170,8 @@ class HyperSet(Update):
         tokens: [n >= 2], sampled positions.
 
         attention_energy and feed_forward_energy, [n, b]: of each sampled token among all tokens.
-        Summed over
-            all tokens they are E_attn and E_ff; if causal, a token's energy is among the tokens
-            that it sees.
+            Summed over all tokens they are E_attn and E_ff; if causal, a token's energy is among
+            the tokens that it sees.
         effective_rank and mean_angle (radians), [b, local heads]: of z of the sampled tokens.
         largest_score, [local heads]: only if the read has scores.
 

@@ -117,8 +117,7 @@ def phases(planned: Iterable[Task], seconds: float) -> list[Phase]:
     """Distribute the tasks to phases, and the time of the suite to the phases.
 
     seconds: time of the suite. Every phase gets a fixed share; the share of a phase without tasks
-    is
-        distributed to the other phases.
+        is distributed to the other phases.
     """
     planned = list(planned)
     groups = [(TOGETHER_SHARE, [task for task in planned if task.together])]
