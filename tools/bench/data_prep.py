@@ -1,7 +1,7 @@
 """Benchmark of data_prep: tokenization against other ways, and the sample index of GPTDataset.
 
     python -m tools.bench.data_prep --quick       # about 3 minutes on two cores
-    python -m tools.bench.data_prep               # about 10 minutes
+    python -m tools.bench.data_prep               # about 7 minutes
     python -m tools.bench.data_prep --corpus PATH # your own parquet: columns text and id
 
 Each pipeline is a complete command in a separate process with one thread. Its rate is megabytes of
